@@ -21,12 +21,13 @@ from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
 from jaxserve.layers.moe import Routing, can_leave_partial_sums, moe_or_mlp
 from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
 from jaxserve.layers.params import Params
+from jaxserve.layers.parts import Kernel, sum_part
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.peers import summed
 from jaxserve.layers.rope import Rope, rotations
 from jaxserve.layers.weight import Weight
-from pallas_kernels import all_reduce
 from pallas_kernels.paging import Scores
+from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.row_quantization import UnscaledProduct
 
 Attend = Callable[[Params, Any, Any], tuple[Any, Any]]
@@ -206,7 +207,7 @@ def decoder(
             eps=config.norm_eps,
         )
 
-    leaves_partial_sums = _adds_up_partial_sums(layers, x, batch)
+    leaves_partial_sums = adds_up_partial_sums(layers, x, batch.peers)
     sums = {"kernels": batch.kernels, "peers": batch.peers, "leaves_partial_sums": leaves_partial_sums}
     # Only `add_norm` takes a product without its scales.
     leaves_scales = batch.kernels == "sm90" and all(_has_pre_norms_only(layer) for layer in layers)
@@ -232,6 +233,7 @@ def layer_shapes(
     sliding_windows: Sequence[int | None],
     num_rotated: int | None,
     own: str | None = None,
+    adds_in_norms: bool = True,
     routing: Routing | None = None,
 ) -> list[LayerShape]:
     """Return what the layers of a decoder consist of: weights, caches and windows are those of each layer."""
@@ -244,20 +246,29 @@ def layer_shapes(
             sliding_window=window,
             num_rotated=num_rotated,
             own=own,
+            adds_in_norms=adds_in_norms,
             routing=routing,
         )
         for layer, following, cache, window in zip(layers, [*layers[1:], None], caches, sliding_windows, strict=True)
     ]
 
 
-def _adds_up_partial_sums(layers: Sequence[Params], x: Float[Array, "T E"], batch: Batch) -> bool:
-    """Return true if the devices' partial sums are left to `add_rms_norm`, which has a kernel that adds them up."""
-    if batch.peers is None or all_reduce.why_not(x, batch.peers) is not None:
-        return False
-    return all(
+def adds_up_partial_sums(layers: Sequence[Params], x: Any, peers: PeerBuffers | None) -> bool:
+    """Return true if `decoder` leaves devices' partial sums to `add_rms_norm`, which has a kernel that adds them up.
+
+    `x` is the residual stream, or its shape.
+    """
+    return sum_part(x, peers).kernel == Kernel.ALL_REDUCE and all(
         _has_pre_norms_only(layer) and "out_bias" not in layer["attention"] and can_leave_partial_sums(layer["mlp"])
         for layer in layers
     )
+
+
+def readers_of(layer: Params) -> dict[str, Weight | None]:
+    """Return the only weight that is multiplied by each of the norms before a layer's blocks, None if there is none."""
+    feed_forward = layer["mlp"]
+    gate_up = None if "experts" in feed_forward else feed_forward.get("gate_up")
+    return {"attention_norm": layer["attention"].get("qkv"), "mlp_norm": gate_up}
 
 
 def _has_pre_norms_only(layer: Params) -> bool:
@@ -317,18 +328,17 @@ def sequential_block(
     def normed(name: str, y: Any) -> Any:
         return norm(y, layer[name]) if name in layer else y
 
-    def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
+    def add(x: Array, update: Any, name: str) -> tuple[Array, Any]:
         if update is not None and add_norm is not None and name in layer:
-            return add_norm(x, update, layer[name], reader=reader)
+            return add_norm(x, update, layer[name], reader=readers[name])
         x = x if update is None else x + update
         return x, normed(name, x)
 
-    attention, feed_forward = layer["attention"], layer["mlp"]
-    x, y = add(x, update, "attention_norm", attention.get("qkv"))
-    update, cache = attend(attention, y, cache)
-    gate_up = None if "experts" in feed_forward else feed_forward.get("gate_up")
-    x, y = add(x, normed("attention_post_norm", update), "mlp_norm", gate_up)
-    return x, normed("mlp_post_norm", mlp(feed_forward, y)), cache
+    readers = readers_of(layer)
+    x, y = add(x, update, "attention_norm")
+    update, cache = attend(layer["attention"], y, cache)
+    x, y = add(x, normed("attention_post_norm", update), "mlp_norm")
+    return x, normed("mlp_post_norm", mlp(layer["mlp"], y)), cache
 
 
 def parallel_block(

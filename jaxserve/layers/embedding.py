@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.parts import Kernel, gather_part, sum_part
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_gather, all_reduce
@@ -35,7 +36,7 @@ def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
         if axis is None:
             return table.take(batch.token_ids)
         found = jax.ShapeDtypeStruct((len(batch.token_ids), table.shape[1]), table.dtype)
-        sends = batch.peers is not None and all_reduce.why_not(found, batch.peers) is None
+        sends = sum_part(found, batch.peers).kernel == Kernel.ALL_REDUCE
         return jax.shard_map(
             functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
             in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(table.mesh)),
@@ -92,7 +93,7 @@ def gathered(
         return logits
     axis = sharding.spec[1]
     shard = jax.ShapeDtypeStruct(sharding.shard_shape(logits.shape), logits.dtype)
-    if peers is None or all_gather.why_not(shard, peers) is not None:
+    if peers is None or gather_part(shard, peers).kernel == Kernel.XLA:
         return jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec(None, None)))
     return jax.shard_map(
         functools.partial(all_gather.all_gather, axis_name=axis, implementation=kernels),

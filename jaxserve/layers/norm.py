@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.parts import Kernel, norm_part
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
@@ -68,7 +69,10 @@ def add_rms_norm(
     That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows. Each device
     may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
     """
-    if not isinstance(update, UnscaledProduct) and (unreduced := jax.typeof(update).sharding.spec.unreduced):
+    unreduced = frozenset() if isinstance(update, UnscaledProduct) else jax.typeof(update).sharding.spec.unreduced
+    kernel = norm_part(x, reader, kernels=kernels, has_partial_sums=bool(unreduced)).kernel
+    if kernel == Kernel.ALL_REDUCE:
+        assert not isinstance(update, UnscaledProduct)
         [axis] = unreduced
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
         everywhere, of_device = PartitionSpec(), peer_buffers_spec(jax.typeof(x).sharding.mesh)
@@ -79,14 +83,15 @@ def add_rms_norm(
                 out_specs=everywhere,
                 check_vma=False,
             )(x, update, weight, peers)
-    has_kernel = kernels != "xla" and fused.why_not(x.shape[1], x.dtype) is None
-    rounds = row_quantization.best_implementation(x.shape[1], x.dtype) == "sm90"
-    if has_kernel and rounds and reader is not None and (code := reader.rounds_to(len(x), 1)) is not None:
+    if kernel == Kernel.ROW_QUANTIZATION:
+        assert reader is not None
+        code = reader.rounds_to(len(x), 1)
+        assert code is not None
         run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
         return _on_each_device(run, x, update, weight)
     if isinstance(update, UnscaledProduct):
         update = update.values()
-    if not has_kernel:
+    if kernel == Kernel.XLA:
         total = x + update
         return total, rms_norm(total, weight, eps)
     run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)

@@ -12,7 +12,16 @@ import jax
 from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate, fuses
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.weight import Weight
-from pallas_kernels import all_reduce, expert_routing, gated_linear_unit, grouped_codes, quantized_matmuls, small_matmul
+from pallas_kernels import (
+    add_rms_norm,
+    all_gather,
+    all_reduce,
+    expert_routing,
+    gated_linear_unit,
+    grouped_codes,
+    quantized_matmuls,
+    small_matmul,
+)
 from pallas_kernels.peers import PeerBuffers
 
 
@@ -26,7 +35,10 @@ class Kernel(enum.StrEnum):
     GROUPED_MATMUL = "grouped_matmul"
     GROUPED_CODES = "grouped_codes"
     EXPERT_ROUTING = "expert_routing"
+    ADD_RMS_NORM = "add_rms_norm"
+    ROW_QUANTIZATION = "row_quantization"
     ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
     PAGED_ATTENTION = "paged_attention"
     RAGGED_ATTENTION = "paged_attention and ragged_prefill_attention"
     LATENT_ATTENTION = "latent_attention"
@@ -135,7 +147,28 @@ def experts_part(weight: Weight, activation: str | Gate | None, *, dtype: Any, k
     return Part(kernel, None if activation is None or fuses(activation) else why_not_activation(activation))
 
 
+def norm_part(x: Any, reader: Weight | None, *, kernels: Kernels, has_partial_sums: bool) -> Part:
+    """Return what adds an update to a residual stream like `x` and normalises the sum, as `norm.add_rms_norm` does.
+
+    `reader` is the only weight that is multiplied by the norm, if there is one; with `has_partial_sums` devices have
+    partial sums of the update, which the kernel adds up.
+    """
+    if has_partial_sums:
+        return Part(Kernel.ALL_REDUCE)
+    reason = NO_KERNELS if kernels == "xla" else add_rms_norm.why_not(x.shape[1], x.dtype)
+    if reason is not None:
+        return Part(Kernel.XLA, reason)
+    rounds = reader is not None and reader.rounds_to(x.shape[0], 1) is not None
+    return Part(Kernel.ROW_QUANTIZATION if rounds else Kernel.ADD_RMS_NORM)
+
+
 def sum_part(x: Any, peers: PeerBuffers | None) -> Part:
     """Return what adds up the devices' partial sums of rows like `x`."""
     reason = "devices have no buffers for sums" if peers is None else all_reduce.why_not(x, peers)
     return Part(Kernel.ALL_REDUCE) if reason is None else Part(Kernel.XLA, reason)
+
+
+def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
+    """Return what gathers logits of which each device has some columns, like `logits`."""
+    reason = "devices have no buffers for logits" if peers is None else all_gather.why_not(logits, peers)
+    return Part(Kernel.ALL_GATHER) if reason is None else Part(Kernel.XLA, reason)

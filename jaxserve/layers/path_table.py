@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from jaxserve.layers.decoder import adds_up_partial_sums, readers_of
 from jaxserve.layers.params import Params
 from jaxserve.layers.parts import (
     AttendsByKernels,
@@ -17,19 +19,23 @@ from jaxserve.layers.parts import (
     experts_part,
     few_rows_part,
     gate_up_part,
+    gather_part,
     linear_part,
+    norm_part,
     routing_part,
     sum_part,
 )
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.weight import Weight
+from pallas_kernels.peers import PeerBuffers
 
 
-class Head(NamedTuple):
-    """The LM head of a model."""
+class Ends(NamedTuple):
+    """What a model has below its layers and above them."""
 
-    table: Weight
-    has_bias: bool
+    embedding: Weight
+    head: Weight
+    has_head_bias: bool
 
 
 class _Row(NamedTuple):
@@ -39,7 +45,11 @@ class _Row(NamedTuple):
     layers: dict[Kind, tuple[int, str | None]]
     """Number of layers of each kind, and the reason why the first of them has no faster path."""
     parts: dict[str, list[Part]]
-    """What computes each part that no kernel of a whole layer computes: a Part for each kernel."""
+    """What computes each part that no kernel of a whole layer computes: a Part for each kernel. Matrix products and
+    attention.
+    """
+    others: dict[str, list[Part]]
+    """What computes norms, and what devices send each other: a Part for each kernel."""
 
     @property
     def key(self) -> object:
@@ -48,27 +58,36 @@ class _Row(NamedTuple):
         return (
             self.step.is_decode_only,
             kinds,
-            {name: [part.kernel for part in found] for name, found in self.parts.items()},
+            {name: [part.kernel for part in found] for name, found in (self.parts | self.others).items()},
         )
 
 
-def describe(layers: Sequence[LayerShape], steps: Iterable[tuple[StepShape, int]], head: Head) -> list[str]:
+def describe(
+    layers: Sequence[LayerShape],
+    steps: Iterable[tuple[StepShape, int]],
+    ends: Ends,
+    *,
+    logits_peers: PeerBuffers | None,
+) -> list[str]:
     """Return a line for each range of programs in which the same kernels run, by their number of rows.
 
-    `steps` are what programs are compiled for, and of how many rows they compute logits, 0 for none.
+    `steps` are what programs are compiled for, and of how many rows they compute logits, 0 for none. `logits_peers` are
+    the buffers through which devices send each other logits.
     """
     by_size = sorted(steps, key=lambda step: (not step[0].is_decode_only, step[0].num_rows))
-    rows = [_row(layers, step, head, num_logits) for step, num_logits in by_size]
+    rows = [_row(layers, step, ends, num_logits, logits_peers) for step, num_logits in by_size]
     return [_line(list(alike)) for _, alike in itertools.groupby(rows, key=lambda row: row.key)]
 
 
-def multiplies_by_xla(layers: Sequence[LayerShape], step: StepShape, head: Head, *, num_logits: int) -> bool:
+def multiplies_by_xla(layers: Sequence[LayerShape], step: StepShape, ends: Ends, *, num_logits: int) -> bool:
     """Return true if XLA makes the kernel of a matrix product in such a step; arguments are as for `describe`."""
-    parts = _row(layers, step, head, num_logits).parts.values()
+    parts = _row(layers, step, ends, num_logits, None).parts.values()
     return any(part.kernel in (Kernel.XLA, Kernel.NONE) for found in parts for part in found)
 
 
-def _row(layers: Sequence[LayerShape], step: StepShape, head: Head, num_logits: int) -> _Row:
+def _row(
+    layers: Sequence[LayerShape], step: StepShape, ends: Ends, num_logits: int, logits_peers: PeerBuffers | None
+) -> _Row:
     paths = choose(layers, step)
     kinds = [path.kind for path in paths]
     found = {
@@ -77,24 +96,45 @@ def _row(layers: Sequence[LayerShape], step: StepShape, head: Head, num_logits: 
         if kind in kinds
     }
     parts: dict[str, list[Part]] = {}
+    others: dict[str, list[Part]] = {}
+    x = jax.ShapeDtypeStruct((step.num_rows, ends.embedding.shape[1]), step.dtype)
+    adds_up_in_norms = adds_up_partial_sums([layer.weights for layer in layers], x, step.peers)
     for layer, kind in zip(layers, kinds, strict=True):
         if kind == Kind.OPERATIONS:
-            of_layer = _operations(layer, step)
-        else:
-            of_layer = {} if kind == Kind.LAYER else {"attention": _attention(layer, step)}
+            _add(parts, _operations(layer, step))
+            _add(others, _norms(layer, x, step, adds_up=adds_up_in_norms))
+        elif kind != Kind.LAYER:
+            _add(parts, {"attention": _attention(layer, step)})
         output = layer.weights["attention"]["out"]
         if output.is_split:
-            of_layer["sums over devices"] = sum_part(
-                jax.ShapeDtypeStruct((step.num_rows, output.shape[0]), step.dtype), step.peers
-            )
-        for name, part in of_layer.items():
-            seen = parts.setdefault(name, [])
-            if part.kernel not in [other.kernel for other in seen]:
-                seen.append(part)
+            _add(others, {"sums over devices": sum_part(x.update(shape=(step.num_rows, output.shape[0])), step.peers)})
+    if not ends.embedding.mesh.empty and ends.embedding.spec[0] is not None:
+        _add(others, {"embedding": sum_part(x, step.peers)})
     if num_logits:
-        hidden = jax.ShapeDtypeStruct((num_logits, head.table.shape[1]), step.dtype)
-        parts["LM head"] = [few_rows_part(hidden, head.table, kernels=step.kernels, has_bias=head.has_bias)]
-    return _Row(step, found, parts)
+        hidden = jax.ShapeDtypeStruct((num_logits, ends.head.shape[1]), step.dtype)
+        head = few_rows_part(hidden, ends.head, kernels=step.kernels, has_bias=ends.has_head_bias)
+        _add(parts, {"LM head": head})
+        shard = jax.ShapeDtypeStruct((num_logits, ends.head.shard.shape[0]), jnp.float32)
+        if shard.shape[1] < ends.head.shape[0]:
+            _add(others, {"gather of logits": gather_part(shard, logits_peers)})
+    return _Row(step, found, parts, others)
+
+
+def _add(parts: dict[str, list[Part]], of_layer: dict[str, Part]) -> None:
+    """Add the parts of a layer that are computed by other kernels than those of the layers before."""
+    for name, part in of_layer.items():
+        seen = parts.setdefault(name, [])
+        if part.kernel not in [other.kernel for other in seen]:
+            seen.append(part)
+
+
+def _norms(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, *, adds_up: bool) -> dict[str, Part]:
+    """Return what computes the norms of the residual stream in a layer that is not fused."""
+    if not layer.adds_in_norms:
+        part = Part(Kernel.XLA, f"no kernel adds and normalises with {layer.own}")
+        return {name: part for name in layer.weights if name.endswith("norm")}
+    sums = {"kernels": step.kernels, "has_partial_sums": adds_up and layer.own is None}
+    return {name: norm_part(x, reader, **sums) for name, reader in readers_of(layer.weights).items()}
 
 
 def _attention(layer: LayerShape, step: StepShape) -> Part:
@@ -147,7 +187,7 @@ def _rows(step: StepShape, weight: Weight, *, num_inputs: int = 1) -> jax.ShapeD
 def _line(rows: Sequence[_Row]) -> str:
     first, last = rows[0].step.num_rows, rows[-1].step.num_rows
     size = f"{first}" if first == last else f"{first} to {last}"
-    layers, parts = rows[0].layers, rows[0].parts
+    layers, parts = rows[0].layers, rows[0].parts | rows[0].others
     num_layers = sum(count for count, _ in layers.values())
     texts = [
         f"{kind}" + (f" of {count} layers" if count < num_layers else "") + _because(reason)

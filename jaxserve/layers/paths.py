@@ -60,6 +60,7 @@ class LayerShape:
         activation: as for `activations.gate_of`.
         num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
         own: what it has besides that no fused layer has, in words; None if nothing.
+        adds_in_norms: updates are added by `norm.add_rms_norm`, where the sum is normalised.
         routing: how tokens are routed to experts; None without experts.
     """
 
@@ -70,6 +71,7 @@ class LayerShape:
     sliding_window: int | None
     num_rotated: int | None
     own: str | None = None
+    adds_in_norms: bool = True
     routing: Routing | None = None
 
 

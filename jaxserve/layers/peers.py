@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.parts import Kernel, sum_part
 from jaxserve.layers.sharding import mesh_axis
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
@@ -74,7 +75,7 @@ def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernel
     sharding = jax.typeof(x).sharding
     if not sharding.spec.unreduced:
         return x
-    if peers is None or all_reduce.why_not(x, peers) is not None:
+    if peers is None or sum_part(x, peers).kernel == Kernel.XLA:
         return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
     return jax.shard_map(
         functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=kernels),

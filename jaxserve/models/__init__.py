@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.decoder import activation_of, layer_shapes
 from jaxserve.layers.params import Params
-from jaxserve.layers.path_table import Head
+from jaxserve.layers.path_table import Ends
 from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
@@ -89,8 +89,8 @@ def get_family(hf_config: dict[str, Any]) -> Family:
     raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
 
 
-def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Head]:
-    """Return the layers and the LM head of a family's model, from which kernels are chosen.
+def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Ends]:
+    """Return the layers of a family's model, and what is below and above them, from which kernels are chosen.
 
     `params` and `caches` are the weights and LayerCaches, or their shapes.
     """
@@ -102,10 +102,11 @@ def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]
         sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
         num_rotated=None if rope is None else len(frequencies(rope)),
         own=family.own_layers,
+        adds_in_norms=family.own_layers is None or family.adds_in_norms,
         routing=getattr(config, "routing", None),
     )
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return shapes, Head(table, has_bias="lm_head_bias" in params)
+    return shapes, Ends(params["embed"], table, has_head_bias="lm_head_bias" in params)
 
 
 def max_context(config: Any) -> int:

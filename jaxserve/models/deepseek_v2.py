@@ -149,4 +149,5 @@ FAMILY = Family(
     layers=latent_decoder,
     doc=__doc__,
     own_layers="latent attention",
+    adds_in_norms=True,
 )

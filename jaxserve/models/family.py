@@ -48,6 +48,7 @@ class Family:
         features: features of all checkpoints that no field of the config mentions.
         own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused
             kernels; None if nothing.
+        adds_in_norms: such layers add updates by `norm.add_rms_norm`, as those of `decoder` do.
     """
 
     Config: type[Any]
@@ -59,6 +60,7 @@ class Family:
     doc: str | None
     features: tuple[str, ...] = ()
     own_layers: str | None = None
+    adds_in_norms: bool = False
 
     def forward(
         self, params: Params, config: Any, batch: Batch, kv_cache: KVCache

@@ -69,12 +69,12 @@ def test_lines_of_a_dense_model():
         "attention: paged_attention; LM head: small_matmul",
         "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention; gate_up: gated_linear_unit; "
-        "LM head: XLA (at most 64 rows, got 128)",
+        "LM head: XLA (at most 64 rows, got 128); attention_norm, mlp_norm: add_rms_norm",
         "prompts, 64 tokens: one kernel between two attentions (some rows may have several tokens); "
         "attention: paged_attention and ragged_prefill_attention; LM head: small_matmul",
         "prompts, 128 to 512 tokens: one operation after the other (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention and ragged_prefill_attention; "
-        "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128)",
+        "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); attention_norm, mlp_norm: add_rms_norm",
     ]
 
 
@@ -104,6 +104,18 @@ def test_lines_of_a_dense_model():
             {},
             "shared gate_up: XLA (the gated linear unit takes at least 128 rows, got 1)",
         ),
+        (MODELS["latents"][0], {}, "LM head: small_matmul; attention_norm, mlp_norm: add_rms_norm"),
+        (LLAMA | {"mlp_bias": True, "hidden_size": 2112}, {}, "attention_norm, mlp_norm: XLA (rows must be bfloat16"),
+        (LLAMA, {"num_devices": 4}, "sums over devices, embedding: all_reduce; gather of logits: all_gather"),
+        (LLAMA | {"hidden_size": 2112}, {"num_devices": 2}, "embedding: XLA (devices have no buffers for sums)"),
+        (LLAMA | {"vocab_size": 1000}, {"num_devices": 4}, "gather of logits: XLA (devices have no buffers for logits"),
+        (
+            LLAMA | {"mlp_bias": True},
+            {"num_devices": 2},
+            "attention_norm, mlp_norm: add_rms_norm; sums over devices, embedding: all_reduce",
+        ),
+        (QWEN3_30B_A3B, {"num_devices": 2}, "attention_norm, mlp_norm, sums over devices, embedding: all_reduce"),
+        (QWEN3_30B_A3B, {"scheme": "int8"}, "mlp_norm: add_rms_norm"),
     ],
     ids=str,
 )
@@ -124,6 +136,8 @@ def test_every_model_has_a_table_of_paths(golden):
     assert lines[0].startswith("decode of 1 ")
     assert all(line.count("LM head: ") == line.count("attention: ") == 1 for line in lines)
     assert all(f"(no fused layer has {own})" in line for line in lines) == (own is not None)
+    by_xla = own is not None and not family.adds_in_norms
+    assert all(f"XLA (no kernel adds and normalises with {own})" in line for line in lines) == by_xla
 
 
 @pytest.mark.parametrize("name", quick_only(list(MODELS), "llama"))

@@ -17,7 +17,7 @@ from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
-from jaxserve.layers.path_table import Head, describe, multiplies_by_xla
+from jaxserve.layers.path_table import Ends, describe, multiplies_by_xla
 from jaxserve.layers.paths import LayerShape, StepShape
 from jaxserve.models import shapes_of
 
@@ -91,9 +91,10 @@ class StepBuilder:
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
         programs = [each for each in self.shapes.programs if isinstance(each, PlainDecode | Forward | Begin)]
-        layers, head = self._shapes
+        (layers, ends), peers = self._shapes, self.model.peers
+        steps = [(self._step_shape(each), each.bucket.num_rows) for each in programs]
         with self.model.on_mesh():
-            return describe(layers, [(self._step_shape(each), each.bucket.num_rows) for each in programs], head)
+            return describe(layers, steps, ends, logits_peers=None if peers is None else peers.logits)
 
     def is_tuned(self, program: Program) -> bool:
         """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""
@@ -101,12 +102,12 @@ class StepBuilder:
             return False
         if not self.model.has_kernels or not isinstance(program, PlainDecode | Forward | Begin | Finish):
             return True
-        layers, head = self._shapes
+        layers, ends = self._shapes
         with self.model.on_mesh():
-            return multiplies_by_xla(layers, self._step_shape(program), head, num_logits=program.bucket.num_rows)
+            return multiplies_by_xla(layers, self._step_shape(program), ends, num_logits=program.bucket.num_rows)
 
     @functools.cached_property
-    def _shapes(self) -> tuple[Sequence[LayerShape], Head]:
+    def _shapes(self) -> tuple[Sequence[LayerShape], Ends]:
         model = self.model
         cache = model.kv_cache(1)
         caches = [cache.of_layer(index) for index in range(len(model.params["layers"]))]
