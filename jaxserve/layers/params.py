@@ -10,7 +10,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxserve.quantization.scheme import (
     ROUNDED_EARLY_ON_HOPPER,
     ROUNDED_ON_CPU,
     ROUNDED_ON_HOPPER,
+    Init,
     Parts,
     Scheme,
     dtype_of,
@@ -43,8 +44,8 @@ class LeafSpec:
         name: name of the weight in errors.
         axes: as in a ParamSpec.
         dtype: None means the dtype that the engine serves in.
-        init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all equal
-            to `init_scale` ("constant").
+        init: what random values are: "normal" with `init_scale` as standard deviation; "bits" of any kind; "int8" or
+            "int4" (two a byte) with a mean of zero; or all equal to `init_scale` ("constant").
         expert_size: as in a ParamSpec.
         group_size: number of inputs to which an entry of the last axis applies, if more than one.
     """
@@ -53,7 +54,7 @@ class LeafSpec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: Any
-    init: Literal["normal", "constant", "bits"]
+    init: Init
     init_scale: float
     expert_size: int | None
     group_size: int | None = None
@@ -181,7 +182,7 @@ class ParamSpec:
             values,
             shape=(*self.shape[:-1], self.shape[-1] // kind.per_byte),
             dtype=kind.dtype,
-            init="normal" if kind.is_float else "bits",
+            init=kind.init,
             init_scale=1.0,
         )
         first_input = len(self.shape) - self.num_inputs
@@ -200,13 +201,16 @@ class ParamSpec:
 
         of_scales = functools.partial(of_groups, num_groups, self.scheme.scale_dtype)
         scales = of_scales(1.0 if has_factors else scale / kind.typical)
-        zeros = of_scales(0.0) if self.scheme.has_zeros else None
-        minimums = of_scales(0.0) if self.scheme.has_minimums else None
+        zeros = of_scales(kind.mean) if self.scheme.has_zeros else None
+        minimums = None
+        if self.scheme.has_minimums:
+            minimums = of_scales(1.0 if has_factors else kind.mean * scale / kind.typical)
         factors = minimum_factors = None
         if self.scheme.factor_dtype is not None:
             num_factors = self.scheme.num_factors(self.row_size)
-            factors = of_groups(num_factors, self.scheme.factor_dtype, scale / kind.typical)
-            minimum_factors = factors if self.scheme.has_minimums else None
+            of_factors = functools.partial(of_groups, num_factors, self.scheme.factor_dtype)
+            factors = of_factors(scale / kind.typical)
+            minimum_factors = of_factors(kind.mean * scale / kind.typical) if self.scheme.has_minimums else None
         parts = Parts(codes, scales, zeros, minimums, factors, minimum_factors)
         order = dataclasses.replace(
             values, shape=(self.row_size,), axes=(None,), dtype=np.dtype(np.int32), init="constant", init_scale=0.0
@@ -379,7 +383,7 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
 def _initializer(
     shape: tuple[int, ...],
     dtype: np.dtype,
-    init: Literal["normal", "constant", "bits"],
+    init: Init,
     scale: float,
     repeats: int,
     sharding: NamedSharding,
@@ -387,9 +391,13 @@ def _initializer(
     def make(key: jax.Array) -> jax.Array:
         if init == "constant":
             return jnp.full(shape, scale, dtype)
-        if init == "bits":
+        if init in ("bits", "int8", "int4"):
             bits = jax.random.bits(key, shape, jnp.uint8)
-            return jax.lax.bitcast_convert_type(bits, dtype)
+            if init == "int4":  # -8, which has no counterpart, becomes 0: codes 0 and 8
+                bits = jnp.where(bits & 0xF, bits, bits | 8)
+                bits = jnp.where(bits & 0xF0, bits, bits | 0x80)
+            values = jax.lax.bitcast_convert_type(bits, dtype)
+            return jnp.where(values == -128, 0, values) if init == "int8" else values
         computed = jnp.float32 if dtype.itemsize == 1 else dtype
         return (scale * jax.random.normal(key, shape, computed)).astype(dtype)
 
