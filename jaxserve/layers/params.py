@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Int32
 
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.weight import Dense, Weight
-from jaxserve.quantization.scheme import Parts, Scheme, dtype_of
+from jaxserve.quantization.scheme import Init, Parts, Scheme, dtype_of
 
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
@@ -33,8 +33,8 @@ class LeafSpec:
         name: name of the weight in errors.
         axes: as in a ParamSpec.
         dtype: None means the dtype that the engine serves in.
-        init: what random values are: "normal" with `init_scale` as standard deviation, "bits" of any kind, or all equal
-            to `init_scale` ("constant").
+        init: what random values are: "normal" with `init_scale` as standard deviation; "bits" of any kind; "int8" or
+            "int4" (two a byte) with a mean of zero; or all equal to `init_scale` ("constant").
         expert_size: as in a ParamSpec.
         group_size: number of inputs to which an entry of the last axis applies, if more than one.
     """
@@ -43,7 +43,7 @@ class LeafSpec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     dtype: Any
-    init: Literal["normal", "constant", "bits"]
+    init: Init
     init_scale: float
     expert_size: int | None
     group_size: int | None = None
@@ -171,7 +171,7 @@ class ParamSpec:
             values,
             shape=(*self.shape[:-1], self.shape[-1] // kind.per_byte),
             dtype=kind.dtype,
-            init="normal" if kind.is_float else "bits",
+            init=kind.init,
             init_scale=1.0,
         )
         first_input = len(self.shape) - self.num_inputs
@@ -190,13 +190,16 @@ class ParamSpec:
 
         of_scales = functools.partial(of_groups, num_groups, self.scheme.scale_dtype)
         scales = of_scales(1.0 if has_factors else scale / kind.typical)
-        zeros = of_scales(0.0) if self.scheme.has_zeros else None
-        minimums = of_scales(0.0) if self.scheme.has_minimums else None
+        zeros = of_scales(kind.mean) if self.scheme.has_zeros else None
+        minimums = None
+        if self.scheme.has_minimums:
+            minimums = of_scales(1.0 if has_factors else kind.mean * scale / kind.typical)
         factors = minimum_factors = None
         if self.scheme.factor_dtype is not None:
             num_factors = self.scheme.num_factors(self.row_size)
-            factors = of_groups(num_factors, self.scheme.factor_dtype, scale / kind.typical)
-            minimum_factors = factors if self.scheme.has_minimums else None
+            of_factors = functools.partial(of_groups, num_factors, self.scheme.factor_dtype)
+            factors = of_factors(scale / kind.typical)
+            minimum_factors = of_factors(kind.mean * scale / kind.typical) if self.scheme.has_minimums else None
         parts = Parts(codes, scales, zeros, minimums, factors, minimum_factors)
         order = dataclasses.replace(
             values, shape=(self.row_size,), axes=(None,), dtype=np.dtype(np.int32), init="constant", init_scale=0.0

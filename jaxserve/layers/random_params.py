@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.layers.layouts import Layout, layouts
 from jaxserve.layers.params import LeafSpec, Params, ParamSpec
+from jaxserve.quantization.scheme import Init
 
 
 def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) -> Params:
@@ -40,7 +41,7 @@ def init_params(specs: Params, *, dtype: np.dtype, mesh: Mesh, seed: int = 0) ->
 def _initializer(
     shape: tuple[int, ...],
     dtype: np.dtype,
-    init: Literal["normal", "constant", "bits"],
+    init: Init,
     scale: float,
     repeats: int,
     sharding: NamedSharding,
@@ -48,9 +49,13 @@ def _initializer(
     def make(key: jax.Array) -> jax.Array:
         if init == "constant":
             return jnp.full(shape, scale, dtype)
-        if init == "bits":
+        if init in ("bits", "int8", "int4"):
             bits = jax.random.bits(key, shape, jnp.uint8)
-            return jax.lax.bitcast_convert_type(bits, dtype)
+            if init == "int4":  # -8, which has no counterpart, becomes 0: codes 0 and 8
+                bits = jnp.where(bits & 0xF, bits, bits | 8)
+                bits = jnp.where(bits & 0xF0, bits, bits | 0x80)
+            values = jax.lax.bitcast_convert_type(bits, dtype)
+            return jnp.where(values == -128, 0, values) if init == "int8" else values
         computed = jnp.float32 if dtype.itemsize == 1 else dtype
         return (scale * jax.random.normal(key, shape, computed)).astype(dtype)
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4", "fp4"]
+Init = Literal["normal", "constant", "bits", "int8", "int4"]
 ScaleName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu", "int8"]
 
 
@@ -30,6 +31,11 @@ class CodeKind:
     """Value of each 4-bit code, where they are not."""
     largest: float
     """The largest magnitude of a group is scaled to this value when it is rounded to these codes."""
+    init: Init = "bits"
+    """How random codes are drawn: see LeafSpec."""
+    mean: float = 0.0
+    """Mean of the values of random codes: taken off by random zero points or minimums, as a mean that is not zero adds
+    the same to all outputs, which in a few layers makes all tokens alike."""
     typical: float
     """Standard deviation of the values of random codes."""
 
@@ -51,10 +57,10 @@ FP4 = tuple(float(np.float32(value / 12)) for value in (0.0, 0.0625, 8.0, 12.0, 
 """The values that bitsandbytes calls FP4, without the sign, which is the highest bit."""
 
 KINDS: dict[str, CodeKind] = {
-    "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, typical=73.9),
-    "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, typical=1.0),
-    "int4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, first=-8, largest=7.5, typical=4.6),
-    "uint4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, largest=15.0, typical=8.8),
+    "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, init="int8", typical=73.6),
+    "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, init="normal", typical=1.0),
+    "int4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, first=-8, largest=7.5, init="int4", typical=4.2),
+    "uint4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, largest=15.0, mean=7.5, typical=4.6),
     "e2m1": CodeKind(
         dtype=np.dtype(np.uint8),
         per_byte=2,

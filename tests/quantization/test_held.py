@@ -314,6 +314,7 @@ def test_random_weights_of_any_scheme(name):
     values = np.asarray(init_params({"w": spec}, dtype=FLOAT32, mesh=mesh)["w"].array())
     assert np.isfinite(values).all()
     assert 0.005 < values.std() < 0.08
+    assert abs(values.mean()) < 0.05 * values.std()
 
 
 def abstract_mesh(num_devices):
