@@ -60,12 +60,12 @@ def print_table(operation: str, rows: Iterator[Row]) -> None:
     print(f"\n{operation}\n{'case':44}{'implementation':24}{'us':>12}{'floor us':>10}{'of floor':>10}")
     for row in rows:
         took = "-" if row.microseconds is None else f"{row.microseconds:.1f}"
-        floor, share = "-", "-"
+        floor, of_it = "-", "-"
         if row.floor_microseconds is not None:
             floor = f"{row.floor_microseconds:.1f}"
             if row.microseconds is not None:
-                share = f"{row.floor_microseconds / row.microseconds:.0%}"
-        print(f"{row.case:44}{row.implementation:24}{took:>12}{floor:>10}{share:>10}  {row.note}".rstrip(), flush=True)
+                of_it = f"{row.floor_microseconds / row.microseconds:.0%}"
+        print(f"{row.case:44}{row.implementation:24}{took:>12}{floor:>10}{of_it:>10}  {row.note}".rstrip(), flush=True)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def with_rounded_activations(specs: Params, codes: Collection[str], *, kernels: 
 def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
     """Return specs of which those are held as floats whose bytes, of two codes each, do not divide over devices.
 
-    So are those that devices share whose inputs have an order, which would span devices.
+    So are sharded ones whose inputs have an order, which would span devices.
     """
 
     def apply(spec: ParamSpec) -> ParamSpec:

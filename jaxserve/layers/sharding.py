@@ -27,7 +27,7 @@ SIZED_BY = {"tensor": ", of tensor_parallel_size"}
 WORDS = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "inner values of a feed-forward", "experts": "experts"}
 """What a logical axis counts, for messages."""
 
-EXPERT_SHARE = 64
+EXPERT_MULTIPLE = 64
 """Kernels for experts contract over multiples of this, see `pallas_kernels.grouped_matmul`."""
 
 MAX_DEVICES_NAMED = 64
@@ -87,7 +87,7 @@ def splits_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMe
     on = mesh_axis("ffn", mesh)
     if on is None or mesh_axis("experts", mesh) is not None:
         return False
-    return expert_size % (EXPERT_SHARE * mesh.shape[on]) > 0 and num_experts % mesh.shape[on] == 0
+    return expert_size % (EXPERT_MULTIPLE * mesh.shape[on]) > 0 and num_experts % mesh.shape[on] == 0
 
 
 def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int:

@@ -139,23 +139,23 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
     """Return where the checkpoint's tensor of this name and shape is in the file."""
     if file.architecture == "gpt-oss" and (experts := _EXPERTS_OF_GPT_OSS.fullmatch(name)):
         return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
-    place, index = _place(name, file.architecture)
-    if place.endswith(".attn_kv_b.weight") and place not in file.tensors and get(file, "attention.value_length_mla"):
-        return _split_latent_heads(file, place, shape)
-    if file.architecture == "chatglm" and (projection := _PROJECTION.fullmatch(place)):
+    found, index = _stored_name(name, file.architecture)
+    if found.endswith(".attn_kv_b.weight") and found not in file.tensors and get(file, "attention.value_length_mla"):
+        return _split_latent_heads(file, found, shape)
+    if file.architecture == "chatglm" and (projection := _PROJECTION.fullmatch(found)):
         fused = f"{projection[1]}qkv{projection[3]}"
         if fused in file.tensors:
             return _rows_of_fused(file, fused, projection[2], shape)
     if index is not None:
-        return Source({place: (index + 1, *shape)}, lambda stack: stack[index], lambda stack: stack[index])
-    undo = _undo(file, place)
-    stored = _stored_shape(file, place, shape, undo)
+        return Source({found: (index + 1, *shape)}, lambda stack: stack[index], lambda stack: stack[index])
+    undo = _undo(file, found)
+    stored = _stored_shape(file, found, shape, undo)
 
     def make(tensor: np.ndarray) -> np.ndarray:
         return undo(tensor) if undo else tensor
 
     moves_rows = undo is not np.transpose and undo is not _less_one
-    return Source({place: stored}, lambda tensor: make(tensor).reshape(shape), make if moves_rows else None)
+    return Source({found: stored}, lambda tensor: make(tensor).reshape(shape), make if moves_rows else None)
 
 
 def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf: str) -> Source:
@@ -180,7 +180,7 @@ def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf
     )
 
 
-def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> Source:
+def _split_latent_heads(file: GGUFFile, found: str, shape: tuple[int, ...]) -> Source:
     """Return the projection [H * (N + V), R] from latents to keys and values, stored as [H, R, N] and [H, V, R].
 
     Newer files split it; older ones have it whole.
@@ -192,7 +192,7 @@ def _split_latent_heads(file: GGUFFile, place: str, shape: tuple[int, ...]) -> S
     def make(k: np.ndarray, v: np.ndarray) -> np.ndarray:
         return np.concatenate([k.swapaxes(1, 2), v], axis=1).reshape(shape)
 
-    k, v = (place.replace("attn_kv_b", name) for name in ("attn_k_b", "attn_v_b"))
+    k, v = (found.replace("attn_kv_b", name) for name in ("attn_k_b", "attn_v_b"))
     return Source({k: (num_heads, latent_size, key_size), v: (num_heads, value_size, latent_size)}, make)
 
 
@@ -220,10 +220,10 @@ def _stored_shape(
 
 def gguf_name(name: str, architecture: str) -> str:
     """llama.cpp's name of a tensor that has this name in a Hugging Face checkpoint, or is stacked with others in it."""
-    return _place(name, architecture)[0]
+    return _stored_name(name, architecture)[0]
 
 
-def _place(name: str, architecture: str) -> tuple[str, int | None]:
+def _stored_name(name: str, architecture: str) -> tuple[str, int | None]:
     """Return llama.cpp's name of a tensor, and its index in it if that is a stack."""
     index = None
     if stacked := _STACKED.fullmatch(name):

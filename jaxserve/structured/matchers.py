@@ -249,7 +249,7 @@ class Matchers:
         """
         fed: list[tuple[Request, _Constraint, bool | None]] = []
         steps: list[tuple[LLMatcher, int]] = []
-        places: list[int] = []
+        indices: list[int] = []
         for request in requests:
             constraint = self._constraints[request.request_id]
             first = request.num_prompt_tokens + constraint.num_seen
@@ -260,15 +260,15 @@ class Matchers:
             # the usual case: these are consumed together, on all cores
             elif len(news) == 1 and not constraint.is_limited:
                 constraint.num_seen += 1
-                places.append(len(fed))
+                indices.append(len(fed))
                 steps.append((constraint.matcher, news[0]))
             elif news:
                 constraint.num_seen += len(news)
                 is_followed = constraint.take(news)
             fed.append((request, constraint, is_followed))
         if steps:
-            for place, is_followed in zip(places, self._executor.consume_token_par(steps), strict=True):
-                fed[place] = (*fed[place][:2], is_followed)
+            for index, is_followed in zip(indices, self._executor.consume_token_par(steps), strict=True):
+                fed[index] = (*fed[index][:2], is_followed)
         return fed
 
     def close(self) -> None:

@@ -71,17 +71,17 @@ def in_our_words(message: str) -> str:
         return expression[:MAX_LENGTH]
     is_translated = _TRANSLATED in text
     text = _LISTING.sub("", text)
-    place = _POSITION.match(text)
-    if place is not None:
-        text = place[3]
+    position = _POSITION.match(text)
+    if position is not None:
+        text = position[3]
     nested = re.match(r"failed to compile JSON schema: (.*)", text, re.DOTALL)
-    rows = _OF_SCHEMAS if place is None or nested is not None else ()
+    rows = _OF_SCHEMAS if position is None or nested is not None else ()
     reason = _match(nested[1] if nested is not None else text, (*rows, *_LIMITS))
-    if reason is None and place is not None and nested is None:
+    if reason is None and position is not None and nested is None:
         reason = _of_grammar(text)
     if reason is None:
         return "it cannot be followed"
-    where = "" if place is None or is_translated else f"line {place[1]}, column {place[2]}: "
+    where = "" if position is None or is_translated else f"line {position[1]}, column {position[2]}: "
     return f"{where}{reason}"[:MAX_LENGTH]
 
 

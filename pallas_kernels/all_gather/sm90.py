@@ -67,7 +67,7 @@ def _body(part, *refs, pieces: int, num_blocks: int) -> None:
     def send(item) -> None:
         row, piece = item // pieces, item % pieces
         own = part.at[row]
-        exchange.send(row, piece, lambda place, offset: device.copy_to_peer(own, place, offset, piece))
+        exchange.send(row, piece, lambda target, offset: device.copy_to_peer(own, target, offset, piece))
 
     def receive(item) -> None:
         row, piece = item // pieces, item % pieces

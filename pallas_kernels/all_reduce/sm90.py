@@ -116,7 +116,7 @@ def _add_up_rows(
 
     def send(row) -> None:
         own = load(part.at[row])
-        exchange.send(row, 0, lambda place, offset: device.send(place, offset, own, layout=layout))
+        exchange.send(row, 0, lambda target, offset: device.send(target, offset, own, layout=layout))
 
     def add_up(row):
         call = exchange.call(row, 0)

@@ -62,9 +62,9 @@ def _store_first_rows(_, ref, x) -> None:
         row = arith.addi(first_row, c(8 * half))
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(num_rows))):
             for matrix in range(num_columns // 8):
-                place = (row, arith.addi(first_column, c(8 * matrix)))
+                indices = (row, arith.addi(first_column, c(8 * matrix)))
                 values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
-                vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in place])
+                vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in indices])
 
 
 def halves(x: Any) -> tuple[Any, Any]:

@@ -180,7 +180,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
     lax.fori_loop(_int(0), _int(problem.tokens_per_warp // problem.tokens_at_once), visit, None)
     ops.sync_block(smem.barrier)
-    num_rows = _place_experts(problem, gmem, smem, at)
+    num_rows = _assign_rows(problem, gmem, smem, at)
     ops.sync_block(smem.barrier)
     lax.fori_loop(_int(0), _int(problem.tokens_per_warp), lambda index, _: _store(problem, gmem, smem, at, index), None)
     num_threads = problem.num_parts * problem.columns
@@ -213,11 +213,11 @@ def _count(problem: Problem, smem: Shared, at: _Thread, index, chosen) -> None:
     local = chosen - at.first_expert
     is_ours = is_choice & (token < at.num_tokens) & (local >= 0) & (local < problem.num_local)
     local = jnp.where(is_ours, local, 0)
-    counts, place = smem.counts.at[at.group], at.warp * problem.columns + local
-    count = ops.gather(counts, place)
+    counts, counter = smem.counts.at[at.group], at.warp * problem.columns + local
+    count = ops.gather(counts, counter)
     ops.sync_warp()
     # A token's experts differ, so each lane has a counter for itself.
-    ops.scatter(counts, place, count + 1, is_ours)
+    ops.scatter(counts, counter, count + 1, is_ours)
     ops.sync_warp()
     value = jnp.where(is_ours, (local << _SHIFT) | count, -1)
     ops.scatter(smem.choices.at[at.group], _own_choice(problem, at, index), value, at.lane < problem.per_token)
@@ -227,8 +227,8 @@ def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, 
     """Expert and weight of a choice in each of the first k lanes; `start` is where the token's logits begin."""
     ops, routing = problem.ops, problem.routing
     experts = [at.lane + first for first in range(0, routing.num_experts, LANES)]
-    places = [_within(expert, routing.num_experts) for expert in experts]
-    logits = [ops.gather(chooser.logits, start + place) for place in places]
+    indices = [_within(expert, routing.num_experts) for expert in experts]
+    logits = [ops.gather(chooser.logits, start + index) for index in indices]
     # If nothing else influences the choice, a softmax has the order of its logits, and its weights, normalized by their
     # sum, are a softmax of the chosen logits.
     is_plain = chooser.bias is None and routing.num_groups == 1
@@ -239,7 +239,7 @@ def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, 
     preferences = [weigh(logit) for logit in logits]
     if chooser.bias is not None:
         preferences = [
-            value + ops.gather(chooser.bias, place) for value, place in zip(preferences, places, strict=True)
+            value + ops.gather(chooser.bias, index) for value, index in zip(preferences, indices, strict=True)
         ]
     keys = _keys(routing, experts, preferences)
     if routing.num_groups > 1:
@@ -312,7 +312,7 @@ def _only_best_groups(problem: Problem, at: _Thread, experts: list[Any], keys: l
     return [jnp.where(was > 0, key, other) for was, key, other in zip(chosen, keys, others, strict=True)]
 
 
-def _place_experts(problem: Problem, gmem: Global, smem: Shared, at: _Thread) -> Any:
+def _assign_rows(problem: Problem, gmem: Global, smem: Shared, at: _Thread) -> Any:
     """Turn each warp's counts into row offsets, and store groups and tiles; return the total number of rows."""
     ops = problem.ops
     own = at.group * THREADS
@@ -362,13 +362,13 @@ def _store_plan(problem: Problem, gmem: Global, at: _Thread, expert, size, first
     """Store the groups and tiles, in the first CTA: what `grouped_matmul.plan` computes from the sizes."""
     ops, num_local, tile_rows = problem.ops, problem.num_local, problem.tile_rows
     is_local = (expert < num_local) & (at.part == 0)
-    place = _within(expert, num_local)
+    index = _within(expert, num_local)
     num_tiles = _num_tiles(size, tile_rows)
-    ops.scatter(gmem.group_sizes, place, size, is_local)
+    ops.scatter(gmem.group_sizes, index, size, is_local)
     for half, values, ends in ((0, first_row, first_row + size), (1, first_tile, end_tile)):
         start = half * (num_local + 1)
-        ops.scatter(gmem.first, start + place, values, is_local)
-        ops.scatter(gmem.first, place * 0 + (start + num_local), ends, is_local & (expert == num_local - 1))
+        ops.scatter(gmem.first, start + index, values, is_local)
+        ops.scatter(gmem.first, index * 0 + (start + num_local), ends, is_local & (expert == num_local - 1))
 
     def store_tile(index, _):
         tile, skipped = _within(first_tile + index, problem.num_tiles), index * tile_rows

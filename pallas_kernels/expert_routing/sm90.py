@@ -104,15 +104,15 @@ def expert_routing_sm90(
         is_chosen=config.num_choosers > 0,
         ops=INTERPRETED if interpret else COMPILED,
     )
-    places = num_tokens.astype(jnp.int32).reshape(1), jnp.asarray(first_expert, jnp.int32).reshape(1)
+    scalars = num_tokens.astype(jnp.int32).reshape(1), jnp.asarray(first_expert, jnp.int32).reshape(1)
     choosers = (logits.reshape(-1),) if selection_bias is None else (logits.reshape(-1), selection_bias)
     if problem.is_chosen:
         choosing = problem._replace(num_parts=config.num_choosers, num_groups=MAX_GROUPS, is_chosen=False)
         weights, experts = _choose(choosers, problem=choosing)
-        placed = _place((experts,), *places, problem=problem)
+        assigned = _assign_rows((experts,), *scalars, problem=problem)
     else:
-        weights, experts, *placed = _place(choosers, *places, problem=problem)
-    row_of_choice, token, group_sizes, group, row, num_rows, first = placed
+        weights, experts, *assigned = _assign_rows(choosers, *scalars, problem=problem)
+    row_of_choice, token, group_sizes, group, row, num_rows, first = assigned
     shape = len(logits), routing.num_experts_per_token
     return Routed(
         weights=weights.reshape(shape),
@@ -147,7 +147,7 @@ def _choose(choosers: tuple[Array, ...], *, problem: Problem) -> tuple[Float[Arr
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
-def _place(
+def _assign_rows(
     choosers: tuple[Array, ...], num_tokens: Int[Array, " 1"], first_expert: Int[Array, " 1"], *, problem: Problem
 ) -> tuple[Array, ...]:
     """Compute rows and tiles from the experts of all tokens, or from the logits; then weights and experts are returned

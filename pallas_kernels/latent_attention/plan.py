@@ -53,7 +53,7 @@ class Cuts(NamedTuple):
     query: Int[Array, " C"]
     num_queries: Int[Array, " C"]
     split: Int[Array, " C"]
-    """Share in which the tile begins."""
+    """Index of the split in which the tile begins."""
     num_others: Int[Array, " C"]
     """Number of parts of other splits, stored at the indices from that split's number on."""
     num_cuts: Int[Array, " C"]

@@ -22,8 +22,8 @@ def attend_reference(
     """
     num_queries, num_heads, _ = q.shape
     keys, values = (_context(pages, block_table, seq_len) for pages in (k_pages, v_pages))
-    sharing = num_heads // keys.shape[1]
-    keys, values = np.repeat(keys, sharing, axis=1), np.repeat(values, sharing, axis=1)
+    queries_per_head = num_heads // keys.shape[1]
+    keys, values = np.repeat(keys, queries_per_head, axis=1), np.repeat(values, queries_per_head, axis=1)
 
     logits = np.einsum("qhd,chd->hqc", q.astype(np.float64), keys) * scores.scale
     if scores.soft_cap is not None:

@@ -31,28 +31,28 @@ _REF = plgpu.RefType()
 _SCALAR = plgpu.Layout.WG_SPLAT((THREADS,))
 
 
-def send(place, offset, row, *, layout: Any) -> None:
-    """Store a row in a peer's counterpart of `place`."""
-    _inline(_send, _REF, _REF, layout)(place, offset, row)
+def send(target, offset, row, *, layout: Any) -> None:
+    """Store a row in a peer's counterpart of `target`."""
+    _inline(_send, _REF, _REF, layout)(target, offset, row)
 
 
-def copy(source, place, piece) -> None:
+def copy(source, target, piece) -> None:
     """Copy piece number `piece` of a row to the same piece of another row: `PIECE` bytes, or what is left.
 
     Rows are contiguous, of a multiple of `UNIT` bytes.
     """
-    _inline(_copy, _REF, _REF, _SCALAR)(source, place, _splat(piece))
+    _inline(_copy, _REF, _REF, _SCALAR)(source, target, _splat(piece))
 
 
-def copy_to_peer(source, place, offset, piece) -> None:
-    """Copy a piece as `copy` does, to a peer's counterpart of `place`."""
-    _inline(_copy_to_peer, _REF, _REF, _REF, _SCALAR)(source, place, offset, _splat(piece))
+def copy_to_peer(source, target, offset, piece) -> None:
+    """Copy a piece as `copy` does, to a peer's counterpart of `target`."""
+    _inline(_copy_to_peer, _REF, _REF, _REF, _SCALAR)(source, target, offset, _splat(piece))
 
 
-def tell(counters: Sequence[tuple[Any, Any]], value) -> None:
+def notify(counters: Sequence[tuple[Any, Any]], value) -> None:
     """Set (counter, offset) of each peer, after what this warpgroup has sent there."""
     refs = [ref for pair in counters for ref in pair]
-    _inline(_tell, *[_REF] * len(refs), _SCALAR)(*refs, _splat(value))
+    _inline(_notify, *[_REF] * len(refs), _SCALAR)(*refs, _splat(value))
 
 
 def wait(counter, value) -> None:
@@ -65,20 +65,20 @@ def store(counter, value) -> None:
     _inline(_store, _REF, _SCALAR)(counter, _splat(value))
 
 
-def _send(_, place, offset, row) -> None:
+def _send(_, target, offset, row) -> None:
     """Store as many bytes at a time as a register has: LLVM splits vectors unless it is told an address's alignment."""
     size = row.layout.vec_size * mgpu.bitwidth(row.mlir_dtype) // 8
-    first = arith.addi(_on_peer(place, offset), arith.muli(_wide(_thread()), mgpu.c(size, _i64())))
+    first = arith.addi(_on_peer(target, offset), arith.muli(_wide(_thread()), mgpu.c(size, _i64())))
     for index, values in enumerate(row.registers.flat):
         llvm.store(values, _pointer(first, index * THREADS * size), alignment=size)
 
 
-def _copy(_, source, place, piece) -> None:
-    _copy_units(source, _address(place), piece)
+def _copy(_, source, target, piece) -> None:
+    _copy_units(source, _address(target), piece)
 
 
-def _copy_to_peer(_, source, place, offset, piece) -> None:
-    _copy_units(source, _on_peer(place, offset), piece)
+def _copy_to_peer(_, source, target, offset, piece) -> None:
+    _copy_units(source, _on_peer(target, offset), piece)
 
 
 def _copy_units(source, target, piece) -> None:
@@ -90,16 +90,16 @@ def _copy_units(source, target, piece) -> None:
     first = arith.addi(arith.muli(piece, mgpu.c(THREADS * UNITS, i32)), _thread())
     base, unit = _address(source), ir.VectorType.get((UNIT // 4,), i32)
     for indices in itertools.batched(range(min(UNITS, -(-num_units // THREADS))), UNITS_ON_THEIR_WAY):
-        places = []
+        offsets = []
         for index in indices:
             own = arith.minsi(arith.addi(first, mgpu.c(index * THREADS, i32)), mgpu.c(num_units - 1, i32))
-            places.append(arith.muli(_wide(own), mgpu.c(UNIT, _i64())))
-        values = [llvm.load(unit, _pointer(arith.addi(base, place)), alignment=UNIT) for place in places]
-        for value, place in zip(values, places, strict=True):
-            llvm.store(value, _pointer(arith.addi(target, place)), alignment=UNIT)
+            offsets.append(arith.muli(_wide(own), mgpu.c(UNIT, _i64())))
+        values = [llvm.load(unit, _pointer(arith.addi(base, distance)), alignment=UNIT) for distance in offsets]
+        for value, distance in zip(values, offsets, strict=True):
+            llvm.store(value, _pointer(arith.addi(target, distance)), alignment=UNIT)
 
 
-def _tell(_, *operands) -> None:
+def _notify(_, *operands) -> None:
     *refs, value = operands
     [value] = value.registers.flat
     mgpu.utils.warpgroup_barrier()

@@ -49,14 +49,14 @@ class Exchange(NamedTuple):
         return self.calls[0, row, piece] + 1
 
     def send(self, row: Any, piece: Any, put: Callable[[Any, Any], None]) -> None:
-        """Send a piece: `put(place, offset)` stores it in one peer's memory; then all peers are notified."""
-        call, told = self.call(row, piece), []
+        """Send a piece: `put(target, offset)` stores it in one peer's memory; then all peers are notified."""
+        call, counters = self.call(row, piece), []
         for other in range(self.num_others):
             peer = self.rank_of(other)
             own = jnp.where(self.rank > peer, self.rank - 1, self.rank)  # the device among that peer's others
             put(self.received(row, own, call), self.offsets.at[0, 0, peer])
-            told.append((self.arrived.at[0, own, row, piece], self.offsets.at[0, 1, peer]))
-        device.tell(told, call)
+            counters.append((self.arrived.at[0, own, row, piece], self.offsets.at[0, 1, peer]))
+        device.notify(counters, call)
 
     def wait(self, row: Any, piece: Any, call: Any) -> None:
         """Until the others' pieces of this call are there. `call` gives the next number from then on."""

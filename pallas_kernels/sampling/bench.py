@@ -34,9 +34,9 @@ def _gumbel_argmax(logits: Float[Array, "B V"], columns: dict[str, Array]) -> In
 def _by_sorting(logits: Float[Array, "B V"], columns: dict[str, Array]) -> Int32[Array, " B"]:
     """Filter and draw among the 64 largest, found by `lax.top_k`; top-k and top-p must not keep more."""
     largest, ids = lax.top_k(logits, 64)
-    place = jnp.arange(64)[None]
+    rank = jnp.arange(64)[None]
     top_k = jnp.where(columns["top_k"] > 0, columns["top_k"], 64)[:, None]
-    p = jax.nn.softmax(jnp.where(place < top_k, largest / columns["temperature"][:, None], -jnp.inf), axis=1)
+    p = jax.nn.softmax(jnp.where(rank < top_k, largest / columns["temperature"][:, None], -jnp.inf), axis=1)
     is_kept = (jnp.cumsum(p, axis=1) - p < columns["top_p"][:, None]) & (p >= columns["min_p"][:, None] * p[:, :1])
     running = jnp.cumsum(jnp.where(is_kept, p, 0.0), axis=1)
     chosen = jnp.argmax(running > columns["uniform"][:, :1] * running[:, -1:], axis=1)

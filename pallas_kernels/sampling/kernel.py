@@ -310,10 +310,10 @@ def _invert(own: _Group, weights, ids, uniform, layout):
         return _reduce(jnp.maximum, scratch)
 
     running = ops.running_sums(scratch.at[0], weights, layout)
-    has_weight, places = weights > 0, ids.astype(jnp.float32)
+    has_weight, float_ids = weights > 0, ids.astype(jnp.float32)
     is_reached = has_weight & (running > uniform * largest_of_group(running))
-    first = -largest_of_group(jnp.where(is_reached, -places, -jnp.inf))
-    last = largest_of_group(jnp.where(has_weight, places, 0.0))
+    first = -largest_of_group(jnp.where(is_reached, -float_ids, -jnp.inf))
+    last = largest_of_group(jnp.where(has_weight, float_ids, 0.0))
     # Rounding may have kept all from being reached.
     return jnp.where(first < jnp.inf, first, last).astype(jnp.int32)
 

@@ -44,9 +44,9 @@ class ThreadOps(NamedTuple):
     """
 
     find_bucket: Callable[..., None]
-    """(totals[parts, 64], found[5], below, target, share): set `found` to the first bucket at which the running sum,
+    """(totals[parts, 64], found[5], below, target, fraction): set `found` to the first bucket at which the running sum,
     from `below` on, reaches the target, or the last bucket if none does; the sum before it; the sum including it; the
-    target; the whole sum. A negative target means the fraction `share` of the whole sum.
+    target; the whole sum. A negative target means this `fraction` of the whole sum.
     """
 
     warp_maxima: Callable[..., None]
@@ -86,13 +86,13 @@ def _thread() -> ir.Value:
     return arith.index_cast(ir.IndexType.get(), utils.thread_idx())
 
 
-def _store_in_parts(value: ir.Value, ref: ir.Value, place: list[ir.Value], num_parts: int) -> None:
+def _store_in_parts(value: ir.Value, ref: ir.Value, indices: list[ir.Value], num_parts: int) -> None:
     """Store a value at the same index in the shared memory of every CTA of the cluster."""
     if num_parts == 1:
-        memref.store(value, ref, place)
+        memref.store(value, ref, indices)
         return
     for part in range(num_parts):
-        memref.store(value, utils.get_cluster_ref(ref, gpu.Dimension.x, _index(part)), place)
+        memref.store(value, utils.get_cluster_ref(ref, gpu.Dimension.x, _index(part)), indices)
 
 
 def _part(num_parts: int) -> ir.Value:
@@ -158,13 +158,13 @@ def _add_to_histogram(
         with utils.when(functools.reduce(arith.ori, are_inside)):
             for x, is_inside in zip(lanes, are_inside, strict=True):
                 with utils.when(is_inside):
-                    place = arith.mulf(arith.subf(x, low), scale)
-                    place = arith.minnumf(place, utils.c(num_buckets - 1.0, _f32()))
+                    position = arith.mulf(arith.subf(x, low), scale)
+                    position = arith.minnumf(position, utils.c(num_buckets - 1.0, _f32()))
                     # Rounded down into the last bits of a sum: converting to integers is four times as slow.
-                    place = utils.inline_ptx(
-                        "add.rm.f32 $0, $1, $2;", place, utils.c(2.0**23, _f32()), result_types=_f32()
+                    position = utils.inline_ptx(
+                        "add.rm.f32 $0, $1, $2;", position, utils.c(2.0**23, _f32()), result_types=_f32()
                     )
-                    bucket = arith.andi(utils.bitcast(place, i32), utils.c(num_buckets - 1, i32))
+                    bucket = arith.andi(utils.bitcast(position, i32), utils.c(num_buckets - 1, i32))
                     here = [arith.index_cast(ir.IndexType.get(), bucket), thread]
                     value = utils.c(1.0, _f32())
                     if rate:
@@ -211,12 +211,12 @@ def _total_rows(histogram: Any, totals: Any, group: Any, num_groups: int) -> Non
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(total)(histogram, totals)
 
 
-def _find_bucket(totals: Any, found: Any, below: Any, target: Any, share: Any) -> None:
+def _find_bucket(totals: Any, found: Any, below: Any, target: Any, fraction: Any) -> None:
     num_parts, num_buckets = totals.shape
     assert num_buckets == 2 * _WARP
 
     def find(_: Any, totals: ir.Value, found: ir.Value, *scalars: mgpu.FragmentedArray) -> None:
-        below, target, share = (x.registers.item() for x in scalars)
+        below, target, fraction = (x.registers.item() for x in scalars)
         i32 = ir.IntegerType.get_signless(32)
         lane = arith.remui(utils.thread_idx(), utils.c(_WARP, i32))
         first = arith.muli(lane, utils.c(2, i32))
@@ -229,8 +229,8 @@ def _find_bucket(totals: Any, found: Any, below: Any, target: Any, share: Any) -
         between = arith.addf(before, here)
         after = arith.addf(below, running)
         whole = _from_lane(after, utils.c(_WARP - 1, i32))
-        is_share = arith.cmpf(arith.CmpFPredicate.OLT, target, utils.c(0.0, _f32()))
-        target = arith.select(is_share, arith.mulf(share, whole), target)
+        is_fraction = arith.cmpf(arith.CmpFPredicate.OLT, target, utils.c(0.0, _f32()))
+        target = arith.select(is_fraction, arith.mulf(fraction, whole), target)
 
         def reaches(x: ir.Value) -> ir.Value:
             return arith.cmpf(arith.CmpFPredicate.OGE, x, target)
@@ -248,7 +248,7 @@ def _find_bucket(totals: Any, found: Any, below: Any, target: Any, share: Any) -
 
     scalar = plgpu.Layout.WG_SPLAT
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar))(find)(
-        totals, found, below, target, share
+        totals, found, below, target, fraction
     )
 
 
@@ -356,11 +356,11 @@ def _total_rows_interpreted(histogram: Any, totals: Any, group: Any, num_groups:
     histogram[rows] = jnp.zeros((num_rows, histogram.shape[1]), jnp.float32)
 
 
-def _find_bucket_interpreted(totals: Any, found: Any, below: Any, target: Any, share: Any) -> None:
+def _find_bucket_interpreted(totals: Any, found: Any, below: Any, target: Any, fraction: Any) -> None:
     each = jnp.sum(totals[...], axis=0)
     running = below + jnp.cumsum(each)
     whole = running[-1]
-    target = jnp.where(target < 0, share * whole, target)
+    target = jnp.where(target < 0, fraction * whole, target)
     bucket = jnp.minimum(jnp.sum(running < target), len(each) - 1)
     reached = jnp.max(jnp.where(jnp.arange(len(each)) == bucket, running, 0.0))
     before = jnp.where(bucket > 0, jnp.max(jnp.where(jnp.arange(len(each)) == bucket - 1, running, 0.0)), below)

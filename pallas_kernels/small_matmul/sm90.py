@@ -147,32 +147,32 @@ def heuristic(num_rows: int, outputs: int, *, is_gated: bool, output_bytes: int,
     ctas_per_sm = 2 if is_wide and not is_head else 1
     max_ctas = NUM_SMS * ctas_per_sm
 
-    def balance(share: int) -> float:
+    def balance(tile: int) -> float:
         """Return the fraction of the CTAs' time that is work, if all tiles take equally long."""
-        rounds = -(-outputs // (share * max_ctas))
-        return outputs / (rounds * max_ctas * share)
+        rounds = -(-outputs // (tile * max_ctas))
+        return outputs / (rounds * max_ctas * tile)
 
-    def is_stored(share: int) -> bool:
+    def is_stored(tile: int) -> bool:
         """Return true if TMA can store the tile: it stores whole groups of as many columns as fit into 128 bytes."""
-        return outputs % math.gcd(share, 128 // output_bytes) == 0
+        return outputs % math.gcd(tile, 128 // output_bytes) == 0
 
     # Less than 6% of imbalance is not worth smaller tiles.
     limit = MAX_TILE if is_head and rows > 32 else MAX_TILE // (2 * ctas_per_sm)
-    shares = filter(is_stored, range(40 if is_head else 8, limit + 1, 8))
-    share = max(shares, key=lambda n: (min(balance(n), 0.94), n))
+    tiles = filter(is_stored, range(40 if is_head else 8, limit + 1, 8))
+    tile = max(tiles, key=lambda n: (min(balance(n), 0.94), n))
     cluster = 1
-    if share * NUM_SMS >= outputs:
-        while cluster < 4 and share * halves * cluster < rows and share * cluster * 2 <= outputs:
+    if tile * NUM_SMS >= outputs:
+        while cluster < 4 and tile * halves * cluster < rows and tile * cluster * 2 <= outputs:
             cluster *= 2
-    epilogue = MAX_ROWS * share * (num_results if is_head else 3) * output_bytes
+    epilogue = MAX_ROWS * tile * (num_results if is_head else 3) * output_bytes
     if cluster > 1:
-        epilogue += MAX_ROWS * share * cluster * halves * 4
+        epilogue += MAX_ROWS * tile * cluster * halves * 4
     for block_k in (256, 128, 64):
         room = SHARED_MEMORY // ctas_per_sm - epilogue - (MAX_ROWS - rows) * block_k * 2
-        stages = room // ((share * cluster * halves + rows) * block_k * 2)
+        stages = room // ((tile * cluster * halves + rows) * block_k * 2)
         if stages >= 4:
             break
-    return Config(outputs=share, block_k=block_k, stages=min(stages, 16), cluster=cluster, max_ctas=max_ctas)
+    return Config(outputs=tile, block_k=block_k, stages=min(stages, 16), cluster=cluster, max_ctas=max_ctas)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "epilogue", "interpret"))

@@ -66,13 +66,13 @@ class Place:
 class Parts:
     """The `.at` of a ref."""
 
-    def __init__(self, place):
-        self.place = place
+    def __init__(self, target):
+        self.target = target
 
     def __getitem__(self, index):
-        place = self.place
+        target = self.target
         index = tuple(map(int, index)) if isinstance(index, tuple) else int(index)
-        return Place(place.memories, place.owner, place.name, (*place.index, index))
+        return Place(target.memories, target.owner, target.name, (*target.index, index))
 
 
 class Kernel(NamedTuple):
@@ -174,20 +174,20 @@ def replace_device(monkeypatch, devices):
         assert (offset.name, offset.index[0][:2]) == ("offsets", (0, index))
         return int(offset.of(offset.owner))
 
-    def send(place, offset, row, *, layout):
+    def send(target, offset, row, *, layout):
         for half in (slice(None, SIZE // 2), slice(SIZE // 2, None)):
             devices.pause()
-            place.of(peer_of(offset, 0))[half] = np.asarray(row)[half]
+            target.of(peer_of(offset, 0))[half] = np.asarray(row)[half]
 
-    def put(source, place, owner, piece):
+    def put(source, target, owner, piece):
         values = slice(int(piece) * PIECE, (int(piece) + 1) * PIECE)
         for half in (slice(None, PIECE // 2), slice(PIECE // 2, None)):
             devices.pause()
             found = source.of(source.owner)[values][half].copy()
             devices.pause()
-            place.of(owner)[values][half] = found
+            target.of(owner)[values][half] = found
 
-    def tell(counters, value):
+    def notify(counters, value):
         for counter, offset in counters:
             assert counter.name == "arrived"
             devices.pause()
@@ -200,13 +200,13 @@ def replace_device(monkeypatch, devices):
         devices.pause()
         counter.of(counter.owner)[...] = value
 
-    def copy(source, place, piece):
-        put(source, place, place.owner, piece)
+    def copy(source, target, piece):
+        put(source, target, target.owner, piece)
 
-    def copy_to_peer(source, place, offset, piece):
-        put(source, place, peer_of(offset, 0), piece)
+    def copy_to_peer(source, target, offset, piece):
+        put(source, target, peer_of(offset, 0), piece)
 
-    for function in (send, copy, copy_to_peer, tell, wait, store):
+    for function in (send, copy, copy_to_peer, notify, wait, store):
         monkeypatch.setattr(device, function.__name__, function)
     monkeypatch.setattr(summing.plgpu, "load", load)
     monkeypatch.setattr(summing.lax, "axis_index", lambda _: np.int32(devices.turns.current.index))

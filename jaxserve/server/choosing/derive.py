@@ -176,19 +176,19 @@ def _without_thoughts(before: str, thoughts: Thoughts | None) -> str:
 
 def _find(text: str, call: Call, *, start: int = 0) -> _Core | None:
     """Find a call in a text: inside an object, before an object, or before keys and values. None if it is not there."""
-    place = text.find(call.name, start)
-    if place < 0:
+    name_start = text.find(call.name, start)
+    if name_start < 0:
         return None
-    for brace in re.finditer(r"\{", text[start:place]):
+    for brace in re.finditer(r"\{", text[start:name_start]):
         value, end = _decode(text, start + brace.start())
-        if end > place:
+        if end > name_start:
             wrapped = _wrapped(value, call)
             return None if wrapped is None else _Core(start + brace.start(), end, wrapped)
-    name_end = place + len(call.name)
+    name_end = name_start + len(call.name)
     brace = text.find("{", name_end)
     value, end = _decode(text, brace) if brace >= 0 else (None, -1)
     if value == call.arguments:
-        return _Core(place, end, Object(), after_name=text[name_end:brace].replace(call.id, ""))
+        return _Core(name_start, end, Object(), after_name=text[name_end:brace].replace(call.id, ""))
     gaps, position = [], name_end
     for needle in (str(part) for item in call.arguments.items() for part in item):
         found = text.find(needle, position)
@@ -196,7 +196,7 @@ def _find(text: str, call: Call, *, start: int = 0) -> _Core | None:
             return None
         gaps.append(text[position:found])
         position = found + len(needle)
-    return _Core(place, position, None, gaps=tuple(gaps))
+    return _Core(name_start, position, None, gaps=tuple(gaps))
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:

@@ -46,10 +46,10 @@ def converted[T](value: Any, kind: type[T], param: str = "") -> T:
 
 def _refusal(message: str, kind: Any, *, what: str, param: str) -> InvalidRequest:
     """Make the error of msgspec's "<problem> - at `$.a.b[0]`", or "... - at `key` in `$.a`"."""
-    problem, _, place = message.partition(" - at ")
-    path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", place)
+    problem, _, location = message.partition(" - at ")
+    path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", location)
     param = f"{param}.{path}" if param and path else param or path
-    name = f"a value of {param}" if place.endswith("[...]`") else param or what
+    name = f"a value of {param}" if location.endswith("[...]`") else param or what
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
         param = f"{param}.{missing[1]}" if param else missing[1]
         text = f"{param}: this field is required"
