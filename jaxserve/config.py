@@ -156,8 +156,7 @@ class EngineConfig:
     dequantize: bool | None = _option(
         None,
         "quantization",
-        "hold the weights of a quantized checkpoint as floats; default: experts, and on GPUs what no kernel multiplies "
-        "by as codes",
+        "hold the weights of a quantized checkpoint as floats; default: where no kernel multiplies by codes",
     )
     quantize_activations: bool | None = _option(
         None,
