@@ -6,6 +6,7 @@ main thread reads the clients' messages and sends the stats; it never waits for 
 
 import collections
 import contextlib
+import gc
 import logging
 import pathlib
 import sys
@@ -208,6 +209,8 @@ def _main(parent: Parent) -> int:
     from jaxserve.engine.local import LocalEngineClient
 
     client = LocalEngineClient.start(settings.engine, progress=True, workers=workers)
+    gc.collect()
+    gc.freeze()  # what a start leaves lives as long as the process: a full collection would take a tenth of a second
     return serve(parent, client, pathlib.Path(settings.folder))
 
 
