@@ -148,6 +148,27 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     return by_layer or (getattr(config, "sliding_window", None),) * config.num_layers
 
 
+def windowed_attends(
+    config: Any, batch: Batch, *, scale: float, soft_cap: float | None = None, **options: Any
+) -> list[Callable[..., tuple[Any, Any]]]:
+    """Return `self_attention` for each layer by the config's `sliding_windows`, with `options` of all layers.
+
+    Layers with a window rotate by the config's `local_rope`, if it has one.
+    """
+    rotation = rotations(config.rope, batch.positions)
+    local_rope = getattr(config, "local_rope", None)
+    local_rotation = rotation if local_rope is None else rotations(local_rope, batch.positions)
+    return [
+        functools.partial(
+            self_attention,
+            rotation=rotation if window is None else local_rotation,
+            scores=Scores(scale=scale, sliding_window=window, soft_cap=soft_cap),
+            **options,
+        )
+        for window in config.sliding_windows
+    ]
+
+
 def activation_of(config: Any) -> str | Gate:
     """Return the gate of a config's feed-forwards, by default one by its `activation`."""
     return getattr(config, "gate", config.activation)

@@ -172,10 +172,4 @@ def layers(
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    own_layers="layer norms",
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms")

@@ -72,10 +72,4 @@ def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[A
     return embed(params["embed"], batch) * config.hidden_size**0.5
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    embed=embed_tokens,
-    layers=decoder,
-    doc=__doc__,
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, embed=embed_tokens, layers=decoder, doc=__doc__)

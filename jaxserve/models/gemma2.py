@@ -8,13 +8,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
+from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
+from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers, windowed_attends
 from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
 from jaxserve.models.gemma import embed_tokens
@@ -85,23 +84,13 @@ def layers(
     params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-
-    attends = [
-        functools.partial(
-            self_attention,
-            rotation=rotation,
-            scores=Scores(
-                scale=config.query_pre_attn_scalar**-0.5, sliding_window=window, soft_cap=config.attention_soft_cap
-            ),
-        )
-        for window in config.sliding_windows
-    ]
+    scale = config.query_pre_attn_scalar**-0.5
+    attends = windowed_attends(config, batch, scale=scale, soft_cap=config.attention_soft_cap)
     return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
 
 
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def head(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Return logits in float32, bent to stay within the cap if there is one."""
     return soft_cap(logits(params, config, hidden, kernels), config.logit_soft_cap)
 

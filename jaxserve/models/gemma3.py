@@ -9,15 +9,14 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers
-from jaxserve.layers.embedding import soft_cap
+from jaxserve.layers.attention import attention_specs
+from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers, windowed_attends
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import hf_config, hf_rope
-from jaxserve.models.family import Family, logits
+from jaxserve.layers.rope import Rope
+from jaxserve.models import gemma2, hf_config, hf_rope
+from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 
 DEFAULTS: dict[str, Any] = {
@@ -100,25 +99,10 @@ def layers(
     params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    local_rotation = rotations(config.local_rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-
-    attends = [
-        functools.partial(
-            self_attention,
-            rotation=rotation if window is None else local_rotation,
-            head_norm_eps=config.norm_eps,
-            scores=Scores(scale=config.query_pre_attn_scalar**-0.5, sliding_window=window),
-        )
-        for window in config.sliding_windows
-    ]
+    scale = config.query_pre_attn_scalar**-0.5
+    attends = windowed_attends(config, batch, scale=scale, head_norm_eps=config.norm_eps)
     return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
-
-
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
-    """Return logits in float32, bent to stay within the cap if there is one."""
-    return soft_cap(logits(params, config, hidden, kernels), config.logit_soft_cap)
 
 
 FAMILY = Family(
@@ -126,7 +110,7 @@ FAMILY = Family(
     param_specs=param_specs,
     embed=embed_tokens,
     layers=layers,
-    head=head,
+    head=gemma2.head,
     doc=__doc__,
     features=("QK norm", "norms around blocks"),
     own_layers="norms around blocks",

@@ -57,9 +57,4 @@ def param_specs(config: Config, *, norms: Mapping[str, str] = PRE_NORMS) -> Para
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)

@@ -96,10 +96,4 @@ def layers(
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    own_layers="layer norms and biases",
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms and biases")

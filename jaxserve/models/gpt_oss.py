@@ -158,10 +158,4 @@ def _moe_specs(prefix: str, config: Config) -> Params:
     }
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-    features=("sinks",),
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__, features=("sinks",))

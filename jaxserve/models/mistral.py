@@ -47,9 +47,4 @@ def param_specs(config: Config) -> Params:
     return decoder_specs(config)
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)

@@ -8,12 +8,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Scores, self_attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import plain_layers
+from jaxserve.layers.decoder import plain_layers, windowed_attends
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2
 from jaxserve.models.family import Family
 
@@ -52,18 +51,9 @@ def layers(
     params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    local_rotation = rotations(config.local_rope, batch.positions)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    attends = [
-        functools.partial(
-            self_attention,
-            rotation=rotation if window is None else local_rotation,
-            norm=functools.partial(olmo2.norm_heads_together, norm),
-            scores=Scores(scale=config.head_dim**-0.5, sliding_window=window),
-        )
-        for window in config.sliding_windows
-    ]
+    norm_heads = functools.partial(olmo2.norm_heads_together, norm)
+    attends = windowed_attends(config, batch, scale=config.head_dim**-0.5, norm=norm_heads)
     return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
 
 

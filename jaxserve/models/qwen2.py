@@ -51,9 +51,4 @@ def param_specs(config: Config) -> Params:
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)

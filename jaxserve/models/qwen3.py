@@ -7,23 +7,10 @@ from typing import Any
 from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, qwen2
 from jaxserve.models.family import Family
 
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {"head_dim": 128}
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
@@ -60,10 +47,4 @@ def param_specs(config: Config) -> Params:
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-    features=("QK norm",),
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__, features=("QK norm",))

@@ -80,10 +80,4 @@ def param_specs(config: Config) -> Params:
     )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=decoder,
-    doc=__doc__,
-    features=("QK norm",),
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__, features=("QK norm",))

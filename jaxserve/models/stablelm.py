@@ -104,10 +104,4 @@ def layers(
     return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=arrange)
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    own_layers="layer norms",
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms")

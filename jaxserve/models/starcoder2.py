@@ -76,10 +76,4 @@ def layers(
     return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp)
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    own_layers="layer norms and biases",
-)
+FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms and biases")

@@ -13,6 +13,9 @@ from jaxtyping import Float32, Shaped
 from jaxserve.quantization.scheme import CodeName, Parts, Scheme, dtype_of, pack
 
 DIFFERENT_ORDERS = "parts of it have their inputs in different orders (act-order)"
+SMALLEST_GROUP = 8
+"""Inputs of the smallest group that is worth a scale."""
+
 INTEGERS: tuple[CodeName, ...] = ("int4", "uint4", "int8")
 
 
@@ -51,12 +54,12 @@ def _common_codes(names: set[CodeName]) -> CodeName | None:
     return "int8" if names <= set(INTEGERS) else None
 
 
-def regrouped(scheme: Scheme, num_inputs: int, *, smallest: int = 8) -> Scheme | str:
+def regrouped(scheme: Scheme, num_inputs: int) -> Scheme | str:
     """Return the scheme with groups that divide this number of inputs, or why no groups are worth their scales."""
     if scheme.group_size is None or num_inputs % scheme.group_size == 0:
         return scheme
     size = math.gcd(scheme.group_size, num_inputs)
-    if size < smallest:
+    if size < SMALLEST_GROUP:
         return f"groups of {scheme.group_size} do not divide {num_inputs} inputs, and of {size} are too small"
     return msgspec.structs.replace(scheme, group_size=size)
 
