@@ -4,18 +4,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, plain_layers
+from jaxserve.layers.attention import attention_specs
+from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs
 from jaxserve.layers.embedding import lm_head_bias_spec
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.mlp import mlp_specs
+from jaxserve.layers.norm import layer_norm_specs
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
-from jaxserve.models import gpt2, hf_config
+from jaxserve.layers.rope import Rope
+from jaxserve.models import gpt2, hf_config, phi
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -76,22 +73,10 @@ def param_specs(config: Config) -> Params:
     return specs
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, rotation=rotation)
-    return plain_layers(
-        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=parallel_block
-    )
-
-
 FAMILY = Family(
     Config=Config,
     param_specs=param_specs,
-    layers=layers,
+    layers=phi.layers,
     doc=__doc__,
     features=("parallel blocks",),
     own_layers="attention and feed-forward side by side",

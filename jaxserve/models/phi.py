@@ -76,7 +76,7 @@ def param_specs(config: Config) -> Params:
 
 
 def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+    params: Params, config: DecoderConfig, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run these layers: see `Family.layers`."""
     norm = functools.partial(layer_norm, eps=config.norm_eps)
