@@ -108,6 +108,9 @@ def _row(
         output = layer.weights["attention"]["out"]
         if output.is_split:
             _add(others, {"sums over devices": sum_part(x.update(shape=(step.num_rows, output.shape[0])), step.peers)})
+    if kinds[-1] == Kind.OPERATIONS and layers[-1].own is None:
+        sums = {"kernels": step.kernels, "has_partial_sums": adds_up_in_norms}
+        _add(others, {"norm": norm_part(x, None, **sums)})
     if not ends.embedding.mesh.empty and ends.embedding.spec[0] is not None:
         _add(others, {"embedding": sum_part(x, step.peers)})
     if num_logits:

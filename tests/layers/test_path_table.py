@@ -5,6 +5,7 @@ import re
 import sys
 
 import jax
+import msgspec
 import pytest
 from depths import quick_only
 from golden_models import GOLDENS
@@ -21,7 +22,7 @@ from jaxserve.layers.paths import Kind
 from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
-from jaxserve.quantization.scheme import SCHEMES
+from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES
 
 KERNELS = pathlib.Path(pallas_kernels.__file__).parent
 OF_LAYERS = {
@@ -37,13 +38,15 @@ OPERATIONS = ({name for kernel in Kernel for name in kernel.split(" and ")} | {*
     Kernel.XLA,
     Kernel.NONE,
 }
+ROUNDED = msgspec.structs.replace(SCHEMES["int8"], rounds_activations=ROUNDED_ON_HOPPER)
 LLAMA = LLAMA_3_8B | {"num_hidden_layers": 2, "vocab_size": 1024}
 FEW_SIZES = {"max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512}
 MODELS = {
     "llama": (LLAMA, 1, None),
     "biases": (LLAMA | {"mlp_bias": True}, 1, None),
     "codes": (LLAMA, 1, "int4"),
-    "rounded rows": (LLAMA, 1, "int8"),
+    "8 bits": (LLAMA, 1, "int8"),
+    "rounded rows": (LLAMA, 1, ROUNDED),
     "devices": (LLAMA, 4, None),
     "codes on devices": (LLAMA, 2, "int4"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 64}, 1, None),
@@ -56,7 +59,7 @@ def make_builder(fields, *, num_devices=1, scheme=None, without="", **sizes):
     schemes = {}
     if scheme is not None:
         family = get_family(fields)
-        schemes = rounded_to(family.param_specs(family.Config.from_hf(fields)), SCHEMES[scheme])
+        schemes = rounded_to(family.param_specs(family.Config.from_hf(fields)), SCHEMES.get(scheme, scheme))
     schemes = {name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)}
     mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
     return StepBuilder(make_spec(fields, schemes=schemes, **FEW_SIZES | sizes), mesh)
@@ -69,12 +72,14 @@ def test_lines_of_a_dense_model():
         "attention: paged_attention; LM head: small_matmul",
         "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention; gate_up: gated_linear_unit; "
-        "LM head: XLA (at most 64 rows, got 128); attention_norm, mlp_norm: add_rms_norm",
+        "LM head: XLA (at most 64 rows, got 128); "
+        "attention_norm, mlp_norm, norm: add_rms_norm",
         "prompts, 64 tokens: one kernel between two attentions (some rows may have several tokens); "
         "attention: paged_attention and ragged_prefill_attention; LM head: small_matmul",
         "prompts, 128 to 512 tokens: one operation after the other (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention and ragged_prefill_attention; "
-        "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); attention_norm, mlp_norm: add_rms_norm",
+        "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); "
+        "attention_norm, mlp_norm, norm: add_rms_norm",
     ]
 
 
@@ -105,17 +110,21 @@ def test_lines_of_a_dense_model():
             "shared gate_up: XLA (the gated linear unit takes at least 128 rows, got 1)",
         ),
         (MODELS["latents"][0], {}, "LM head: small_matmul; attention_norm, mlp_norm: add_rms_norm"),
-        (LLAMA | {"mlp_bias": True, "hidden_size": 2112}, {}, "attention_norm, mlp_norm: XLA (rows must be bfloat16"),
+        (
+            LLAMA | {"mlp_bias": True, "hidden_size": 2112},
+            {},
+            "attention_norm, mlp_norm, norm: XLA (rows must be",
+        ),
         (LLAMA, {"num_devices": 4}, "sums over devices, embedding: all_reduce; gather of logits: all_gather"),
         (LLAMA | {"hidden_size": 2112}, {"num_devices": 2}, "embedding: XLA (devices have no buffers for sums)"),
         (LLAMA | {"vocab_size": 1000}, {"num_devices": 4}, "gather of logits: XLA (devices have no buffers for logits"),
         (
             LLAMA | {"mlp_bias": True},
             {"num_devices": 2},
-            "attention_norm, mlp_norm: add_rms_norm; sums over devices, embedding: all_reduce",
+            "attention_norm, mlp_norm, norm: add_rms_norm; sums over devices, embedding: all_reduce",
         ),
-        (QWEN3_30B_A3B, {"num_devices": 2}, "attention_norm, mlp_norm, sums over devices, embedding: all_reduce"),
-        (QWEN3_30B_A3B, {"scheme": "int8"}, "mlp_norm: add_rms_norm"),
+        (QWEN3_30B_A3B, {"num_devices": 2}, "mlp_norm, sums over devices, norm, embedding: all_reduce"),
+        (QWEN3_30B_A3B, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
     ],
     ids=str,
 )
