@@ -219,15 +219,13 @@ MANY_QUERIES = {"num_kv_heads": 1, "queries": 48, "head_dim": 128, "hidden": 614
 SMALL_HEADS = {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 2048, "inner": 8192, "outputs": 3072}
 
 
-# Each with 16 rows, and with one as many queries as a tile has, and heads of 64.
+# With 16 rows, and with one the plain layer and the one with most queries.
 @pytest.mark.parametrize(
     ("num_rows", "sizes"),
     quick_first(
         [
             (1, LLAMA_3_8B),
-            (16, LLAMA_3_8B),
             (16, LLAMA_3_8B | {"outputs": None}),
-            (1, SMALL_HEADS),
             (16, SMALL_HEADS),
             (1, MANY_QUERIES),
             (16, MANY_QUERIES),

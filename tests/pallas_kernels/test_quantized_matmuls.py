@@ -323,8 +323,8 @@ SMALL = (1024, 1024, 4864, 1152)
             *((num_rows, "MXFP4", (1024, 1024, 5440, 1152)) for num_rows in (16, 64)),
             *((64, form, SMALL) for form in ("Q8_0", "Q4_0 and Q4_1", "Q5_1", "int8 with zero points")),
             *((64, f"Q{bits}_K", SMALL) for bits in (2, 3, 4, 5, 6)),
-            *((1, form, SMALL) for form in ("Q4_0 and Q4_1", "Q5_1", "Q2_K", "Q6_K")),
-            *((16, form, SMALL) for form in ("int8 with zero points", "Q3_K", "Q5_K", "Q4_K")),
+            *((1, form, SMALL) for form in ("int8 with zero points", "Q2_K")),
+            *((16, form, SMALL) for form in ("Q5_1", "Q6_K")),
         ]
     ),
 )

@@ -1,5 +1,6 @@
 """Codes that an engine holds: shards of them, matrices of mixed formats, GGUF files, and GPT-OSS's experts."""
 
+import itertools
 import json
 import math
 
@@ -69,7 +70,7 @@ def random_parts(scheme, outputs, inputs, seed=0):
     )
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_only([1, 2, 3, 8], 1, 8))
 @pytest.mark.parametrize("name", HELD)
 def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
     """768 / 8 inputs are no whole groups of 128, 64 or 256: a device repeats the scales of those it has parts of."""
@@ -160,8 +161,17 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
     assert calls == [tuple(split)] * (1 if len(axes) == 3 else 2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 300])
-@pytest.mark.parametrize("name", ["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"])
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    quick_only(
+        list(itertools.product(["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"], [1, 5, 300])),
+        ("int8", 1),
+        ("int8 in groups", 5),
+        ("uint4", 300),
+        ("nf4", 5),
+        ("fp8 of blocks", 300),
+    ),
+)
 def test_inputs_in_an_order_of_their_own(name, num_rows):
     """Columns of codes are permuted; activations are, too, before they are multiplied: also those of several axes."""
     held = HELD | {"int8 in groups": Scheme(codes="int8", group_size=64, scale_dtype="float16")}
