@@ -214,16 +214,22 @@ def test_unknown_implementation_is_refused():
         unchecked(*args, **rest, implementation="triton")
 
 
-@pytest.mark.parametrize("num_rows", quick_first([1, 16]))
+LLAMA_3_8B = {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": 6144}
+MANY_QUERIES = {"num_kv_heads": 1, "queries": 48, "head_dim": 128, "hidden": 6144, "inner": 24576, "outputs": 6400}
+SMALL_HEADS = {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 2048, "inner": 8192, "outputs": 3072}
+
+
+# With 16 rows, and with one the plain layer and the one with most queries.
 @pytest.mark.parametrize(
-    "sizes",
+    ("num_rows", "sizes"),
     quick_first(
         [
-            {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": 6144},
-            {"num_kv_heads": 8, "head_dim": 128, "hidden": 4096, "inner": 14336, "outputs": None},
-            {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 2048, "inner": 8192, "outputs": 3072},
-            {"num_kv_heads": 1, "queries": 48, "head_dim": 128, "hidden": 6144, "inner": 24576, "outputs": 6400},
-            {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944},
+            (1, LLAMA_3_8B),
+            (16, LLAMA_3_8B | {"outputs": None}),
+            (16, SMALL_HEADS),
+            (1, MANY_QUERIES),
+            (16, MANY_QUERIES),
+            (16, {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944}),
         ]
     ),
     ids=str,

@@ -251,17 +251,27 @@ def compiled(num_rows, *, num_layers=1, depth, hidden, inner, outputs):
     )
 
 
-@pytest.mark.parametrize("num_rows", quick_first([1, 16, 64]))
+TILES_OF_8 = {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096}
+TILES_BEYOND_THE_LAST_OUTPUT = {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856}
+
+
+# Each of these sizes with the number of rows that takes most registers, and with fewer rows.
 @pytest.mark.parametrize(
-    "sizes",
+    ("num_rows", "sizes"),
     quick_first(
         [
-            LLAMA_3_8B,
-            LLAMA_3_8B | {"outputs": None},
-            {"depth": 2048, "hidden": 1024, "inner": 3072, "outputs": 4096},  # tiles of 8 outputs
-            {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152},
-            {"depth": 2048, "hidden": 2560, "inner": 9728, "outputs": 4856},  # tiles beyond the last output
-            {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240},
+            (1, LLAMA_3_8B),
+            (16, LLAMA_3_8B),
+            (64, LLAMA_3_8B),
+            (1, LLAMA_3_8B | {"outputs": None}),
+            (64, LLAMA_3_8B | {"outputs": None}),
+            (1, TILES_OF_8),
+            (64, TILES_OF_8),
+            (16, {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152}),
+            (64, {"depth": 896, "hidden": 896, "inner": 4864, "outputs": 1152}),
+            (16, TILES_BEYOND_THE_LAST_OUTPUT),
+            (64, TILES_BEYOND_THE_LAST_OUTPUT),
+            (64, {"depth": 8192, "hidden": 8192, "inner": 28672, "outputs": 10240}),
         ]
     ),
     ids=str,

@@ -215,7 +215,6 @@ def compiled(
             {"heads": (32, 8, 128)},
             {"heads": (32, 8, 128), "num_queries": 4},
             {"heads": (16, 8, 256)},
-            {"heads": (16, 8, 256), "num_queries": 3},
             {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
             {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
             {"heads": (32, 32, 128), "has_alibi": True},

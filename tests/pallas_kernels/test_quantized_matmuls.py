@@ -319,10 +319,12 @@ SMALL = (1024, 1024, 4864, 1152)
             (64, "uint4 of 32", SMALL),
             (64, "uint4", SMALL),
             (40, "int8", (896, 896, 4864, 1152)),
-            *((num_rows, form, (1024, 1024, 5440, 1152)) for form in ("NVFP4", "MXFP4") for num_rows in (1, 16, 64)),
-            *((num_rows, form, SMALL) for form in ("Q8_0", "Q4_0 and Q4_1", "Q5_1") for num_rows in (1, 16, 64)),
-            *((num_rows, f"Q{bits}_K", SMALL) for bits in (2, 3, 4, 5, 6) for num_rows in (1, 16, 64)),
-            *((num_rows, "int8 with zero points", SMALL) for num_rows in (1, 16, 64)),
+            *((num_rows, "NVFP4", (1024, 1024, 5440, 1152)) for num_rows in (1, 64)),
+            *((num_rows, "MXFP4", (1024, 1024, 5440, 1152)) for num_rows in (16, 64)),
+            *((64, form, SMALL) for form in ("Q8_0", "Q4_0 and Q4_1", "Q5_1", "int8 with zero points")),
+            *((64, f"Q{bits}_K", SMALL) for bits in (2, 3, 4, 5, 6)),
+            *((1, form, SMALL) for form in ("int8 with zero points", "Q2_K")),
+            *((16, form, SMALL) for form in ("Q5_1", "Q6_K")),
         ]
     ),
 )

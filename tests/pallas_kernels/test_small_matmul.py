@@ -211,20 +211,27 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
     )
 
 
-@pytest.mark.parametrize("num_rows", quick_first([1, 64]))
+GATED = {"outputs": 14336, "depth": 4096, "is_gated": True}
+LOGITS = {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32}
+
+
+# Each with 64 rows, and each kind of results with one, too.
 @pytest.mark.parametrize(
-    "case",
+    ("num_rows", "case"),
     quick_first(
         [
-            {"outputs": 4096, "depth": 4096},
-            {"outputs": 2048, "depth": 8192},  # its ring has as many steps as it may
-            {"outputs": 4856, "depth": 192, "dtype": jnp.float16},
-            {"outputs": 768, "depth": 512},  # two steps
-            {"outputs": 14336, "depth": 4096, "is_gated": True},
-            {"outputs": 128256, "depth": 4096, "output_dtype": jnp.float32},
-            {"outputs": 50264, "depth": 4096, "output_dtype": jnp.float32},  # no multiple of 16
-            {"outputs": 18992, "depth": 3584, "output_dtype": jnp.float32},  # none of 32
-            {"outputs": 65544, "depth": 576, "dtype": jnp.float16},
+            (1, {"outputs": 4096, "depth": 4096}),
+            (64, {"outputs": 4096, "depth": 4096}),
+            (64, {"outputs": 2048, "depth": 8192}),  # its ring has as many steps as it may
+            (64, {"outputs": 4856, "depth": 192, "dtype": jnp.float16}),
+            (64, {"outputs": 768, "depth": 512}),  # two steps
+            (1, GATED),
+            (64, GATED),
+            (1, LOGITS),
+            (64, LOGITS),
+            (64, LOGITS | {"outputs": 50264}),  # no multiple of 16
+            (64, LOGITS | {"outputs": 18992, "depth": 3584}),  # none of 32
+            (64, {"outputs": 65544, "depth": 576, "dtype": jnp.float16}),
         ]
     ),
     ids=str,

@@ -43,9 +43,9 @@ INTERPRETED = {
     ),
     # Zero points, parts of K of which one is shorter, whose sums XLA finishes; rows that are padded.
     "uint4": (
-        {"code": "uint4", "group": 128, "sizes": [13], "num_rows": 13, "outputs": 136, "depth": 1024}
+        {"code": "uint4", "group": 128, "sizes": [13], "num_rows": 13, "outputs": 72, "depth": 768}
         | {"is_gated": True, "has_bias": True},
-        Config(rows=16, blocks=1, num_blocks=2, parts=3),
+        Config(rows=16, blocks=1, num_blocks=2, parts=2),
     ),
 }
 

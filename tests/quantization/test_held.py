@@ -1,5 +1,6 @@
 """Codes that an engine holds: shards of them, matrices of mixed formats, GGUF files, and GPT-OSS's experts."""
 
+import itertools
 import json
 import math
 
@@ -72,7 +73,7 @@ def random_parts(scheme, outputs, inputs, seed=0):
     )
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_devices", quick_only([1, 2, 3, 8], 1, 8))
 @pytest.mark.parametrize("name", HELD)
 def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
     """768 / 8 inputs are no whole groups of 128, 64 or 256: a device repeats the scales of those it has parts of."""
@@ -100,9 +101,27 @@ def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
     np.testing.assert_allclose(np.asarray(y), x @ values.T, rtol=1e-4, atol=1e-4 * np.abs(values).max())
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
-@pytest.mark.parametrize("name", quick_only([name for name in HELD if name not in ("nf4", "fp4")], "int4", "Q4_K"))
-@pytest.mark.parametrize("axes", [("embed", "ffn"), ("ffn", "embed"), (None, "ffn", "embed")], ids=str)
+AXES = [("embed", "ffn"), ("ffn", "embed"), (None, "ffn", "embed")]
+MULTIPLIED = [name for name in HELD if name not in ("nf4", "fp4")]
+NUM_DEVICES = [1, 2, 8]
+
+
+# Each scheme with each of the axes and with each number of devices; of two schemes, all three of these with each other.
+@pytest.mark.parametrize(
+    ("axes", "name", "num_devices"),
+    quick_only(
+        [
+            (axes, name, num_devices)
+            for i, name in enumerate(MULTIPLIED)
+            for j, axes in enumerate(AXES)
+            for k, num_devices in enumerate(NUM_DEVICES)
+            if name in ("int4", "Q4_K") or (i + j + k) % 3 == 0
+        ],
+        *((axes, "int4", num_devices) for axes in AXES for num_devices in NUM_DEVICES),
+        *((AXES[j], "Q4_K", num_devices) for j, num_devices in enumerate(NUM_DEVICES)),
+    ),
+    ids=str,
+)
 def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_devices):
     """The kernel is XLA's here; of inputs, devices have partial sums."""
     shape = (40, 768) if axes[0] == "embed" else (2, 24, 512) if len(axes) == 3 else (40, 512)
@@ -145,8 +164,17 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
     assert calls == [tuple(split)] * (1 if len(axes) == 3 else 2)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 300])
-@pytest.mark.parametrize("name", ["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"])
+@pytest.mark.parametrize(
+    ("name", "num_rows"),
+    quick_only(
+        list(itertools.product(["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"], [1, 5, 300])),
+        ("int8", 1),
+        ("int8 in groups", 5),
+        ("uint4", 300),
+        ("nf4", 5),
+        ("fp8 of blocks", 300),
+    ),
+)
 def test_inputs_in_an_order_of_their_own(name, num_rows):
     """Columns of codes are permuted; activations are, too, before they are multiplied: also those of several axes."""
     held = HELD | {"int8 in groups": Scheme(codes="int8", group_size=64, scale_dtype="float16")}
