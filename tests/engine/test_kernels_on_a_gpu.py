@@ -92,18 +92,28 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("max_num_seqs", [12, 32])
+@pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 12), ("llama", 32), ("experts", 32)])
 @pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
-def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, quantization, max_num_seqs):
-    compare_with_xla(tmp_path, SHAPES["llama"], max_num_seqs=max_num_seqs, quantization=quantization)
+def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, quantization, shape, max_num_seqs):
+    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, quantization=quantization)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 32), ("many heads", 12), ("experts", 32)])
-def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, max_num_seqs):
-    compare_with_xla(
-        tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, tensor_parallel_size=2, max_num_batched_tokens=1024
-    )
+@pytest.mark.parametrize(
+    ("shape", "quantization", "max_num_seqs"),
+    [
+        ("llama", None, 32),
+        ("many heads", None, 12),
+        ("experts", None, 32),
+        ("llama", "int4", 32),
+        ("llama", "fp8", 12),
+        ("experts", "fp8", 32),
+        ("experts", "int4", 32),
+    ],
+)
+def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, quantization, max_num_seqs):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 1024, "quantization": quantization}
+    compare_with_xla(tmp_path, SHAPES[shape], tensor_parallel_size=2, **options)
 
 
 def compare_with_xla(
