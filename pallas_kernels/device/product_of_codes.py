@@ -24,9 +24,9 @@ from pallas_kernels.device.codes import (
     small_pair_of_e2m1,
     times,
 )
-from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, value_of
+from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, value_of
 from pallas_kernels.device.registers import at, row_and_quarter
-from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, nvvm, vector
+from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
 
 OUTPUTS = 64
 """Outputs of a block, one block per warpgroup."""
@@ -235,23 +235,16 @@ class _Thread:
     """What one thread reads of the ring of codes."""
 
     def __init__(self, codes: Any, slot: Any, warpgroup: Any, *, is_gated: bool) -> None:
-        row, quarter = row_and_quarter()
-        self.is_in_second_half = arith.cmpi(arith.CmpIPredicate.ugt, quarter, const_i32(1))
-        warp, row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
+        self.codes, self.slot = codes, as_index(slot)
+        row, self.quarter = row_and_quarter()
+        self.is_in_second_half = arith.cmpi(arith.CmpIPredicate.ugt, self.quarter, const_i32(1))
+        warp, self.row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
         own = arith.addi(arith.muli(warpgroup, const_i32(4)), warp)
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        address = arith.trunci(i32, llvm.ptrtoint(i64, utils.memref_ptr(codes)))
-        tile_bytes = 8 * BYTES
-        for index, size in (
-            (slot, codes.type.shape[1] * tile_bytes),
-            (own, tile_bytes if is_gated else 2 * tile_bytes),
-            (row, BYTES + 16),
-            (quarter, 4),
-        ):
-            address = arith.addi(address, arith.muli(index, const_i32(size)))
-        self.address = address
-        """That of the first word of the first half, if TMA has put it where it does: 16 bytes times the row further."""
-        self.second_half = (16 if is_gated else 1) * tile_bytes
+        if is_gated:
+            tiles = [arith.addi(own, const_i32(16 * half)) for half in range(2)]
+        else:
+            tiles = [arith.addi(arith.muli(own, const_i32(2)), const_i32(half)) for half in range(2)]
+        self.tiles = [as_index(tile) for tile in tiles]
 
     def weights(self, start: int, code: Code, minus: list[Any] | None, *, is_small: bool) -> list[list[Any]]:
         """Return the pairs of UNIT columns: for each 8 of them in wgmma's order those of either half.
@@ -274,13 +267,14 @@ class _Thread:
         return pairs
 
     def _word(self, half: int, byte: int) -> Any:
-        """Load 4 bytes of an output: those of this thread among 16 from `byte` on.
-
-        A row of BYTES begins at a multiple of them, so that its swizzle is one operation on an address.
-        """
-        place = arith.xori(self.address, const_i32(byte))
-        text = f"ld.shared.b32 $0, [$1 + {half * self.second_half}];"
-        return llvm.inline_asm(ir.IntegerType.get_signless(32), [place], text, "=r,r", has_side_effects=True)
+        """Load 4 bytes of an output: those of this thread among 16 from `byte` on."""
+        place = arith.addi(
+            arith.muli(arith.xori(self.row, const_i32(byte // 16)), const_i32(16)),
+            arith.muli(self.quarter, const_i32(4)),
+        )
+        four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
+        indices = [self.slot, self.tiles[half], const_index(0), as_index(self.row), as_index(place)]
+        return utils.bitcast(vector.load(four, self.codes, indices), ir.IntegerType.get_signless(32))
 
 
 def _pair_of(value: Any, *, added: float = 0.0, times: float = 1.0) -> Any:
