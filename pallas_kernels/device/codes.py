@@ -15,16 +15,15 @@ from pallas_kernels.jax_internals import arith, ir, llvm, vector
 Code = Literal["int8", "fp8", "int4", "uint4", "e2m1"]
 """fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has a zero point for each scale."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_EXPONENT = 126
+"""The bias of bfloat16's exponent less that of e2m1."""
 
 _REGISTERS = "{ .reg .b32 a, m, s; "
-# PTX that makes a pair of bfloat16, $0, of two 4-bit codes in a, at the bottom of its halves.
+# PTX that makes a pair of bfloat16, $0, of two 4-bit codes in a, at the bottom of its halves; e2m1 has its own.
 _NIBBLES = {
     # 128 + code has the code in its lowest bits: less 136, or 128 + the zero point ($2), that is exact.
     "int4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m; }",
     "uint4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; sub.bf16x2 $0, a, $2; }",
-    # Sign, then exponent and mantissa at the bottom of bfloat16's exponent: times 2^126, its bias less that of e2m1.
-    "e2m1": "and.b32 a, a, 0x000f000f; shl.b32 s, a, 12; and.b32 s, s, 0x80008000; shl.b32 a, a, 6; "
-    "lop3.b32 a, a, 0x01c001c0, s, 0xea; mov.b32 m, 0x7e807e80; mul.bf16x2 $0, a, m; }",
 }
 # PTX that makes a pair of bfloat16, $0, of two bytes of a: the odd ones for fp8, the even ones for int8.
 _BYTES = {
@@ -60,8 +59,24 @@ def values_of(codes: Array, code: Code) -> Float[Array, "..."]:
 
 def pair_of_nibbles(word: Any, index: int, code: Code, minus: Any = None) -> Any:
     """Return in a register the values of codes `index` and `index + 4` of a word of eight; `minus` is 128 + zero."""
+    if code == "e2m1":
+        return _asm([small_pair_of_e2m1(word, index)], "{ .reg .b32 m; mov.b32 m, 0x7e807e80; mul.bf16x2 $0, $1, m; }")
     text = _REGISTERS + (f"shr.u32 a, $1, {4 * index}; " if index else "mov.b32 a, $1; ") + _NIBBLES[code]
     return _asm([word] if minus is None else [word, minus], text)
+
+
+def small_pair_of_e2m1(word: Any, index: int) -> Any:
+    """Return in a register the values of codes `index` and `index + 4` of a word of eight, times 2^-E2M1_EXPONENT.
+
+    That is the sign, and exponent and mantissa at the bottom of bfloat16's exponent.
+    """
+
+    def shifted(bits: int, name: str) -> str:
+        left = bits - 4 * index
+        return f"shl.b32 {name}, $1, {left}; " if left >= 0 else f"shr.u32 {name}, $1, {-left}; "
+
+    text = shifted(12, "s") + shifted(6, "a") + "and.b32 s, s, 0x80008000; lop3.b32 $0, a, 0x01c001c0, s, 0xea; }"
+    return _asm([word], _REGISTERS + text)
 
 
 def pair_of_bytes(word: Any, index: int, code: Code) -> Any:

@@ -15,11 +15,13 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import (
+    E2M1_EXPONENT,
     Code,
     codes_per_byte,
     pair_of_bytes,
     pair_of_nibbles,
     rearranged,
+    small_pair_of_e2m1,
     times,
 )
 from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, value_of
@@ -36,8 +38,6 @@ SMALLEST_GROUP = UNIT // 2
 """Fewest columns that may have a scale: a thread's codes of 4 bits of a unit are in one half of it."""
 PIECE = 64
 """Columns of operand A that wgmma takes at a time."""
-BATCH = 128
-"""Columns that are converted, multiplied and waited for at a time: meanwhile other warpgroups convert theirs."""
 MAX_ROWS_OF_SCALED_SUMS = 16
 """With more rows there are too few registers for the sums of a group apart: rounded scales multiply the weights."""
 
@@ -64,7 +64,8 @@ def add_product(
     row, or if `is_gated` 32 of the first 128, which are gate, and the same of the others, which are up, in turns of
     eight; the ring of rows, [slots, rows, columns] of bfloat16, interleaved, and its slot; `num_scales` factors for
     equal parts of the block's columns, [64, 8] with equal columns; as many zero points, if there are any; and as many
-    minimums, which are subtracted from the weights, if there are any. Without scales the sums are those of codes. With
+    minimums, which are subtracted from the weights, if there are any. Without scales the sums are those of codes; all
+    sums are to be multiplied by `factor_of_sums` in the end. With
     `has_pieces_apart` the ring of rows is [slots * pieces, rows, PIECE], and its slot the first piece of the block.
     `part_of_k` picks one of so many parts of the columns, those of `num_scales`.
     """
@@ -73,8 +74,12 @@ def add_product(
     columns = BYTES * codes_per_byte(code)
     start_column, end_column = (columns * index // part_of_k[1] for index in (part_of_k[0], part_of_k[0] + 1))
     group_size = (end_column - start_column) // num_scales if num_scales else columns
-    scales_weights = num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE or has_minimums)
+    scales_weights = _scales_weights(rows, num_scales, group_size, has_minimums=has_minimums)
     scales_sums = num_scales > 0 and not scales_weights
+    is_small = scales_weights and code == "e2m1"
+    factor_of_scales = 2.0**E2M1_EXPONENT / factor_of_sums(
+        code, rows=rows, num_scales=num_scales, group_size=group_size, has_minimums=has_minimums
+    )
 
     @cast(Any, plgpu.inline_mgpu)(arg_types=(_LAYOUT, _CODES, SCALAR, SCALAR, _ROWS, SCALAR, *vectors), return_type=out)
     def run(_, sums, codes, slot, warpgroup, x, x_slot, *vectors):
@@ -83,26 +88,25 @@ def add_product(
         zeros = vectors[num_scales : 2 * num_scales] if has_zeros else None
         minimums = vectors[-num_scales:] if has_minimums else None
         registers = sums.registers.copy()
-        acc = None
 
-        def of_unit(vectors: Any, unit: int, added: float = 0.0) -> list[list[Any]]:
+        def of_unit(vectors: Any, unit: int, *, added: float = 0.0, times: float = 1.0) -> list[list[Any]]:
             """Return for each 8 of UNIT columns in wgmma's order the pairs of either half, of their groups."""
             groups = sorted({(unit + column - start_column) // group_size for column in (0, UNIT // 2)})
             found = [[vectors[group].registers[at(0, half)] for half in range(2)] for group in groups]
             if len(found) == 2 and codes_per_byte(code) == 2:
                 is_second = own.is_in_second_half
                 found = [[arith.select(is_second, *halves[::-1]) for halves in zip(*found, strict=True)]]
-            pairs = [[_pair_of(value, added) for value in halves] for halves in found]
+            pairs = [[_pair_of(value, added=added, times=times) for value in halves] for halves in found]
             return [pairs[chunk * len(pairs) // 4] for chunk in range(UNIT // 8)]
 
         def operand(start: int) -> Any:
             """Return the weights of PIECE columns as wgmma takes them in registers."""
             a = np.empty((1, PIECE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
             for unit in range(start, start + PIECE, UNIT):
-                minus = None if zeros is None else of_unit(zeros, unit, 128.0)[0]
-                factors = of_unit(scales, unit) if scales_weights else None
+                minus = None if zeros is None else of_unit(zeros, unit, added=128.0)[0]
+                factors = of_unit(scales, unit, times=factor_of_scales if is_small else 1.0) if scales_weights else None
                 less = None if minimums is None else of_unit(minimums, unit)
-                for chunk, pairs in enumerate(own.weights(unit, code, minus)):
+                for chunk, pairs in enumerate(own.weights(unit, code, minus, is_small=is_small)):
                     for half, pair in enumerate(pairs):
                         value = pair
                         if factors is not None:
@@ -111,42 +115,58 @@ def add_product(
                         a[place] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-        for first in range(start_column, end_column, BATCH):
-            pieces = range(first, min(first + BATCH, end_column), PIECE)
-            operands = [operand(start) for start in pieces]
-            done = []
-            if acc is None and not scales_sums:
-                acc = mgpu.WGMMAAccumulator.from_registers(sums)
-            for start, a in zip(pieces, operands, strict=True):
-                if acc is None:
-                    acc = mgpu.WGMMAAccumulator.zero(OUTPUTS, rows)
-                piece = start // PIECE
-                entry, tile = (
-                    (arith.addi(value_of(x_slot), const_i32(piece)), 0)
-                    if has_pieces_apart
-                    else (value_of(x_slot), piece)
-                )
-                b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
-                acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
-                if scales_sums and (start + PIECE) % group_size == 0:
-                    done.append((acc, scales[(start - start_column) // group_size]))
-                    acc = None
+        def finish(part: Any, factors: Any) -> None:
+            """Add the sums of a group, which no wgmma writes any more, times its scales."""
+            values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
+            for place, register in np.ndenumerate(values.registers):
+                factor = factors.registers[at(0, place[4])]
+                registers[place] = mlir_math.fma(register, factor, registers[place])
+
+        # While a piece is multiplied the codes of the next one are converted.
+        acc = done = None
+        for start in range(start_column, end_column, PIECE):
+            a = operand(start)
+            if acc is None:
+                zero = mgpu.WGMMAAccumulator.zero
+                acc = zero(OUTPUTS, rows) if scales_sums else mgpu.WGMMAAccumulator.from_registers(sums)
+            piece = start // PIECE
+            entry, tile = (
+                (arith.addi(value_of(x_slot), const_i32(piece)), 0) if has_pieces_apart else (value_of(x_slot), piece)
+            )
+            b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
+            acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
             nvvm.wgmma_commit_group_sync_aligned()
-            nvvm.wgmma_wait_group_sync_aligned(0)
-            if acc is not None:
-                acc = mgpu.WGMMAAccumulator(
-                    _value=mgpu.optimization_barrier(acc._value), _original_layout=acc._original_layout, _sync=False
-                )
-            for part, factors in done:
-                values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
-                for place, register in np.ndenumerate(values.registers):
-                    factor = factors.registers[at(0, place[4])]
-                    registers[place] = mlir_math.fma(register, factor, registers[place])
+            is_last = start + PIECE == end_column
+            nvvm.wgmma_wait_group_sync_aligned(0 if is_last else 1)
+            if done is not None:
+                finish(*done)
+                done = None
+            if scales_sums and (start + PIECE) % group_size == 0:
+                done, acc = (acc, scales[(start - start_column) // group_size]), None
+        if done is not None:
+            finish(*done)
         if acc is not None:
-            return acc.value
+            value = mgpu.optimization_barrier(acc._value)
+            return mgpu.WGMMAAccumulator(_value=value, _original_layout=acc._original_layout, _sync=False).value
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run
+
+
+def _scales_weights(rows: int, num_scales: int, group_size: int, *, has_minimums: bool) -> bool:
+    """Return true if scales multiply weights, rather than the sums of their groups."""
+    return num_scales > 0 and (rows > MAX_ROWS_OF_SCALED_SUMS or group_size < PIECE or has_minimums)
+
+
+def factor_of_sums(code: Code, *, rows: int, num_scales: int, group_size: int, has_minimums: bool = False) -> float:
+    """Return what the sums of all blocks are to be multiplied by.
+
+    Where scales multiply weights of e2m1, these are converted as 2^-E2M1_EXPONENT of their value, and the scales are
+    multiplied by the square root of what is missing: by all of it bfloat16 could not represent those above 2.
+    """
+    if code == "e2m1" and _scales_weights(rows, num_scales, group_size, has_minimums=has_minimums):
+        return 2.0 ** (E2M1_EXPONENT // 2)
+    return 1.0
 
 
 def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = None) -> None:
@@ -226,12 +246,17 @@ class _Thread:
             tiles = [arith.addi(arith.muli(own, const_i32(2)), const_i32(half)) for half in range(2)]
         self.tiles = [as_index(tile) for tile in tiles]
 
-    def weights(self, start: int, code: Code, minus: list[Any] | None) -> list[list[Any]]:
-        """Return the pairs of UNIT columns: for each 8 of them in wgmma's order those of either half."""
+    def weights(self, start: int, code: Code, minus: list[Any] | None, *, is_small: bool) -> list[list[Any]]:
+        """Return the pairs of UNIT columns: for each 8 of them in wgmma's order those of either half.
+
+        With `is_small` they are 2^-E2M1_EXPONENT of their values.
+        """
         if codes_per_byte(code) == 2:
             words = [self._word(half, start // 2) for half in range(2)]
 
             def pair(half: int, index: int) -> Any:
+                if is_small:
+                    return small_pair_of_e2m1(words[half], index)
                 return pair_of_nibbles(words[half], index, code, None if minus is None else minus[half])
 
             return [[pair(half, index) for half in range(2)] for index in range(4)]
@@ -252,9 +277,11 @@ class _Thread:
         return utils.bitcast(vector.load(four, self.codes, indices), ir.IntegerType.get_signless(32))
 
 
-def _pair_of(value: Any, added: float = 0.0) -> Any:
-    """Return an output's value plus `added`, twice in bfloat16, of a pair in float32."""
+def _pair_of(value: Any, *, added: float = 0.0, times: float = 1.0) -> Any:
+    """Return an output's value times `times` plus `added`, twice in bfloat16, of a pair in float32."""
     f32 = ir.F32Type.get()
+    if times != 1.0:
+        value = arith.mulf(value, vector.broadcast(ir.VectorType.get((2,), f32), mgpu.c(times, f32)))
     if added:
         value = arith.addf(value, vector.broadcast(ir.VectorType.get((2,), f32), mgpu.c(added, f32)))
     return arith.truncf(ir.VectorType.get((2,), ir.BF16Type.get()), value)

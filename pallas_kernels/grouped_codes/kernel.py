@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, factor_of_sums
 from pallas_kernels.grouped_matmul import BAND
 
 NUM_COMPUTE = 4
@@ -95,6 +95,13 @@ class Problem(NamedTuple):
     def scales_of_block(self) -> int:
         """Scales of the columns of a block; 0 if an output has only one, which its sum is multiplied by."""
         return 0 if self.num_scales == 1 else self.block_k * self.num_scales // self.depth
+
+    @property
+    def factor_of_sums(self) -> float:
+        """What the sums of all blocks are multiplied by."""
+        num_scales = self.scales_of_block
+        size = self.block_k // max(1, num_scales)
+        return factor_of_sums(self.code, rows=self.rows, num_scales=num_scales, group_size=size)
 
     @property
     def num_parts(self) -> int:
@@ -394,6 +401,7 @@ def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
         @pl.when(chunk * CHUNK < item.num_rows)
         def _(chunk=chunk):
             y = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+            y = y if problem.factor_of_sums == 1 else y * problem.factor_of_sums
             y = y if scale is None else y * scale
             y = y if bias is None else y + bias
             if problem.activation is not None:

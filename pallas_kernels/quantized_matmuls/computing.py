@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
-from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE, add_product
+from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE, add_product, factor_of_sums
 from pallas_kernels.device.registers import halves
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import (
@@ -223,6 +223,14 @@ def _scaling(matmul: Matmul, found: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     return [*scales, *zeros, *minimums]
 
 
+def _factor_of_sums(rows: int, matmul: Matmul) -> float:
+    if matmul.scales not in matmul.vectors_of_blocks:
+        return 1.0
+    num_scales = matmul.scales.count(matmul.block_k)
+    size = matmul.block_k // num_scales
+    return factor_of_sums(matmul.code, rows=rows, num_scales=num_scales, group_size=size)
+
+
 def _is_centred(matmul: Matmul) -> bool:
     """Return true if codes are converted as those less 8: products and minimums, rounded to bfloat16, are smaller."""
     return matmul.code == "uint4" and matmul.zeros is None
@@ -269,7 +277,8 @@ def _finish(block: Block, matmul: Matmul, tile: Any, chunk: Any, sums: Any, oper
 
     @pl.when(first < matmul.outputs)
     def _():
-        y = sums
+        factor = _factor_of_sums(block.problem.rows, matmul)
+        y = sums if factor == 1 else sums * factor
         for factor in (operands.scale, operands.factor):
             y = y if factor is None else y * factor
         if operands.bias is not None:

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import codes_per_byte, values_of
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, factor_of_sums
 
 TYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
@@ -21,6 +21,8 @@ def zeros(rows):
 def add_product(code, *, rows, is_gated, num_scales, has_zeros, has_pieces_apart):
     assert has_pieces_apart
     columns = BYTES * codes_per_byte(code)
+    size = columns // max(1, num_scales)
+    factor = factor_of_sums(code, rows=rows, num_scales=num_scales, group_size=size)
 
     def add(sums, codes, slot, warpgroup, x, first_piece, *vectors):
         slot, warpgroup, first_piece = slot[0], warpgroup[0], first_piece[0]
@@ -40,7 +42,7 @@ def add_product(code, *, rows, is_gated, num_scales, has_zeros, has_pieces_apart
             values = of_group.reshape(OUTPUTS, columns)
         pieces = [x[first_piece + piece] for piece in range(columns // PIECE)]
         plgpu.commit_smem()  # wgmma, which reads asynchronously, needs none
-        return sums + values @ jnp.concatenate(pieces, axis=1).astype(jnp.float32).T
+        return sums + values / factor @ jnp.concatenate(pieces, axis=1).astype(jnp.float32).T
 
     return add
 
