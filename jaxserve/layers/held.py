@@ -30,13 +30,8 @@ def why_not_held(
     if kernels == "xla":
         return "XLA would make floats of them in every step"
     if spec.expert_size is not None:
-        return _why_no_kernel_of_experts(spec.shape, scheme, dtype) or UNTRIED
-    reason = _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
-    return reason or (UNTRIED_ON_SEVERAL if mesh.size > 1 else None)
-
-
-UNTRIED = "no engine with codes of experts has run on a GPU yet (--no-dequantize holds them)"
-UNTRIED_ON_SEVERAL = "no engine with codes has run on several GPUs yet (--no-dequantize holds them)"
+        return _why_no_kernel_of_experts(spec.shape, scheme, dtype)
+    return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
 
 
 @functools.cache  # layers are alike
