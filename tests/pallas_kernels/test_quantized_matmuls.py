@@ -31,6 +31,9 @@ EPS = 1e-5
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 TOLERANCE = 6e-3
 """Largest error relative to the result's norm: activations between two matmuls are rounded to 8 bits."""
+TOLERANCE_OF_Q4_K = 7e-3
+"""Rounding its weights, with their minimums, to bfloat16 changes them by 2.4e-3, and a layer's result by 5.1e-3 (computed
+in float64, 3 and 8 rows)."""
 
 
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}
@@ -393,7 +396,7 @@ def test_a_layer_on_a_gpu(form, sizes, num_rows):
         *map(in_float, (heads, residual)), **dense, gains=tuple(map(in_float, gains)), activation=silu, eps=EPS
     )
     for a, b in zip(got, want, strict=True):
-        assert error(a, b) < TOLERANCE
+        assert error(a, b) < (TOLERANCE_OF_Q4_K if form == "Q4_K" else TOLERANCE)
     for _ in range(20):
         for a, b in zip(run(), got, strict=True):
             np.testing.assert_array_equal(in_float(a), in_float(b))
