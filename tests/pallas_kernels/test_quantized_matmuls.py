@@ -32,8 +32,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 TOLERANCE = 6e-3
 """Largest error relative to the result's norm: activations between two matmuls are rounded to 8 bits."""
 TOLERANCE_OF_Q4_K = 7e-3
-"""Rounding its weights, with their minimums, to bfloat16 changes them by 2.4e-3, and a layer's result by 5.1e-3 (computed
-in float64, 3 and 8 rows)."""
+"""Rounding its weights, with their minimums, to bfloat16 changes them by 2.4e-3, and a layer's result by 5.1e-3
+(computed in float64, 3 and 8 rows).
+"""
 
 
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}
