@@ -38,6 +38,8 @@ SMALLEST_GROUP = UNIT // 2
 """Fewest columns that may have a scale: a thread's codes of 4 bits of a unit are in one half of it."""
 PIECE = 64
 """Columns of operand A that wgmma takes at a time."""
+BATCH = 128
+"""Columns that are converted, multiplied and waited for at a time: meanwhile other warpgroups convert theirs."""
 MAX_ROWS_OF_SCALED_SUMS = 16
 """With more rows there are too few registers for the sums of a group apart: rounded scales multiply the weights."""
 
@@ -88,6 +90,7 @@ def add_product(
         zeros = vectors[num_scales : 2 * num_scales] if has_zeros else None
         minimums = vectors[-num_scales:] if has_minimums else None
         registers = sums.registers.copy()
+        acc = None
 
         def of_unit(vectors: Any, unit: int, *, added: float = 0.0, times: float = 1.0) -> list[list[Any]]:
             """Return for each 8 of UNIT columns in wgmma's order the pairs of either half, of their groups."""
@@ -115,39 +118,39 @@ def add_product(
                         a[place] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-        def finish(part: Any, factors: Any) -> None:
-            """Add the sums of a group, which no wgmma writes any more, times its scales."""
-            values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
-            for place, register in np.ndenumerate(values.registers):
-                factor = factors.registers[at(0, place[4])]
-                registers[place] = mlir_math.fma(register, factor, registers[place])
-
-        # While a piece is multiplied the codes of the next one are converted.
-        acc = done = None
-        for start in range(start_column, end_column, PIECE):
-            a = operand(start)
-            if acc is None:
-                zero = mgpu.WGMMAAccumulator.zero
-                acc = zero(OUTPUTS, rows) if scales_sums else mgpu.WGMMAAccumulator.from_registers(sums)
-            piece = start // PIECE
-            entry, tile = (
-                (arith.addi(value_of(x_slot), const_i32(piece)), 0) if has_pieces_apart else (value_of(x_slot), piece)
-            )
-            b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
-            acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
+        for first in range(start_column, end_column, BATCH):
+            pieces = range(first, min(first + BATCH, end_column), PIECE)
+            operands = [operand(start) for start in pieces]
+            done = []
+            if acc is None and not scales_sums:
+                acc = mgpu.WGMMAAccumulator.from_registers(sums)
+            for start, a in zip(pieces, operands, strict=True):
+                if acc is None:
+                    acc = mgpu.WGMMAAccumulator.zero(OUTPUTS, rows)
+                piece = start // PIECE
+                entry, tile = (
+                    (arith.addi(value_of(x_slot), const_i32(piece)), 0)
+                    if has_pieces_apart
+                    else (value_of(x_slot), piece)
+                )
+                b = mgpu.memref_slice(x, (as_index(entry), slice(None), slice(tile, tile + 1)))
+                acc = mgpu.wgmma(acc, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=128)
+                if scales_sums and (start + PIECE) % group_size == 0:
+                    done.append((acc, scales[(start - start_column) // group_size]))
+                    acc = None
             nvvm.wgmma_commit_group_sync_aligned()
-            is_last = start + PIECE == end_column
-            nvvm.wgmma_wait_group_sync_aligned(0 if is_last else 1)
-            if done is not None:
-                finish(*done)
-                done = None
-            if scales_sums and (start + PIECE) % group_size == 0:
-                done, acc = (acc, scales[(start - start_column) // group_size]), None
-        if done is not None:
-            finish(*done)
+            nvvm.wgmma_wait_group_sync_aligned(0)
+            if acc is not None:
+                acc = mgpu.WGMMAAccumulator(
+                    _value=mgpu.optimization_barrier(acc._value), _original_layout=acc._original_layout, _sync=False
+                )
+            for part, factors in done:
+                values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
+                for place, register in np.ndenumerate(values.registers):
+                    factor = factors.registers[at(0, place[4])]
+                    registers[place] = mlir_math.fma(register, factor, registers[place])
         if acc is not None:
-            value = mgpu.optimization_barrier(acc._value)
-            return mgpu.WGMMAAccumulator(_value=value, _original_layout=acc._original_layout, _sync=False).value
+            return acc.value
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run
