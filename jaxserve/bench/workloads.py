@@ -170,6 +170,9 @@ GPT_OSS_20B: dict[str, Any] = {
 }
 """The shape of gpt-oss-20b, whose experts are MXFP4: 32 a layer, 4 of which are active per token."""
 
+GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
+"""The shape of gpt-oss-120b: 128 experts a layer, 4 of which are active per token."""
+
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "vocab_size": 102400,
@@ -221,6 +224,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": QWEN3_30B_A3B_FP8,
     "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
 }
 """Shapes to run with random weights, by name."""
