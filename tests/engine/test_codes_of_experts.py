@@ -42,6 +42,7 @@ def is_expert(name):
 
 
 # On several devices one whose scales belong to groups of inputs, and one with a scale for each output.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "num_devices"),
     quick_first([*((case, 1) for case in CASES), ("gptq", 4), ("fp8 of channels", 4)]),
@@ -55,7 +56,8 @@ def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices)
     assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
 
 
-@pytest.mark.parametrize("num_devices", quick_first([2, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 1])
 def test_experts_of_gpt_oss_in_mxfp4(num_devices):
     """By default on a CPU, too; whole experts apart on two devices."""
     path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")

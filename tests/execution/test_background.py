@@ -135,6 +135,7 @@ def test_steps_run_in_what_is_there(gated):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_had_costs_no_request(gated, caplog):
     gated.fails = PromptLogprobs
     try:
@@ -151,6 +152,7 @@ def test_a_program_that_cannot_be_had_costs_no_request(gated, caplog):
         gated.fails = None
 
 
+@pytest.mark.slow
 def test_a_close_does_not_wait_for_what_nobody_needs(gated, caplog):
     engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
     gated.gate.set()

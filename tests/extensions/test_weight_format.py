@@ -15,7 +15,7 @@ from jaxserve.layers.weight import Dense, Weight
 
 SEQUENCE = [5, 9, 17, 3, 11, 2]
 # Plain layers, norms behind blocks, attention to latents, experts.
-QUICK = ("gemma_", "gemma2", "deepseek_v2", "mixtral")
+QUICK = ("gemma2", "mixtral")
 PATHS = quick_only(ONE_OF_EACH_DECODER, *(path for path in ONE_OF_EACH_DECODER if path.name.startswith(QUICK)))
 
 

@@ -149,6 +149,7 @@ def test_every_model_has_a_table_of_paths(golden):
     assert all(f"XLA (no kernel adds and normalises with {own})" in line for line in lines) == by_xla
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only(list(MODELS), "llama"))
 def test_the_programs_have_the_kernels_that_the_table_names(name):
     fields, num_devices, scheme = MODELS[name]

@@ -114,6 +114,7 @@ def check(got, case, scale, tolerance=1e-2):
         np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seq_lens", "sizes"),
     quick_first(

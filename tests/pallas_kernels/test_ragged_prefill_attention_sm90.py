@@ -124,6 +124,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, layout, want = make_case(**INTERPRETED[case])

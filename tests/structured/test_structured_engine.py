@@ -372,6 +372,7 @@ class TestFailures:
         assert_refused(results["deep"], "the grammar cannot be followed further")
         assert results["free"].finish_reason == "length"
 
+    @pytest.mark.slow
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
         """Its siblings too run until they reach the same limit."""
         (eos,) = tokenizer.eos_token_ids
