@@ -4,6 +4,7 @@ import collections
 
 import jax
 import pytest
+from depths import quick_first
 
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
