@@ -123,8 +123,12 @@ def test_lines_of_a_dense_model():
             {"num_devices": 2},
             "attention_norm, mlp_norm, norm: add_rms_norm; sums over devices, embedding: all_reduce",
         ),
-        (QWEN3_30B_A3B, {"num_devices": 2}, "mlp_norm, sums over devices, norm, embedding: all_reduce"),
-        (QWEN3_30B_A3B, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
+        (
+            QWEN3_30B_A3B | {"num_hidden_layers": 2},
+            {"num_devices": 2},
+            "mlp_norm, sums over devices, norm, embedding: all_reduce",
+        ),
+        (QWEN3_30B_A3B | {"num_hidden_layers": 2}, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
     ],
     ids=str,
 )

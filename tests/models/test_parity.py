@@ -68,7 +68,7 @@ def test_greedy_continuation(golden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ["bloom", "deepseek_v3", "gpt_oss"])
 def test_random_weights(model_type):
     """Dummy weights give numbers that are finite and differ.
 

@@ -108,16 +108,15 @@ def test_experts_split_over_devices_equal_one_device(model_type):
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_kv_heads": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "devices", "size", "by_expert"),
-    quick_first(
-        [
-            ("gpt_oss", 2, 180, True),
-            ("gpt_oss", 2, 128, False),
-            ("qwen3_moe", 8, 96, True),
-            ("qwen2_moe", 4, 100, True),
-        ]
-    ),
+    [
+        ("gpt_oss", 2, 180, True),
+        ("gpt_oss", 2, 128, False),
+        ("qwen3_moe", 8, 96, True),
+        ("qwen2_moe", 4, 100, True),
+    ],
 )
 def test_experts_whose_shards_no_kernel_takes_stay_whole(model_type, devices, size, by_expert):
     fields = HEADS | {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 8, "mlp_only_layers": []}

@@ -221,6 +221,7 @@ SMALL_HEADS = {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 204
 
 
 # With 16 rows, and with one the plain layer and the one with most queries.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "sizes"),
     quick_first(

@@ -226,6 +226,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(COMPILED))
 def test_compiles_without_spilling(case):
     program = compiled(**COMPILED[case])
