@@ -6,6 +6,7 @@ import time
 import pytest
 from depths import quick_first
 from engine_harness import GOLDENS, request, run
+from few_sizes import every_size
 from waiting import PATIENCE
 
 from jaxserve.config import EngineConfig
@@ -121,7 +122,8 @@ def test_answers_stay_the_same_while_programs_come(monkeypatch):
 
 def test_steps_run_in_what_is_there(gated):
     """In the smallest program of those that are compiled, as soon as it is."""
-    engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
+    with every_size():
+        engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
     used = []
     started = engine.runner._run
     engine.runner._run = lambda program, *arguments: used.append(program) or started(program, *arguments)
