@@ -114,6 +114,7 @@ def check(got, case, scale, tolerance=1e-2):
         np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seq_lens", "sizes"),
     quick_first(
@@ -220,6 +221,7 @@ SMALL_HEADS = {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 204
 
 
 # With 16 rows, and with one the plain layer and the one with most queries.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "sizes"),
     quick_first(

@@ -49,6 +49,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]

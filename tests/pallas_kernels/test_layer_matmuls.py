@@ -159,6 +159,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, monkeypatch, name):
     cut_for(monkeypatch, FEW_SMS)

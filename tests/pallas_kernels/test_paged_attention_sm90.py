@@ -208,6 +208,7 @@ def compiled(
     return compile_for_h200(layers, q, pools, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     quick_first(
@@ -262,7 +263,7 @@ def plan_of(seq_lens, *, num_splits, sliding_window):
 
 
 @pytest.mark.parametrize("lens", LENGTHS)
-@pytest.mark.parametrize(("num_splits", "sliding_window"), [(132, None), (7, 500)])
+@pytest.mark.parametrize(("num_splits", "sliding_window"), quick_first([(7, 500), (132, None)]))
 def test_splits_hold_every_block_once_and_know_of_each_other(lens, num_splits, sliding_window):
     lens = np.array(LENGTHS[lens], np.int32)
     plan = plan_of(jnp.asarray(lens), num_splits=num_splits, sliding_window=sliding_window)

@@ -124,6 +124,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted(capsys, case):
     arrays, layout, want = make_case(**INTERPRETED[case])
@@ -225,6 +226,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(COMPILED))
 def test_compiles_without_spilling(case):
     program = compiled(**COMPILED[case])

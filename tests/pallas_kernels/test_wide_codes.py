@@ -50,6 +50,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick_first(INTERPRETED))
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]
@@ -78,7 +79,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED, 2))
+@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED))
 def test_compiles_without_spilling(num_rows, code, group, shape, scales):
     of = jax.ShapeDtypeStruct
     weight = shape_of(code, group, *shape, scales=scales)
