@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from engine_harness import GOLDENS, Model, request, run
+from few_sizes import every_size
 from waiting import PATIENCE, wait_until
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
@@ -230,7 +231,8 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     num_programs = 3 * 3 + 2 + 2 + 2
     for num_found in (0, num_programs):
         caplog.clear()
-        engine, _ = startup.start_engine(config, mesh=None, progress=False)
+        with every_size():
+            engine, _ = startup.start_engine(config, mesh=None, progress=False)
         engine.add([request("one", [1, 2, 3, 4, 5], 3)])
         while engine.has_work:
             engine.step()
