@@ -8,7 +8,6 @@ import threading
 import weakref
 
 import pytest
-from depths import quick_first
 from waiting import PATIENCE
 
 from jaxserve import interrupts
@@ -186,15 +185,13 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "arguments"),
-    quick_first(
-        [
-            (COMMAND, "generate a --model scribe-2m --warmup full"),
-            (COMMAND, "bench latency --model scribe-2m --batches 1:8:2"),
-            (START, ""),
-            (GENERATE, ""),
-            (END, ""),
-        ]
-    ),
+    [
+        (COMMAND, "generate a --model scribe-2m --warmup full"),
+        (COMMAND, "bench latency --model scribe-2m --batches 1:8:2"),
+        (START, ""),
+        (GENERATE, ""),
+        (END, ""),
+    ],
     ids=["generate", "bench", "start", "with", "exit"],
 )
 def test_a_second_one_ends_the_process_at_once(program, arguments):

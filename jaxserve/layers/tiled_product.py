@@ -7,7 +7,7 @@ too, where the CPU is fast at that. Of other codes a tile of outputs at a time b
 import functools
 import math
 import os
-from pathlib import Path
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def _has_narrow_products() -> bool:
 
     For other CPUs XLA makes float32 of bfloat16 in each product.
     """
-    processors = Path("/proc/cpuinfo")  # absent where the system is not Linux
+    processors = pathlib.Path("/proc/cpuinfo")  # absent where the system is not Linux
     return processors.exists() and "avx512_bf16" in processors.read_text()
 
 

@@ -60,7 +60,7 @@ def test_the_8b_shape_answers_after_two_programs_with_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [4, 64])
 def test_programs_without_products_of_xla_are_not_waited_for(size):
     """Found by the table of paths, and by what is traced."""
     builder = make_builder(LLAMA_3_8B)

@@ -7,7 +7,6 @@ import sys
 import jax
 import msgspec
 import pytest
-from depths import quick_only
 from golden_models import GOLDENS
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
@@ -154,7 +153,7 @@ def test_every_model_has_a_table_of_paths(golden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick_only(list(MODELS), "llama"))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_programs_have_the_kernels_that_the_table_names(name):
     fields, num_devices, scheme = MODELS[name]
     builder = make_builder(fields, num_devices=num_devices, scheme=scheme)

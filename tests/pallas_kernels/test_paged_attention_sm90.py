@@ -211,17 +211,15 @@ def compiled(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    quick_first(
-        [
-            {"heads": (32, 8, 128)},
-            {"heads": (32, 8, 128), "num_queries": 4},
-            {"heads": (16, 8, 256)},
-            {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
-            {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
-            {"heads": (32, 32, 128), "has_alibi": True},
-            {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
-        ]
-    ),
+    [
+        {"heads": (32, 8, 128)},
+        {"heads": (32, 8, 128), "num_queries": 4},
+        {"heads": (16, 8, 256)},
+        {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
+        {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
+        {"heads": (32, 32, 128), "has_alibi": True},
+        {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
+    ],
     ids=str,
 )
 def test_compiles_without_spilling(case):
