@@ -1,5 +1,6 @@
 """Ctrl-C: while a command is imported, and once and twice while programs compile."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -107,6 +108,32 @@ def test_an_interrupt_in_a_callback_is_not_lost(is_command, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         command() if is_command else wait()
     assert current() == (signal.SIG_DFL if is_command else signal.default_int_handler)
+
+
+def test_an_interrupt_in_a_callback_of_the_collector_comes_again(monkeypatch):
+    """While the program waits, not at its end: jax has such a callback, and a start collects a lot."""
+    lost, has_come = [], threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
+
+    def interrupt(phase, _):
+        if phase == "start" and not has_come.is_set():
+            has_come.set()
+            signal.raise_signal(signal.SIGINT)
+
+    def wait():
+        with while_waiting_for_threads():
+            gc.callbacks.append(interrupt)
+            try:
+                gc.collect()
+                threading.Event().wait(PATIENCE)
+                pytest.fail("the interrupt is lost")
+            finally:
+                gc.callbacks.remove(interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert not lost
+    assert current() is signal.default_int_handler
 
 
 class Finalized:
