@@ -6,6 +6,7 @@ waits for them; the next one ends the process at once, by the signal. No jax, an
 
 import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
@@ -23,9 +24,15 @@ SECONDS_UNTIL_AGAIN = 0.01
 class _Once:
     """A handler that raises KeyboardInterrupt and restores the default action for the next signal."""
 
-    is_called = False
+    def __init__(self) -> None:
+        self.is_called = False
+        self.is_in_hook = False
+        self.lost: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_in_hook:  # which no exception leaves either
+            self.lost.put(True)
+            return
         self.is_called = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
@@ -33,29 +40,34 @@ class _Once:
 
 @contextlib.contextmanager
 def _coming_again(handler: _Once) -> Iterator[None]:
-    """Handle SIGINT, and let an interrupt that gets lost come again.
+    """Let an interrupt that gets lost come again: no exception leaves a callback of the garbage collector, such as jax
+    has, or a `__del__`.
 
-    No exception leaves a callback of the garbage collector, such as jax has, or a `__del__`.
+    The main thread may hold any lock then, so the thread that sends the signal is there before.
     """
-    hook, main = sys.unraisablehook, threading.get_ident()
-    timers: list[threading.Timer] = []
+    hook, main, is_over = sys.unraisablehook, threading.get_ident(), threading.Event()
+
+    def send() -> None:
+        while handler.lost.get() and not is_over.wait(SECONDS_UNTIL_AGAIN):
+            signal.pthread_kill(main, signal.SIGINT)
 
     def send_again(unraisable: Any) -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt) or threading.get_ident() != main:
             hook(unraisable)
             return
+        handler.is_in_hook = True
         signal.signal(signal.SIGINT, handler)
-        timers.append(timer := threading.Timer(SECONDS_UNTIL_AGAIN, signal.pthread_kill, (main, signal.SIGINT)))
-        timer.daemon = True
-        timer.start()
+        handler.lost.put(True)
+        handler.is_in_hook = False
 
+    threading.Thread(target=send, name="jaxserve-interrupts", daemon=True).start()
     sys.unraisablehook = send_again
     try:
         yield
     finally:
         sys.unraisablehook = hook
-        for timer in timers:
-            timer.cancel()
+        is_over.set()
+        handler.lost.put(False)
 
 
 @contextlib.contextmanager
@@ -98,9 +110,10 @@ def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
         return
     else:
         handler = _Once()
-        signal.signal(signal.SIGINT, signal.SIG_DFL if is_last or _is_interrupted() else handler)
+        is_second = is_last or _is_interrupted()
+        signal.signal(signal.SIGINT, signal.SIG_DFL if is_second else handler)
         try:
-            with _coming_again(handler):
+            with contextlib.nullcontext() if is_second else _coming_again(handler):
                 yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)

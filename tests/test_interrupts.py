@@ -2,6 +2,7 @@
 
 import gc
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -134,8 +135,34 @@ def test_an_interrupt_that_gets_lost_comes_again(interrupt, is_command, monkeypa
     assert not told
 
 
+def test_an_interrupt_that_comes_while_a_lost_one_is_sent_again(monkeypatch):
+    put = queue.SimpleQueue.put
+
+    class Interrupted(queue.SimpleQueue):
+        """A queue whose first caller is interrupted, by the signal or by another one."""
+
+        is_first = True
+
+        def put(self, item):
+            put(self, item)
+            if self.is_first:
+                self.is_first = False
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Interrupted)
+
+    def wait():
+        with while_waiting_for_threads():
+            raise_in_finalizer()
+            threading.Event().wait(PATIENCE)
+            pytest.fail("the interrupt is lost")
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+
+
 def test_an_interrupt_that_gets_lost_at_the_end_is_raised(monkeypatch):
-    monkeypatch.setattr(interrupts, "SECONDS_UNTIL_AGAIN", PATIENCE)
+    monkeypatch.setattr(interrupts, "SECONDS_UNTIL_AGAIN", 10)
     with pytest.raises(KeyboardInterrupt), while_waiting_for_threads():
         raise_in_finalizer()
     assert current() is signal.default_int_handler
