@@ -1,4 +1,4 @@
-"""Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time."""
+"""Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time in CI."""
 
 import collections
 import gc
@@ -15,7 +15,8 @@ sys.path.append(str(pathlib.Path(sys.prefix) / "deviceless"))
 
 from type_checks import check_types
 
-check_types(["jaxserve", "pallas_kernels"])
+if os.environ.get("CHECK_TYPES") != "0":
+    check_types(["jaxserve", "pallas_kernels"])
 
 import jax
 import pytest
