@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import wide_device
+from pallas_kernels.grouped_codes.sm90 import why_not_shapes
 from pallas_kernels.grouped_codes.wide_kernel import (
     STAGED_PITCH,
     STAGED_ROWS,
@@ -74,6 +75,62 @@ def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
     return Config(rows=rows, blocks=blocks, parts=min(range(1, 1 + min(MAX_PARTS, steps)), key=nanoseconds))
 
 
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
+    if reason := why_not_shapes(x, weight):
+        return reason
+    block, group, depth = BYTES * codes_per_byte(weight.code), weight.group_size, weight.shape[-1]
+    if group != depth and (group % SMALLEST_GROUP or block % group):
+        return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
+    if group == SMALLEST_GROUP and depth % (2 * group):
+        return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
+    if weight.zeros is not None and weight.code != "uint4":
+        return f"zero points of uint4, and of no other codes, got {weight.code}"
+    if group == depth and (weight.zeros is not None or weight.minimums is not None):
+        return f"zero points and minimums of groups of columns, got those of all {group}"
+    if group == depth and weight.code == "uint4":
+        return f"uint4 with zero points or minimums of groups of columns, got scales of all {group}"
+    return None
+
+
+def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array, "..."] | None]:
+    """Return the weight with scales as the kernel takes them, and the factors of its sums, [*outputs, 1], or None.
+
+    One factor of all columns multiplies the sums, as scales of 8 bits are exact in bfloat16. Products of scales and
+    factors of several groups are rounded to bfloat16, which the kernel does to scales of groups anyway. Four scales a
+    piece have to be of 16 bits.
+    """
+    group, factors = weight.group_size, weight.factors
+    of_groups = jnp.float32 if group == weight.shape[-1] else jnp.bfloat16
+    if factors is None:
+        is_small = weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn)
+        if not is_small and group > SMALLEST_GROUP:
+            return weight, None
+        return _with(weight, of_groups, *(weight.scales, weight.zeros, weight.minimums)), None
+    if factors.shape[-1] == 1 and weight.minimums is None and group != weight.shape[-1]:
+        return _with(weight, of_groups, weight.scales, weight.zeros, None), factors.astype(jnp.float32)
+    minimums = weight.minimums
+    if minimums is not None and weight.minimum_factors is not None:
+        minimums = _product(minimums, weight.minimum_factors)
+    return _with(weight, of_groups, _product(weight.scales, factors), weight.zeros, minimums), None
+
+
+def _with(
+    weight: QuantizedMatrix, dtype: Any, scales: Array, zeros: Array | None, minimums: Array | None
+) -> QuantizedMatrix:
+    """Return a weight of one level with the codes of another."""
+    scales, zeros, minimums = (
+        None if values is None else values.astype(jnp.float32).astype(dtype) for values in (scales, zeros, minimums)
+    )
+    return QuantizedMatrix(codes=weight.codes, scales=scales, zeros=zeros, minimums=minimums, code=weight.code)
+
+
+def _product(small: Array, factors: Array) -> Float[Array, "..."]:
+    """Return scales or minimums of groups times the factors of larger groups, in float32."""
+    values = small.astype(jnp.float32).reshape(*factors.shape, -1)
+    return (values * factors.astype(jnp.float32)[..., None]).reshape(small.shape)
+
+
 def wide_sm90(
     x: Float[Array, "M K"],
     weight: QuantizedMatrix,
@@ -87,6 +144,7 @@ def wide_sm90(
     ops: Any = wide_device,
 ) -> Float[Array, "M N"]:
     """Run the kernel, see `grouped_matmul_of_codes`. `ops` replaces what the interpreter lacks."""
+    weight, factors = in_one_level(weight)
     num_groups, *halves, num_outputs, depth = weight.shape
     num_rows, output_dtype = len(x), jnp.dtype(output_dtype or x.dtype)
     if config.parts > 1 and halves:  # XLA finishes them
@@ -101,7 +159,6 @@ def wide_sm90(
         depth=depth,
         num_outputs=num_outputs,
         num_scales=weight.scales.shape[-1],
-        has_zeros=weight.zeros is not None,
         w_slots=2 if codes_per_byte(weight.code) == 2 else 3,
         x_slots=0,
         num_blocks=config.num_blocks,
@@ -130,6 +187,8 @@ def wide_sm90(
         lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
         scales,
         by_output(weight.zeros),
+        by_output(weight.minimums),
+        by_output(factors),
         by_output(bias) if config.parts == 1 else None,
         tiles,
         problem=problem,
@@ -152,6 +211,8 @@ def _call(
     weight: Array,
     scales: Array,
     zeros: Array | None,
+    minimums: Array | None,
+    factors: Array | None,
     bias: Array | None,
     tiles: Plan,
     *,
@@ -167,18 +228,18 @@ def _call(
         plgpu.SMEM(x_shape, x.dtype, transforms=(swizzle,)),
     )
     staged_shape = (UNITS, STAGED_ROWS, STAGED_PITCH) if is_staged else (8,)
-    optional = [array for array in (zeros, bias) if array is not None]
+    given = [array is not None for array in (zeros, minimums, factors, bias)]
+    optional = [array for array in (zeros, minimums, factors, bias) if array is not None]
 
     def body(*refs):
         *gmem, y, weights, rows, staged, w_full, w_free, x_full, x_free = refs
-        group, row, num_rows, first, x, weight, scales = gmem[:7]
-        rest = list(gmem[7:])
-        zeros = rest.pop(0) if problem.has_zeros else None
-        bias = rest[0] if rest else None
+        group, row, num_rows, first, x, weight, scales, *rest = gmem
+        found = iter(rest)
+        zeros, minimums, factors, bias = (next(found) if is_given else None for is_given in given)
         x_tiled, x_boxes = rows
         if problem.ops is not wide_device:  # where views do not alias
             x_tiled = x_boxes
-        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, bias, y)
+        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, minimums, factors, bias, y)
         shared = Shared(weights, x_tiled, x_boxes, staged if is_staged else None, w_full, w_free, x_full, x_free)
         kernel(problem, arrays, shared)
 
