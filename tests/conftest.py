@@ -19,6 +19,7 @@ check_types(["jaxserve", "pallas_kernels"])
 
 import jax
 import pytest
+from few_sizes import few_sizes
 from hypothesis import settings
 
 from pallas_kernels.jax_internals import ask_ptxas_once
@@ -60,7 +61,7 @@ MAX_MAPS = 10_000
 
 WITH_MANY_PROGRAMS = tuple(
     f"test_{name}"
-    for name in ("codes_of", "embeddings", "exactness", "hybrid", "kv_head", "quantization", "structured")
+    for name in ("codes_of", "embeddings", "exactness", "hybrid", "kv_head", "schemas", "quantization", "structured")
 )
 """Beginnings of names of files in other folders whose tests compile for longer than they run."""
 
@@ -85,6 +86,12 @@ def _quick_to_compile(request):
     jax.config.update("jax_disable_most_optimizations", are_many and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_sizes():
+    with few_sizes():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -50,6 +50,7 @@ def test_what_fits_is_whole_blocks(model, tokens, context, batch):
     assert (needs.max_context, needs.max_batch) == (context, batch)
 
 
+@pytest.mark.slow
 def test_hybrids_keep_less_of_what_is_out_of_their_windows():
     """Gemma 3 with windows of 7 in two layers of three, 2 KV heads of 8, a context of 512 and float32."""
     model = str(GOLDENS / "gemma3_two_thetas")
@@ -98,6 +99,7 @@ def test_latents():
     assert split.kv_bytes_per_token == found.kv_bytes_per_token
 
 
+@pytest.mark.slow
 def test_gguf_files_and_stores(test_data, tmp_path):
     folder = test_data / "models" / "stories260K"
     convert(str(folder), tmp_path / "store", dtype="bfloat16", progress=False)

@@ -242,6 +242,7 @@ def test_peers_that_are_none(tmp_path, text):
         latency.read_peer(path, "x")
 
 
+@pytest.mark.slow
 def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
     """Small random weights make every token nearly as likely as any: log2(vocabulary) bits, but for the first."""
     folder = byte_level(tmp_path / "model")

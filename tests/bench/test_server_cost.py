@@ -51,6 +51,7 @@ def test_cost_of_a_token(monkeypatch):
     assert re.search(r"API workers *\| *2 ", report)
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_is_said(monkeypatch):
     monkeypatch.setattr(server_cost, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(server_cost, "STREAM_TOKENS", 2)

@@ -287,6 +287,7 @@ def test_a_plot_into_nowhere_is_refused_before_anything_is_sent(tmp_path, capsys
     assert "no folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_run_with_a_report():
     with scripted() as server:
         server.reply = lambda path, body: Reply(hangs=len(server.requests) > 2)

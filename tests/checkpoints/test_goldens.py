@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import pytest
-from depths import quick_only
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.loading.builtin import BUILTIN_MODELS, resolve_model
@@ -13,7 +12,8 @@ from jaxserve.tokenizer import Tokenizer
 GOLDENS = json.loads((pathlib.Path(__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", quick_only(BUILTIN_MODELS, "scribe-2m"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
 def test_greedy_text_equals_transformers(name):
     rows = [row for row in GOLDENS if row["model"] == name]
     with LLM(name, dtype="float32", max_num_seqs=8, max_num_batched_tokens=128, warmup="none", progress=False) as llm:

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import tiny_tokenizer
+from depths import quick_only
 from serving import assert_error, running
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
@@ -35,7 +36,7 @@ def opened(name, tokenizer_folder):
     return LLM(str(FOLDER / name), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20)
 
 
-@pytest.mark.parametrize("name", PROBS)
+@pytest.mark.parametrize("name", quick_only(PROBS, "llama"))
 def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
     with opened(name, tokenizer_folder) as llm:
         outputs = llm.classify([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)
@@ -51,6 +52,7 @@ def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
     assert [each.label for each in outputs] == best
 
 
+@pytest.mark.slow
 def test_an_event_loop_awaits_the_same(tokenizer_folder):
     async def classify():
         options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}

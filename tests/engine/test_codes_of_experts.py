@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import stored_matrices as stored
-from depths import quick_first
 from golden_models import GOLDENS
 from quantized_models import FIELDS, FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
 
@@ -33,7 +32,6 @@ CASES = {
     "packed": (QWEN, compressed("pack-quantized", "int", 4), functools.partial(stored.packed, group=16)),
     "gptq": (QWEN, GPTQ, functools.partial(stored.gptq, group=16, is_symmetric=True)),
     "awq": (MIXTRAL, AWQ, functools.partial(stored.awq, group=16)),
-    "int8": (MIXTRAL, compressed("int-quantized", "int", 8), stored.int8),
 }
 
 
@@ -42,9 +40,10 @@ def is_expert(name):
 
 
 # On several devices one whose scales belong to groups of inputs, and one with a scale for each output.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "num_devices"),
-    quick_first([*((case, 1) for case in CASES), ("gptq", 4), ("fp8 of channels", 4)]),
+    [("fp8 of blocks", 1), ("packed", 1), ("awq", 1), ("gptq", 4), ("fp8 of channels", 4)],
 )
 def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices):
     path = write_quantized(tmp_path, *CASES[case], is_quantized=is_expert)
@@ -55,11 +54,11 @@ def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices)
     assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
 
 
-@pytest.mark.parametrize("num_devices", quick_first([2, 1]))
-def test_experts_of_gpt_oss_in_mxfp4(num_devices):
-    """By default on a CPU, too; whole experts apart on two devices."""
+@pytest.mark.slow
+def test_experts_of_gpt_oss_in_mxfp4():
+    """By default on a CPU, too; here on two devices, which have whole experts."""
     path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
     expected = naive_tokens(path, None)
     assert len(set().union(*expected)) > 5
-    assert greedy_tokens(path, None, num_devices) == expected
-    assert greedy_tokens(path, None, num_devices, dequantize=True) == expected
+    assert greedy_tokens(path, None, 2) == expected
+    assert greedy_tokens(path, None, 2, dequantize=True) == expected

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.request import SamplingParams
@@ -24,12 +25,14 @@ def neighbours(model, count, params, seed):
 
 @pytest.mark.parametrize(
     "params",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_k=7, top_p=0.9, min_p=0.02),
-        SamplingParams(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
-        SamplingParams(temperature=1.0, logit_bias={3: 5.0}, allowed_token_ids=list(range(60)), min_tokens=4),
-    ],
+    quick_first(
+        [
+            SamplingParams(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=0.7, top_k=7, top_p=0.9, min_p=0.02),
+            SamplingParams(temperature=1.0, logit_bias={3: 5.0}, allowed_token_ids=list(range(60)), min_tokens=4),
+        ]
+    ),
 )
 def test_same_seed_same_text_in_any_company(model, params):
     """Alone, among others, in chunks and after preemptions; another seed gives another text."""

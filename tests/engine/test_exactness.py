@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from depths import quick_only
+from depths import quick_first, quick_only
 from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
+from few_sizes import every_size
 
 from jaxserve.execution import runner, slots
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
@@ -14,6 +15,12 @@ from jaxserve.request import SamplingParams
 @pytest.fixture(scope="module")
 def llama():
     return Model("llama_tied_llama3_rope")
+
+
+@pytest.fixture(scope="module")
+def llama_of_every_size():
+    with every_size():
+        return Model("llama_tied_llama3_rope")
 
 
 def prompts(model, lengths, seed=0):
@@ -28,9 +35,11 @@ def assert_naive(model, results, asked):
         assert result.token_ids == model.naive(prompt, max_tokens), name
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("budget", [32, 7, 1])
-def test_mixed_lengths_in_chunks(llama, overlap, budget):
+@pytest.mark.parametrize(
+    ("budget", "overlap"),
+    quick_only([(budget, overlap) for budget in (32, 7, 1) for overlap in (True, False)], (32, True), (7, False)),
+)
+def test_mixed_lengths_in_chunks(llama, budget, overlap):
     lengths = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 47, 64, 70]
     asked = {f"r{i}": (prompt, 3 + i) for i, prompt in enumerate(prompts(llama, lengths))}
     engine = llama.engine(overlap=overlap, max_num_batched_tokens=budget)
@@ -39,9 +48,11 @@ def test_mixed_lengths_in_chunks(llama, overlap, budget):
     assert engine.stats().num_running == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33])
-def test_every_bucket_boundary(llama, num_tokens):
+def test_every_bucket_boundary(llama_of_every_size, num_tokens):
     """Steps of one token less than a bucket, exactly as many, and one more: as one prompt, and as that many rows."""
+    llama = llama_of_every_size
     assert [bucket.num_tokens for bucket in llama.runner.model.buckets] == [1, 4, 8, 16, 32]
     (prompt,) = prompts(llama, [num_tokens], seed=num_tokens)
     asked = {"one": (prompt, 4)}
@@ -63,7 +74,7 @@ def test_sequences_that_end_at_block_and_context_borders(llama, offset):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", quick_first(["priority", "fcfs"]))
 def test_preemption(llama, overlap, policy):
     """A pool for about three of the eight requests that run: the others are thrown out and recomputed."""
     engine = llama.engine(overlap=overlap, num_blocks=30, policy=policy)
@@ -255,7 +266,7 @@ def test_stop_tokens_end_a_request(llama):
     assert len(result.token_ids) > first + 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick_first(range(3)))
 def test_random_traffic(llama, seed):
     """Arrivals, aborts, shared prefixes, priorities and a small pool at the same time."""
     random = np.random.default_rng(seed)

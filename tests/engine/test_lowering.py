@@ -186,6 +186,7 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise OSError("disk full")
@@ -221,6 +222,7 @@ def test_what_a_lowered_step_is_made_from(monkeypatch):
     assert not paths() & first
 
 
+@pytest.mark.slow
 def test_all_code_of_a_step_is_hashed():
     script = """
 import sys
@@ -261,6 +263,7 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     assert lower() == (by_default, 1)
 
 
+@pytest.mark.slow
 def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering_module, "_versions", lambda: None)
     builder = make_builder()

@@ -119,6 +119,7 @@ uvloop.run(listen())
 """
 
 
+@pytest.mark.slow
 def test_who_was_paused_takes_nobody_for_dead(engine, monkeypatch):
     """Everybody is paused when a container is: the engine reports nothing in that time either."""
     is_paused, send_stats = threading.Event(), engine.server._send_stats

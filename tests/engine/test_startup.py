@@ -10,8 +10,9 @@ import threading
 import jax
 import numpy as np
 import pytest
-from depths import quick_first, quick_only
+from depths import quick_first
 from engine_harness import GOLDENS, Model, request, run
+from few_sizes import every_size
 from waiting import PATIENCE, wait_until
 
 from jaxserve.bench.workloads import QWEN3_30B_A3B
@@ -77,6 +78,7 @@ def test_more_than_memory_has_room_for_is_refused_by_name(options):
         startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
 
 
+@pytest.mark.slow
 def test_the_tensor_axis_splits_the_weights(monkeypatch):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))
     monkeypatch.setattr(startup, "free_memory", lambda mesh: whole - 1)
@@ -174,7 +176,7 @@ def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("warmup", quick_only(["none", "background", "full"], "none", "full"))
+@pytest.mark.parametrize("warmup", quick_first(["none", "background", "full"]))
 def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, warmup):
     monkeypatch.setattr(startup, "choose_kernels", lambda *_: "sm90")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=4, warmup=warmup, compilation_cache_dir="")
@@ -182,7 +184,7 @@ def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, war
         startup.start_engine(config, mesh=None, progress=False)
 
 
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+@pytest.mark.parametrize("error", quick_first([KeyboardInterrupt, None]))
 def test_steps_that_need_no_device_compile_while_weights_load(monkeypatch, error):
     """They do so whether the weights can be loaded or not."""
     runners = []
@@ -229,7 +231,8 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
     num_programs = 3 * 3 + 2 + 2 + 2
     for num_found in (0, num_programs):
         caplog.clear()
-        engine, _ = startup.start_engine(config, mesh=None, progress=False)
+        with every_size():
+            engine, _ = startup.start_engine(config, mesh=None, progress=False)
         engine.add([request("one", [1, 2, 3, 4, 5], 3)])
         while engine.has_work:
             engine.step()
@@ -258,8 +261,9 @@ def test_what_steps_take():
     assert runner.step_memory() == slots + left + max(needed)
 
 
-@pytest.mark.parametrize("warmup", quick_first(["none", "background"]))
-@pytest.mark.parametrize("expected", quick_first([10**6, 0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", ["none", "background"])
+@pytest.mark.parametrize("expected", [10**6, 0])
 def test_the_cache_is_what_steps_leave(monkeypatch, caplog, warmup, expected):
     """Steps are compiled for a cache that leaves room for their expected memory, and again if they need more."""
     available, weights = 10**8, sum(leaf.nbytes for leaf in jax.tree.leaves(Model("llama_biases_linear_rope").params))

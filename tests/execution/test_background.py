@@ -6,6 +6,7 @@ import time
 import pytest
 from depths import quick_first
 from engine_harness import GOLDENS, request, run
+from few_sizes import every_size
 from waiting import PATIENCE
 
 from jaxserve.config import EngineConfig
@@ -121,7 +122,8 @@ def test_answers_stay_the_same_while_programs_come(monkeypatch):
 
 def test_steps_run_in_what_is_there(gated):
     """In the smallest program of those that are compiled, as soon as it is."""
-    engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
+    with every_size():
+        engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
     used = []
     started = engine.runner._run
     engine.runner._run = lambda program, *arguments: used.append(program) or started(program, *arguments)
@@ -135,6 +137,7 @@ def test_steps_run_in_what_is_there(gated):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_had_costs_no_request(gated, caplog):
     gated.fails = PromptLogprobs
     try:
@@ -151,6 +154,7 @@ def test_a_program_that_cannot_be_had_costs_no_request(gated, caplog):
         gated.fails = None
 
 
+@pytest.mark.slow
 def test_a_close_does_not_wait_for_what_nobody_needs(gated, caplog):
     engine, _ = startup.start_engine(CONFIG, mesh=None, progress=False)
     gated.gate.set()

@@ -6,6 +6,8 @@ import pathlib
 
 import jax
 import pytest
+from depths import quick_only
+from few_sizes import every_size
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
@@ -33,7 +35,7 @@ def make_builder(model="llama", num_devices=1, **changes):
     return StepBuilder(spec, mesh)
 
 
-@pytest.mark.parametrize("model", ONE_OF_EACH)
+@pytest.mark.parametrize("model", quick_only(ONE_OF_EACH, "llama"))
 def test_draws_take_what_forward_passes_make(model):
     builder = make_builder(model)
     forward = builder.shapes.largest
@@ -70,7 +72,8 @@ def test_who_has_peers(kernels, num_devices, has_peers, expected):
 
 @pytest.mark.parametrize(("traits", "between"), [(ON_GPU, [192, 768]), (ON_CPU, [])])
 def test_sizes_lie_closer_on_a_gpu_only(traits, between):
-    builder = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, traits=traits)
+    with every_size():
+        builder = make_builder(max_num_seqs=256, max_num_batched_tokens=1024, traits=traits)
     sizes = [bucket.num_tokens for bucket in builder.model.buckets]
     assert sizes == sorted([1, 4, 16, 32, 64, 128, 256, 512, 1024, *between])
 

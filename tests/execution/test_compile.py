@@ -9,7 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
@@ -229,7 +229,7 @@ def test_threads_at_work_are_not_joined_when_a_warm_up_is_interrupted(monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(concurrent.futures, "as_completed", interrupt)
+        interrupted.setattr(compile_module, "_as_completed", interrupt)
         interrupted.setattr(concurrent.futures, "wait", interrupt)
         interrupted.setattr(threading.Thread, "join", lambda *_: pytest.fail("a thread at work is joined"))
         with pytest.raises(KeyboardInterrupt):
@@ -238,6 +238,29 @@ def test_threads_at_work_are_not_joined_when_a_warm_up_is_interrupted(monkeypatc
     (thread,) = threads
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_a_warm_up_that_is_stopped_waits_for_no_program_that_has_not_begun(monkeypatch):
+    monkeypatch.setattr(compile_module, "num_usable_cpus", lambda: 1)
+    compiling, may_end = threading.Event(), threading.Event()
+
+    def compile_late(lowered, *options):
+        compiling.set()
+        assert may_end.wait(PATIENCE)
+        return compile_now(lowered, *options)
+
+    compile_now = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_late)
+    steps = CompiledSteps(lambda size: jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((size,), np.float32)))
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        warm_up = executor.submit(steps.warm_up, range(1, 4), progress=False)
+        assert compiling.wait(PATIENCE)
+        wait_until(lambda: steps._pools[-1]._work_queue.qsize() == 2)
+        steps.stop()
+        may_end.set()
+        with pytest.raises(concurrent.futures.CancelledError):
+            warm_up.result(PATIENCE)
+    assert len(steps.items()) == 1
 
 
 def test_a_cache_in_a_store_of_objects_is_no_place_here():

@@ -4,6 +4,7 @@ import collections
 
 import jax
 import pytest
+from depths import quick_first
 
 from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
@@ -58,7 +59,8 @@ def test_the_8b_shape_answers_after_two_programs_with_layers():
     }
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 64])
 def test_programs_without_products_of_xla_are_not_waited_for(size):
     """Found by the table of paths, and by what is traced."""
     builder = make_builder(LLAMA_3_8B)
@@ -76,13 +78,15 @@ def test_programs_without_products_of_xla_are_not_waited_for(size):
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [
-        (LLAMA_3_8B, {"kernels": "xla"}),
-        (LLAMA_3_8B, {"dtype": "float16"}),  # no fused layer
-        (QWEN3_30B_A3B, {}),
-        (LLAMA_3_8B | {"attention_bias": True}, {"num_devices": 2}),
-    ],
-    ids=["plain XLA", "float16", "experts", "biases"],
+    quick_first(
+        [
+            (LLAMA_3_8B | {"attention_bias": True}, {"num_devices": 2}),
+            (LLAMA_3_8B, {"kernels": "xla"}),
+            (LLAMA_3_8B, {"dtype": "float16"}),  # no fused layer
+            (QWEN3_30B_A3B, {}),
+        ]
+    ),
+    ids=["biases", "plain XLA", "float16", "experts"],
 )
 def test_products_that_xla_tries_out_are_waited_for(model, options):
     """In small programs only: larger ones are left to cuBLAS."""

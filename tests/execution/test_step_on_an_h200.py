@@ -97,12 +97,12 @@ def assert_no_matmul_is_tried_out(program):
     assert not re.search(r" dot\(|gemm", text)
 
 
-# One row and the most rows whose layers are one kernel, the most whose matmuls are one kernel each, and the most there
-# are, where gate and up are our own kernel, as they are at a size between powers of two.
+# The most rows whose layers are one kernel, the most whose matmuls are one kernel each, and the most there are, where
+# gate and up are our own kernel.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "launches_per_layer", "num_layers"),
-    [(1, 1, FEW), (16, 1, NUM_LAYERS), (64, 3, FEW), (192, 8, FEW), (256, 8, FEW)],
+    [(16, 1, NUM_LAYERS), (64, 3, FEW), (256, 8, FEW)],
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
     program = compile_llama(decode_of(num_rows), num_layers)
@@ -118,15 +118,14 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_rows", "launches_per_layer"), [(16, 1), (64, 3)])
-def test_biases_of_qkv_are_one_launch_more(num_rows, launches_per_layer):
+def test_biases_of_qkv_are_one_launch_more():
     """Qwen 2's biases are added between the kernels of two layers."""
     builder = make_builder(LLAMA_3_8B | {"model_type": "qwen2", "num_hidden_layers": FEW})
-    program = compile_program(builder, decode_of(num_rows)(builder))
+    program = compile_program(builder, decode_of(16)(builder))
     assert program.thunks == DRAWING
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
-    assert program.num_launches <= (launches_per_layer + 1) * FEW + 32
+    assert program.num_launches <= 2 * FEW + 32
     assert_no_matmul_is_tried_out(program)
 
 
@@ -217,7 +216,8 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer; it
     rounds the heads' outputs of few rows.
     """
-    fields = LLAMA_3_8B | {"num_hidden_layers": FEW}
+    num_layers = 2
+    fields = LLAMA_3_8B | {"num_hidden_layers": num_layers}
     family = get_family(fields)
     scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
     specs = family.param_specs(family.Config.from_hf(fields))
@@ -225,8 +225,8 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     program = compile_program(builder, make(builder))
     assert program.spill_bytes == 0
     text = program.compiled.as_text()
-    assert len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text)) == 4 * FEW
-    assert len(re.findall(r"%loop_convert_fusion\S* = bf16", text)) == FEW + 1
+    assert len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text)) == 4 * num_layers
+    assert len(re.findall(r"%loop_convert_fusion\S* = bf16", text)) == num_layers + 1
     kernels = {kernel.name for kernel in program.kernels}
     assert kernels >= {"add_rms_norm_and_quantize", "gate_and_quantize"}
     assert ("quantize_rows" in kernels) == rounds_heads
@@ -240,8 +240,7 @@ HELD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tokens", [16, 2048])
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(("held", "num_tokens"), [("mxfp4", 16), ("fp8", 2048)])
 def test_steps_with_codes_of_experts(held, num_tokens):
     """The codes are read where they are: nothing of the size of an expert's weights is written."""
     fields, scheme = HELD[held]
@@ -266,8 +265,11 @@ def test_steps_with_codes_of_experts(held, num_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("scheme", [Scheme(codes="int4", group_size=128), GGUF_SCHEMES["Q4_K"]], ids=["int4", "Q4_K"])
+@pytest.mark.parametrize(
+    ("scheme", "num_devices"),
+    [(Scheme(codes="int4", group_size=128), 2), (GGUF_SCHEMES["Q4_K"], 1)],
+    ids=["int4 on two", "Q4_K"],
+)
 def test_prompts_with_codes_of_matrices(scheme, num_devices):
     """Each device multiplies by its codes where they are; XLA makes floats of codes with minimums."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
@@ -313,11 +315,10 @@ def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_dev
     [
         (lambda builder: Forward(bucket_of(builder, 16), is_decode_only=True), {"kCommandBuffer": 1}),
         (forward_of_512_tokens, {"kCommandBuffer": 1}),
-        (lambda builder: Forward(bucket_of(builder, 768), is_decode_only=False), {"kCommandBuffer": 1}),
         (lambda builder: Forward(bucket_of(builder, 5120), is_decode_only=False), {"kCommandBuffer": 1}),
         (draw_of_64_rows, DRAWING),
     ],
-    ids=["forward of one token a row", "forward", "forward of 768", "forward of 5120", "draw"],
+    ids=["forward of one token a row", "forward", "forward of 5120", "draw"],
 )
 def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
     """Otherwise the host would wait for the device in the middle of every step of prompts. KV and slots stay in

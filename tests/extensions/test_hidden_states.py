@@ -5,16 +5,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from depths import quick_only
-from golden_models import ONE_OF_EACH_DECODER, load_golden
+from depths import quick_first
+from golden_models import GOLDENS, load_golden
 from paged import empty_cache, make_batch, paged_logits
 
 from jaxserve.layers.embedding import gathered
 
 SEQUENCE = [5, 9, 17, 3, 11, 2]
 # Plain layers, norms behind blocks, attention to latents, experts.
-QUICK = ("gemma_", "gemma2", "deepseek_v2", "mixtral")
-PATHS = quick_only(ONE_OF_EACH_DECODER, *(path for path in ONE_OF_EACH_DECODER if path.name.startswith(QUICK)))
+NAMES = ("gemma2_biases_no_caps", "mixtral_tied", "deepseek_v2_greedy", "gpt2_scales")
+PATHS = quick_first([GOLDENS[0].with_name(name) for name in NAMES])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_only
 from engine_harness import Model, Result, drain, request, run
 from naive import naive_greedy
 
@@ -166,7 +167,7 @@ def _registered():
     del FAMILIES["toy_recurrent"]
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(scope="module", params=quick_only(LAYERS, "alone"))
 def model(request):
     return Model(None, changes=fields_of(LAYERS[request.param]))
 
@@ -227,6 +228,7 @@ def test_a_request_that_ends_early_leaves_nothing_behind(model):
     assert_naive(model, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", LAYERS.values(), ids=LAYERS)
 def test_an_engine_starts(tmp_path, kinds):
     (tmp_path / "config.json").write_text(json.dumps(fields_of(kinds) | {"eos_token_id": 1}))

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from depths import quick_only
 from golden_models import GOLDENS, load_golden
 from paged import empty_cache, make_batch, paged_logits
 
@@ -23,7 +24,7 @@ def on_mesh(tree, mesh):
     return jax.device_put(tree, whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_only(NAMES, "llama_untied"))
 def test_logits_are_those_of_one_mesh(name):
     params, config, family, _, mesh = load_golden(next(path for path in GOLDENS if path.name == name))
     batch, _ = make_batch([(SEQUENCE, (1, 0), 0, 6)], num_tokens=8, num_rows=2, num_blocks=3)

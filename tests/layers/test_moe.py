@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from expected_routing import expected_route
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -36,8 +37,8 @@ def random_block(*, shared_gate):
     return jax.tree.map(lambda weight: 20 * np.asarray(weight), params)
 
 
-@pytest.mark.parametrize("shared_gate", [False, True])
-@pytest.mark.parametrize("router_biases", [False, True])
+@pytest.mark.parametrize("shared_gate", quick_first([True, False]))
+@pytest.mark.parametrize("router_biases", quick_first([True, False]))
 def test_each_token_has_its_own_experts(shared_gate, router_biases):
     params = random_block(shared_gate=shared_gate)
     routing = Routing(num_experts=NUM_EXPERTS, num_experts_per_token=4)
@@ -120,6 +121,7 @@ def test_what_routes(num_tokens, per_token, kernels, reason):
     assert part.reason is None if reason is None else reason in part.reason
 
 
+@pytest.mark.slow
 def test_the_kernel_computes_a_gate_of_both():
     gate = ClampedSwiGLU(alpha=1.702, limit=7.0)
     assert gate == ClampedSwiGLU(alpha=1.702, limit=7.0)  # one program for all layers

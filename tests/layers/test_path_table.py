@@ -7,7 +7,6 @@ import sys
 import jax
 import msgspec
 import pytest
-from depths import quick_only
 from golden_models import GOLDENS
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
@@ -123,8 +122,12 @@ def test_lines_of_a_dense_model():
             {"num_devices": 2},
             "attention_norm, mlp_norm, norm: add_rms_norm; sums over devices, embedding: all_reduce",
         ),
-        (QWEN3_30B_A3B, {"num_devices": 2}, "mlp_norm, sums over devices, norm, embedding: all_reduce"),
-        (QWEN3_30B_A3B, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
+        (
+            QWEN3_30B_A3B | {"num_hidden_layers": 2},
+            {"num_devices": 2},
+            "mlp_norm, sums over devices, norm, embedding: all_reduce",
+        ),
+        (QWEN3_30B_A3B | {"num_hidden_layers": 2}, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
     ],
     ids=str,
 )
@@ -149,7 +152,8 @@ def test_every_model_has_a_table_of_paths(golden):
     assert all(f"XLA (no kernel adds and normalises with {own})" in line for line in lines) == by_xla
 
 
-@pytest.mark.parametrize("name", quick_only(list(MODELS), "llama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
 def test_the_programs_have_the_kernels_that_the_table_names(name):
     fields, num_devices, scheme = MODELS[name]
     builder = make_builder(fields, num_devices=num_devices, scheme=scheme)

@@ -280,6 +280,7 @@ class TestLife:
         gc.collect()
         assert not client.is_alive()
 
+    @pytest.mark.slow
     def test_an_llm_whose_close_was_interrupted_ends_with_its_engine(self, tokenizer, monkeypatch):
         client = FakeEngineClient()
         llm = LLM.from_frontend(Frontend(client, tokenizer))
@@ -292,6 +293,7 @@ class TestLife:
         gc.collect()
         assert not client.is_alive()
 
+    @pytest.mark.slow
     def test_a_stream_keeps_its_llm(self, tokenizer):
         client = FakeEngineClient()
         stream = LLM.from_frontend(Frontend(client, tokenizer)).stream("abc", SamplingParams(max_tokens=4))

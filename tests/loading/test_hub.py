@@ -228,6 +228,7 @@ def test_no_weights_where_none_are_read(server):
         resolve_tokenizer("org/unknown", is_offline=True)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(server, test_data, capsys):
     folder = test_data / "models" / "stories260K"
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".gguf"}

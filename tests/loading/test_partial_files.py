@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from depths import quick_first
 from fake_hub import Repo, running_hub
 from hf_xet import XetSession  # pyright: ignore[reportAttributeAccessIssue] (it has no stubs)
 from huggingface_hub.utils import WeakFileLock
@@ -81,6 +82,7 @@ def test_the_next_process_goes_on_where_a_killed_one_was(server, cache):
     assert not parts(cache)
 
 
+@pytest.mark.slow
 def test_a_part_that_another_process_completes_meanwhile_counts_nothing(server, cache):
     start_and_kill(server, cache)
     [part] = parts(cache)
@@ -89,6 +91,7 @@ def test_a_part_that_another_process_completes_meanwhile_counts_nothing(server, 
     assert content() == WEIGHTS
 
 
+@pytest.mark.slow
 def test_a_file_that_has_changed_starts_over(server, cache):
     server.repos[REPO].refs["main"] = OLD
     start_and_kill(server, cache)
@@ -98,7 +101,7 @@ def test_a_file_that_has_changed_starts_over(server, cache):
     assert not parts(cache)
 
 
-@pytest.mark.parametrize("damage", [bytes(CHUNK), bytes(2 * len(WEIGHTS)), bytes(len(WEIGHTS))])
+@pytest.mark.parametrize("damage", quick_first([bytes(CHUNK), bytes(2 * len(WEIGHTS)), bytes(len(WEIGHTS))]))
 def test_a_damaged_part_starts_over(server, cache, damage):
     start_and_kill(server, cache)
     parts(cache)[0].write_bytes(damage)
@@ -106,6 +109,7 @@ def test_a_damaged_part_starts_over(server, cache, damage):
     assert ranges(server)[0] == ""
 
 
+@pytest.mark.slow
 def test_a_server_without_ranges_starts_over(server, cache):
     start_and_kill(server, cache)
     server.has_ranges = False

@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from golden_models import CASES
+from depths import quick_only
+from golden_models import GOLDENS, ONE_OF_EACH_DECODER
 from jax.sharding import AbstractMesh
 from paged import BLOCK_SIZE, make_batch
 
@@ -15,7 +16,7 @@ from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 
 
-@pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
+@pytest.mark.parametrize("golden", quick_only(GOLDENS, *ONE_OF_EACH_DECODER), ids=lambda path: path.name)
 def test_bfloat16_step(golden):
     """Traced only: strict promotion rejects mixed types, and the KV cache must be returned with the types that it
     had.

@@ -72,7 +72,7 @@ def dequantized(params):
     return jax.tree.map(values, params, is_leaf=lambda node: isinstance(node, Weight))
 
 
-@pytest.mark.parametrize(("model_type", "quantization"), quick_first(MODELS, 2))
+@pytest.mark.parametrize(("model_type", "quantization"), quick_first(MODELS))
 def test_codes_compute_what_their_values_do(model_type, quantization):
     """On four devices groups of inputs are smaller than on one, as far as the devices' inputs require it."""
     specs, config, family = quantized_specs(model_type, quantization)
@@ -98,7 +98,7 @@ def test_codes_compute_what_their_values_do(model_type, quantization):
         (4, {"intermediate_size": 200}),
     ),
 )
-@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("quantization", quick_only(SCHEMES, "int4"))
 def test_each_device_has_the_codes_and_scales_of_its_values(num_devices, changes, quantization):
     specs = quantized_specs("llama", quantization)[0]
     fields = fields_of("llama", **SIZES) | changes
@@ -126,7 +126,7 @@ def test_each_device_has_the_codes_and_scales_of_its_values(num_devices, changes
             assert off.max() < {"int8": 0.01, "fp8": 0.1, "int4": 0.15}[quantization]
 
 
-@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("quantization", quick_only(SCHEMES, "int4"))
 def test_random_codes_stand_for_values_of_the_declared_size(quantization):
     specs = quantized_specs("llama", quantization)[0]
     one, four = (init_params(specs, dtype=FLOAT32, mesh=make_mesh(tensor=size), seed=1) for size in (1, 4))

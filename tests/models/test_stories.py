@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from naive import naive_greedy
 from tokenizers import Tokenizer
 
@@ -13,7 +14,7 @@ from jaxserve.loading.weights import load_weights
 from jaxserve.models import get_family
 
 
-@pytest.mark.parametrize("stored_as", ["safetensors", "orbax"])
+@pytest.mark.parametrize("stored_as", quick_first(["safetensors", "orbax"]))
 def test_golden_story(test_data, tmp_path, stored_as):
     published = test_data / "models" / "stories260K"
     path = published

@@ -186,7 +186,8 @@ def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
     test_sampling_sm90.check(tokens, logits, rows, uniform)
 
 
-@pytest.mark.parametrize(("num_parts", "seed"), quick_only([(1, 0), (2, 0), (2, 1), (4, 0)], (2, 0)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_parts", "seed"), [(1, 0), (2, 0), (2, 1), (4, 0)])
 def test_sampling_by_a_cluster(monkeypatch, num_parts, seed):
     """The CTAs write what others need to know into their memory. With four, some have no part of a row."""
     run_sampling(monkeypatch, num_parts, seed)

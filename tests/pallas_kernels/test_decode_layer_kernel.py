@@ -114,16 +114,15 @@ def check(got, case, scale, tolerance=1e-2):
         np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seq_lens", "sizes"),
-    quick_first(
-        [
-            ([5, 0, 1, 300, 64, 65, 17], {}),
-            ([128, 129, 0, 3, 700, 2, 1, 16, 33], {"queries": 5, "head_dim": 128, "num_kv_heads": 1, "outputs": None}),
-            ([70, 1, 9, 8], {"queries": 12, "block_size": 8}),
-            ([300, 0, 64], {"queries": 33, "block_size": 64, "num_kv_heads": 1}),
-        ]
-    ),
+    [
+        ([5, 0, 1, 300, 64, 65, 17], {}),
+        ([128, 129, 0, 3, 700, 2, 1, 16, 33], {"queries": 5, "head_dim": 128, "num_kv_heads": 1, "outputs": None}),
+        ([70, 1, 9, 8], {"queries": 12, "block_size": 8}),
+        ([300, 0, 64], {"queries": 33, "block_size": 64, "num_kv_heads": 1}),
+    ],
 )
 def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
     cut_for(monkeypatch, FEW_SMS)
@@ -220,18 +219,17 @@ SMALL_HEADS = {"num_kv_heads": 8, "head_dim": 64, "block_size": 8, "hidden": 204
 
 
 # With 16 rows, and with one the plain layer and the one with most queries.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "sizes"),
-    quick_first(
-        [
-            (1, LLAMA_3_8B),
-            (16, LLAMA_3_8B | {"outputs": None}),
-            (16, SMALL_HEADS),
-            (1, MANY_QUERIES),
-            (16, MANY_QUERIES),
-            (16, {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944}),
-        ]
-    ),
+    [
+        (1, LLAMA_3_8B),
+        (16, LLAMA_3_8B | {"outputs": None}),
+        (16, SMALL_HEADS),
+        (1, MANY_QUERIES),
+        (16, MANY_QUERIES),
+        (16, {"num_kv_heads": 4, "queries": 7, "head_dim": 128, "block_size": 64, "hidden": 3584, "inner": 18944}),
+    ],
     ids=str,
 )
 def test_compiles_without_spilling(num_rows, sizes):

@@ -87,6 +87,7 @@ def test_interpreted_with_a_part_of_the_experts(capsys):
     check(routed, routing, logits, None, num_tokens=69, **part)
 
 
+@pytest.mark.slow
 def test_tiles_of_any_number_of_rows(capsys):
     """One expert has 70 rows, two tiles of 48."""
     routing, logits, _ = make_case("normalized softmax", num_tokens=70, num_experts=11, per_token=3)
@@ -100,7 +101,8 @@ def test_tiles_of_any_number_of_rows(capsys):
         np.testing.assert_array_equal(ours[:num_tiles], theirs[:num_tiles])
 
 
-@pytest.mark.parametrize(("num_tokens", "num_choosers"), quick_first([(3, 1), (37, 2), (70, 1)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_tokens", "num_choosers"), [(3, 1), (37, 2), (70, 1)])
 def test_interpreted_with_a_kernel_that_chooses(capsys, num_tokens, num_choosers):
     """More tokens than a warp reads at once, and CTAs that have fewer than others."""
     routing, logits, bias = make_case(

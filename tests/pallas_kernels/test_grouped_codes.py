@@ -49,7 +49,8 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", quick_first(INTERPRETED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]
     arguments, options, want = make_case(**problem)

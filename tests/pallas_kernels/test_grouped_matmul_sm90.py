@@ -139,6 +139,7 @@ def test_what_the_kernel_cannot_do_is_said(x, weight, dtype, reason):
         grouped_matmul(jnp.zeros(x, dtype), jnp.zeros(weight, dtype), sizes, implementation="sm90")
 
 
+@pytest.mark.slow
 def test_compiles_without_spilling():
     """Many rows: the step that tests/execution compiles has few."""
     num_rows, outputs, depth = 65_536, 768, 2048

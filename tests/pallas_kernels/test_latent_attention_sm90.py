@@ -27,7 +27,8 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", quick_first(INTERPRETED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
     config = Config(block_kv=64, stages=2, min_blocks=1, num_ctas=3)
@@ -112,16 +113,15 @@ def compiled(heads, sizes, *, num_layers=1, num_tokens=64, num_rows=64, block_si
     return compile_for_h200(layers, q, pools, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    quick_first(
-        [
-            LITE,
-            {"heads": 128, "sizes": (512, 64), "num_tokens": 512, "num_rows": 16},
-            {"heads": 5, "sizes": (512, 64), "block_size": 8, "dtype": jnp.float16},
-            {"heads": 40, "sizes": (256, 32), "num_tokens": 512, "num_rows": 16, "block_size": 256},
-        ]
-    ),
+    [
+        LITE,
+        {"heads": 128, "sizes": (512, 64), "num_tokens": 512, "num_rows": 16},
+        {"heads": 5, "sizes": (512, 64), "block_size": 8, "dtype": jnp.float16},
+        {"heads": 40, "sizes": (256, 32), "num_tokens": 512, "num_rows": 16, "block_size": 256},
+    ],
     ids=str,
 )
 def test_compiles_without_spilling(case):
@@ -168,7 +168,7 @@ def plan_of(seq_lens, query_starts, num_rows, *, num_tokens, num_heads, num_spli
 
 
 @pytest.mark.parametrize("case", PLANNED)
-@pytest.mark.parametrize(("num_heads", "num_splits"), [(16, 132), (128, 132), (24, 7)])
+@pytest.mark.parametrize(("num_heads", "num_splits"), quick_first([(24, 7), (16, 132), (128, 132)]))
 def test_splits_hold_every_block_once_and_cuts_know_their_parts(case, num_heads, num_splits):
     chunks = PLANNED[case]
     counts, lens = ([chunk[i] for chunk in chunks] + [0, 0] for i in (0, 1))

@@ -159,7 +159,8 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", quick_first(INTERPRETED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_without_races(capsys, monkeypatch, name):
     cut_for(monkeypatch, FEW_SMS)
     sizes, config = INTERPRETED[name]

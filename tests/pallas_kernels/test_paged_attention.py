@@ -77,7 +77,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("lens", LENS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", quick_first(OPTIONS, 2))
 def test_decode(lens, options):
     arrays, layout = make_case(np.random.default_rng(0), LENS[lens])
     check(arrays, layout, scale=0.3, **OPTIONS[options])

@@ -208,19 +208,18 @@ def compiled(
     return compile_for_h200(layers, q, pools, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    quick_first(
-        [
-            {"heads": (32, 8, 128)},
-            {"heads": (32, 8, 128), "num_queries": 4},
-            {"heads": (16, 8, 256)},
-            {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
-            {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
-            {"heads": (32, 32, 128), "has_alibi": True},
-            {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
-        ]
-    ),
+    [
+        {"heads": (32, 8, 128)},
+        {"heads": (32, 8, 128), "num_queries": 4},
+        {"heads": (16, 8, 256)},
+        {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
+        {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
+        {"heads": (32, 32, 128), "has_alibi": True},
+        {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
+    ],
     ids=str,
 )
 def test_compiles_without_spilling(case):
@@ -262,7 +261,7 @@ def plan_of(seq_lens, *, num_splits, sliding_window):
 
 
 @pytest.mark.parametrize("lens", LENGTHS)
-@pytest.mark.parametrize(("num_splits", "sliding_window"), [(132, None), (7, 500)])
+@pytest.mark.parametrize(("num_splits", "sliding_window"), quick_first([(7, 500), (132, None)]))
 def test_splits_hold_every_block_once_and_know_of_each_other(lens, num_splits, sliding_window):
     lens = np.array(LENGTHS[lens], np.int32)
     plan = plan_of(jnp.asarray(lens), num_splits=num_splits, sliding_window=sliding_window)

@@ -6,6 +6,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import pytest
+from depths import quick_first
 
 from pallas_kernels import deviceless, ptx
 from pallas_kernels.small_matmul import matmul, sm90
@@ -96,7 +97,7 @@ def test_entries_are_distinguished():
 
 @pytest.mark.parametrize(
     ("num_rows", "output_dtype", "too_early"),
-    [(1, jnp.bfloat16, "cvt.rn.bf16x2"), (64, jnp.bfloat16, "cvt.u64"), (64, jnp.float32, "cvt.u64")],
+    quick_first([(1, jnp.bfloat16, "cvt.rn.bf16x2"), (64, jnp.bfloat16, "cvt.u64"), (64, jnp.float32, "cvt.u64")]),
     ids=str,
 )
 def test_sums_of_an_unrolled_loop_are_read_behind_the_wait(monkeypatch, num_rows, output_dtype, too_early):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depths import quick_first
 from interpreting import interpret
 from poisoned_pages import make_pages
 
@@ -124,7 +123,8 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", quick_first(INTERPRETED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted(capsys, case):
     arrays, layout, want = make_case(**INTERPRETED[case])
     block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
@@ -225,7 +225,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_first(COMPILED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spilling(case):
     program = compiled(**COMPILED[case])
     [kernel] = program.kernels

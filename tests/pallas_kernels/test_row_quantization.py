@@ -138,7 +138,7 @@ def test_addition_norm_and_rounding_by_xla():
 
 # A block takes several rows, and then keeps the scales of outputs, or one; four, two warpgroups and one.
 @pytest.mark.parametrize(
-    ("num_rows", "size", "num_blocks"), quick_first([(5, 1024, 2), (2, 1024, 1), (4, 512, 1), (3, 256, 1)], 2)
+    ("num_rows", "size", "num_blocks"), quick_first([(2, 1024, 1), (5, 1024, 2), (4, 512, 1), (3, 256, 1)])
 )
 @pytest.mark.parametrize("code", ["fp8", "int8"])
 def test_gate_and_rounding(capsys, num_rows, size, num_blocks, code):
@@ -203,7 +203,7 @@ FOR_AN_H200 = [
 # In int8 those that may use most registers.
 @pytest.mark.parametrize(
     ("operation", "arrays", "most_registers", "code"),
-    quick_first([*((*case, "fp8") for case in FOR_AN_H200), *((*case, "int8") for case in FOR_AN_H200[:3])], 3),
+    quick_first([*((*case, "fp8") for case in FOR_AN_H200), *((*case, "int8") for case in FOR_AN_H200[:3])]),
 )
 def test_on_an_h200_nothing_spills(operation, arrays, most_registers, code):
     run = functools.partial(operation, code=code, implementation="sm90")

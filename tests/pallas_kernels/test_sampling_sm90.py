@@ -72,6 +72,7 @@ def check(tokens, logits, rows, uniform):
     assert num_beside <= len(rows) // 100
 
 
+@pytest.mark.slow
 def test_interpreted(capsys):
     """Everything in one batch, with a vocabulary of no round size; then a vocabulary smaller than a tile."""
     rng = np.random.default_rng(0)

@@ -47,6 +47,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(scale, top_p):
         assert mass - row[is_kept].min() < top_p + 2e-6
 
 
+@pytest.mark.slow
 def test_draws_follow_the_weights_into_the_tail():
     """Half of the mass is spread over the last 200,000 of 256,000 tokens, each far below the step of a float32 uniform
     over the whole: their fraction, and the evenness within it, must come out right.

@@ -77,7 +77,8 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("case", quick_first(INTERPRETED))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_without_races(capsys, case):
     problem, config = INTERPRETED[case]
     arguments, options, want = make_case(**problem)
@@ -105,7 +106,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED, 2))
+@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED))
 def test_compiles_without_spilling(num_rows, code, group, shape, scales):
     of = jax.ShapeDtypeStruct
     weight = shape_of(code, group, *shape, scales=scales)

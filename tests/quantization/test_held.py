@@ -73,7 +73,7 @@ def random_parts(scheme, outputs, inputs, seed=0):
     )
 
 
-@pytest.mark.parametrize("num_devices", quick_only([1, 2, 3, 8], 1, 8))
+@pytest.mark.parametrize("num_devices", quick_only([1, 2, 3, 8], 8))
 @pytest.mark.parametrize("name", HELD)
 def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
     """768 / 8 inputs are no whole groups of 128, 64 or 256: a device repeats the scales of those it has parts of."""
@@ -168,11 +168,8 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
     ("name", "num_rows"),
     quick_only(
         list(itertools.product(["int8", "int8 in groups", "uint4", "nf4", "fp8 of blocks"], [1, 5, 300])),
-        ("int8", 1),
-        ("int8 in groups", 5),
-        ("uint4", 300),
+        ("int8 in groups", 1),
         ("nf4", 5),
-        ("fp8 of blocks", 300),
     ),
 )
 def test_inputs_in_an_order_of_their_own(name, num_rows):
@@ -317,6 +314,7 @@ def test_a_gguf_file_of_mixed_types_is_held_exactly(tmp_path, num_devices):
     jax.tree.map(compare, codes, values, is_leaf=lambda node: isinstance(node, Weight))
 
 
+@pytest.mark.slow
 def test_experts_of_gpt_oss_stay_mxfp4():
     path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
     golden = load_golden(path)
@@ -333,7 +331,7 @@ def test_experts_of_gpt_oss_stay_mxfp4():
     assert relative_error(full_logits((held, config, family, expected, mesh)), full_logits(golden)) < 1e-5
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", quick_only(HELD, *list(HELD)[::4]))
 def test_random_weights_of_any_scheme(name):
     spec = ParamSpec(
         shape=(64, 768), axes=("embed", "ffn"), num_inputs=1, source=("w",), scheme=HELD[name], dtype=FLOAT32

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from sampling_harness import (
     EVERYTHING,
     NUM_SLOTS,
@@ -23,6 +24,7 @@ from jaxserve.sampling import NUM_SCALARS, init_state, record, sample
 from pallas_kernels.deviceless import compile_for_h200
 
 
+@pytest.mark.slow
 def test_the_state_is_never_copied():
     """A donated step that reads and records needs scratch memory for its rows, not for the slots."""
 
@@ -159,6 +161,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     assert tokens(2, 3) == first
 
 
+@pytest.mark.slow
 def test_seeds_differ_in_every_bit():
     seeds = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 5 << 32, 5]
     state = init_state(len(seeds), VOCAB)
@@ -172,7 +175,7 @@ def test_seeds_differ_in_every_bit():
     assert len({tuple(text) for text in np.stack(texts, axis=1)}) == len(seeds)
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("plain", quick_first([False, True]))
 def test_greedy_takes_the_lowest_of_equals(plain):
     logits = np.zeros((3, VOCAB), np.float32)
     logits[0, [9, 40]] = 5
@@ -186,7 +189,7 @@ def test_greedy_takes_the_lowest_of_equals(plain):
     assert not got.is_corrupted.any()
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("plain", quick_first([False, True]))
 def test_corrupted_rows_are_reported_and_harm_nobody(plain):
     logits = np.random.default_rng(3).standard_normal((6, VOCAB)).astype(np.float32)
     healthy = logits.copy()
@@ -208,7 +211,7 @@ def test_corrupted_rows_are_reported_and_harm_nobody(plain):
     assert got.token_ids[4] == VOCAB - 1
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-9, 1e-6])
+@pytest.mark.parametrize("temperature", quick_first([1e-45, 1e-9, 1e-6]))
 def test_tiny_temperatures_are_greedy(temperature):
     logits = np.random.default_rng(4).standard_normal((1, VOCAB)).astype(np.float32) * 1e4
     state = put(init_state(1, VOCAB), 0, make_request(temperature=temperature))
@@ -222,6 +225,7 @@ def test_rows_of_padding_may_point_anywhere():
     assert int(got.token_ids[0]) in {8, 11}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
 def test_runs_on_a_mesh(axis_type):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(axis_type,), devices=jax.devices()[:2])

@@ -21,8 +21,11 @@ SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 @pytest.fixture(scope="session", autouse=True)
 def patience():
-    """Raise the server's limits that only a slow machine reaches. A test of such a limit sets it itself."""
+    """Raise the server's limits that only a slow machine reaches, and look often for clients that have gone. A test of
+    such a limit sets it itself.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxserve.server.process.http.ASK_INTERVAL", 0.05)
         patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
         patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)
         patch.setattr("jaxserve.server.generation.QUEUE_TIMEOUT", PATIENCE)

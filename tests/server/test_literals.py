@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from depths import examples
 from event_cases import NAMES, call, read, reader, tagged
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.literals.schema import property_kind
@@ -71,6 +72,7 @@ def test_what_is_nested_too_deeply_for_python_harms_nobody():
     ),
     indent=st.sampled_from([None, 1]),
 )
+@settings(max_examples=examples(100))
 def test_json_passes_as_it_is_and_ends_where_it_ends(value, indent):
     text, pieces = json.dumps(value, indent=indent), []
     source = Source()

@@ -5,6 +5,7 @@ import json
 import anthropic
 import jsonschema
 import pytest
+from depths import quick_first
 from fake_client import Script
 from serving import Running, running
 from waiting import PATIENCE
@@ -161,7 +162,7 @@ def test_keys_as_anthropics_clients_send_them(tokenizer):
             client(server).messages.create(model="fake", max_tokens=5, messages=[USER])
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+@pytest.mark.parametrize("choice", quick_first([{"type": "any"}, {"type": "tool", "name": "get_weather"}]))
 def test_a_forced_call_follows_its_schema(random_engine, random_model, choice):
     tokenizer = Tokenizer.load(random_model)
     likely = {token: 4.0 for text in ['"', "}", '"}', ",", "<|end|>"] for token in tokenizer.encode(text)}

@@ -254,6 +254,7 @@ def test_fields_of_other_servers_are_followed(server, path, form, pattern):
         jsonschema.validate(json.loads(text), OPEN)
 
 
+@pytest.mark.slow
 def test_objects_stay_open_where_that_is_asked_for(server):
     """Closed, no text has another property than the one that the schema names; open, some have one."""
     names = set()

@@ -301,6 +301,7 @@ def test_patterns_that_are_more_than_marks_are_refused_quickly(pattern):
     assert time.thread_time() - start < 10  # garbage of other tests may be collected meanwhile
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_long_and_odd_is_read_in_linear_time():
     syntax = from_response_template(template(TAGS))
     text = "<tool_call>" * 20_000 + "<function=" * 20_000 + "</think>" * 20_000

@@ -11,6 +11,7 @@ import threading
 
 import httpx
 import pytest
+from depths import quick_first
 from fake_client import Script
 from serving import RunningFake, assert_error, frames
 from waiting import PATIENCE, wait_until
@@ -150,7 +151,7 @@ def test_a_second_stop_ends_the_wait(started):
     assert_error(stream.result(), 503, None, "service_unavailable_error")
 
 
-@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("silently", quick_first([False, True]))
 def test_death_of_the_engine(started, silently):
     server = started()
     server.play = lambda request: Script(token_ids=[70], hangs=True)
@@ -240,7 +241,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(
-    ("name", "times", "is_whole"), [("SIGTERM", 1, True), ("SIGINT", 1, True), ("SIGTERM", 2, False)]
+    ("name", "times", "is_whole"), quick_first([("SIGTERM", 1, True), ("SIGINT", 1, True), ("SIGTERM", 2, False)])
 )
 def test_signals(name, times, is_whole):
     command = [sys.executable, "-c", SERVE, str(10 * PATIENCE), "60" if is_whole else "30"]

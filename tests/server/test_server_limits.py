@@ -9,6 +9,7 @@ import socket
 import threading
 
 import pytest
+from depths import quick_first
 from serving import assert_error, assert_well, running
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -139,7 +140,7 @@ def test_large_bodies_are_tokenized_in_their_turn(server, monkeypatch):
     assert len(begun) == num_large + 1
 
 
-@pytest.mark.parametrize("size", [THREAD_THRESHOLD, TURN_THRESHOLD])
+@pytest.mark.parametrize("size", quick_first([THREAD_THRESHOLD, TURN_THRESHOLD]))
 def test_what_has_to_wait_too_long_for_its_turn_is_refused_and_what_nobody_waits_for_is_not_done(
     server, monkeypatch, size
 ):
@@ -176,7 +177,7 @@ def test_what_has_to_wait_too_long_for_its_turn_is_refused_and_what_nobody_waits
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
-@pytest.mark.parametrize("size", [THREAD_THRESHOLD, TURN_THRESHOLD])
+@pytest.mark.parametrize("size", quick_first([THREAD_THRESHOLD, TURN_THRESHOLD]))
 def test_the_prompts_of_a_client_that_has_gone_are_not_all_tokenized(server, monkeypatch, path, field, size):
     go_on, begun = threading.Event(), []
 

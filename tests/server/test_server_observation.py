@@ -72,6 +72,7 @@ def test_a_path_cannot_forge_a_line(server, access):
     assert "\n" not in record.getMessage()
 
 
+@pytest.mark.slow
 def test_probes_are_quiet_and_a_client_that_leaves_is_a_499(server, access):
     server.get("/health", headers={"X-Request-Id": "probe"})
     server.play = lambda request: Script(token_ids=[70], hangs=True)

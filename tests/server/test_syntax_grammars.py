@@ -5,7 +5,7 @@ import random
 
 import jsonschema
 import pytest
-from depths import examples
+from depths import examples, quick_only
 from llguidance import LLMatcher, LLTokenizer
 from written_answers import Message, loaded, read, reader, rows, write
 
@@ -71,13 +71,16 @@ def prepared(schema):
     return json.loads(arguments_schema(json.dumps(schema), param="tools", options=JsonOptions()))
 
 
+WRITERS = [
+    (name, case)
+    for name, row in sorted(ROWS.items())
+    for case in (WRITTEN if isinstance(row.arguments, Tags | PythonCall) else ["typed"])
+]
+THOROUGH = ("glm45", "hermes", "pythonic", "qwen3_coder")
+
+
 @pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        (name, case)
-        for name, row in sorted(ROWS.items())
-        for case in (WRITTEN if isinstance(row.arguments, Tags | PythonCall) else ["typed"])
-    ],
+    ("name", "case"), quick_only(WRITERS, *(each for each in WRITERS if each[0] in THOROUGH or each[1] == "typed"))
 )
 def test_what_the_grammar_lets_a_model_write_is_read_back(name, case):
     """A forced call is a call, and follows its schema: whichever allowed text a model chooses."""

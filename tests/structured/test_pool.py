@@ -97,6 +97,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(monkey
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_small_grammar_that_is_slow_makes_way(monkeypatch):
     """It starts again where the large ones are compiled, and is compiled."""
     monkeypatch.setattr(pools, "JOB_SECONDS", PATIENCE)
@@ -109,6 +110,7 @@ def test_a_small_grammar_that_is_slow_makes_way(monkeypatch):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_small_grammar_does_not_wait_behind_large_ones(pool):
     pool.answer(SMALL).result(PATIENCE)
     futures = [pool.answer(large(number)) for number in range(8)]
@@ -118,6 +120,7 @@ def test_a_small_grammar_does_not_wait_behind_large_ones(pool):
     assert sum(future.done() for future in futures) <= 2
 
 
+@pytest.mark.slow
 def test_more_than_may_wait_are_refused(pool, monkeypatch):
     monkeypatch.setattr(pools, "MAX_QUEUED", 2)
     futures = [pool.answer(SLOW)]

@@ -104,6 +104,7 @@ def follow(llm, schemas):
     assert reasons["stop"] > 0.95 * len(jobs), reasons
 
 
+@pytest.mark.slow
 def test_every_completed_output_validates(llm):
     rng = random.Random(SEED)
     schemas = [*json_schemas.BY_HAND, *(json_schemas.random_schema(rng) for _ in range(examples(NUM_GENERATED)))]

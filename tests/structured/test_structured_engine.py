@@ -10,6 +10,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from depths import quick_first
 from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
 from llguidance import LLMatcher, LLParserLimits
 from tiny_model import ascii_tokenizer
@@ -127,14 +128,16 @@ def expected(llama, tokenizer, asked):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"overlap": True},
-        {"overlap": False},
-        {"max_num_batched_tokens": 7},
-        {"num_blocks": 30},
-        {"max_num_seqs": 2, "enable_prefix_caching": False},
-        {"kind": "static"},
-    ],
+    quick_first(
+        [
+            {"overlap": True},
+            {"overlap": False},
+            {"max_num_batched_tokens": 7},
+            {"num_blocks": 30},
+            {"max_num_seqs": 2, "enable_prefix_caching": False},
+            {"kind": "static"},
+        ]
+    ),
     ids=["overlap", "no overlap", "chunks", "preemption", "few slots", "static"],
 )
 def test_tokens_equal_those_of_full_passes(start, tokenizer, asked, expected, options):
@@ -372,6 +375,7 @@ class TestFailures:
         assert_refused(results["deep"], "the grammar cannot be followed further")
         assert results["free"].finish_reason == "length"
 
+    @pytest.mark.slow
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
         """Its siblings too run until they reach the same limit."""
         (eos,) = tokenizer.eos_token_ids

@@ -4,9 +4,10 @@ import concurrent.futures
 import itertools
 import logging
 import pathlib
+import queue
 import threading
 import time
-from collections.abc import Callable, ItemsView, Iterable, Set
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -160,7 +161,7 @@ class CompiledSteps:
                 waiting: dict[Any, jax.stages.Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
                 futures = {submit(lowering, lower or self._lower, key): key for key in missing}
-                for future in concurrent.futures.as_completed(futures):
+                for future in _as_completed(futures):
                     key, lowered = futures[future], future.result()
                     for kernel in kernels_of(lowered) - kernels.keys():
                         assert mesh is not None
@@ -188,9 +189,20 @@ class CompiledSteps:
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 
 
+def _as_completed[T](futures: Iterable[concurrent.futures.Future[T]]) -> Iterator[concurrent.futures.Future[T]]:
+    """Return the futures as they end, also those that a pool's shutdown cancels, of which `concurrent.futures` tells
+    nobody who waits.
+    """
+    ended: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
+    futures = list(futures)
+    for future in futures:
+        future.add_done_callback(ended.put)
+    return (ended.get() for _ in futures)
+
+
 def _wait(futures: Iterable[concurrent.futures.Future[Any]]) -> None:
-    """Wait until all are done. Raises the exception of the first one that fails."""
-    for future in concurrent.futures.as_completed(futures):
+    """Wait until all are done. Raises the exception of the first one that fails or is cancelled."""
+    for future in _as_completed(futures):
         future.result()
 
 

@@ -10,7 +10,6 @@ import fake_serve
 import httpx
 import psutil
 import pytest
-from depths import quick_first
 from server_processes import client, load, metric, stream
 from serving import assert_error
 from waiting import PATIENCE, until, wait_until
@@ -102,7 +101,8 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
 
 
-@pytest.mark.parametrize("how", quick_first(["kill", "exception"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "exception"])
 def test_the_end_of_the_engine(start, how):
     server = start().wait_until_serving()
     assert server.folder.stat().st_mode & 0o777 == 0o700
@@ -144,6 +144,7 @@ def test_the_end_of_the_engine(start, how):
     assert "the engine's process has ended with code" in server.rest_of_log()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_parent(start):
     server = start("--api-workers", "2").wait_until_serving()
 

@@ -16,7 +16,7 @@ import fake_serve
 import httpx
 import psutil
 import pytest
-from depths import quick_first, quick_only
+from depths import quick_first
 from server_processes import client, stream
 from serving import assert_error
 from waiting import PATIENCE, until, wait_until
@@ -33,7 +33,8 @@ def test_the_first_lines_say_once_how_answers_are_read(start):
     assert log.count("thoughts: none, no syntax found") == 1
 
 
-@pytest.mark.parametrize("num_workers", quick_only(["1", "2"], "2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", ["1", "2"])
 def test_the_port_is_taken_before_the_engine_starts(start, num_workers):
     """Servers of several workers, which listen on one port together, take it early, too."""
     server = start("--start-error", "hang", "--api-workers", num_workers)
