@@ -5,40 +5,69 @@ waits for them; the next one ends the process at once, by the signal. No jax, an
 """
 
 import contextlib
-import gc
 import os
+import queue
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 EXIT_CODE = 128 + signal.SIGINT
 """Exit code of an interrupted command, as shells report it."""
 
 SECONDS_UNTIL_AGAIN = 0.01
-"""How long a signal that came at a time when nothing can be raised waits until it comes again."""
+"""When an interrupt that got lost comes again."""
 
 
 class _Once:
-    """A handler that raises KeyboardInterrupt and restores the default action for the next signal.
+    """A handler that raises KeyboardInterrupt and restores the default action for the next signal."""
 
-    No exception leaves a callback of the garbage collector, such as that of jax: a signal that comes there comes again.
-    """
+    def __init__(self) -> None:
+        self.is_called = False
+        self.is_in_hook = False
+        self.lost: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    is_called = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _is_in_callback_of_collector(frame):
-            main = threading.main_thread().ident
-            assert main is not None
-            again = threading.Timer(SECONDS_UNTIL_AGAIN, signal.pthread_kill, (main, number))
-            again.daemon = True
-            again.start()
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_in_hook:  # which no exception leaves either
+            self.lost.put(True)
             return
         self.is_called = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _coming_again(handler: _Once) -> Iterator[None]:
+    """Let an interrupt that gets lost come again: no exception leaves a callback of the garbage collector, such as jax
+    has, or a `__del__`.
+
+    The main thread may hold any lock then, so the thread that sends the signal is there before.
+    """
+    hook, main, is_over = sys.unraisablehook, threading.get_ident(), threading.Event()
+
+    def send() -> None:
+        while handler.lost.get() and not is_over.wait(SECONDS_UNTIL_AGAIN):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    def send_again(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt) or threading.get_ident() != main:
+            hook(unraisable)
+            return
+        handler.is_in_hook = True
+        signal.signal(signal.SIGINT, handler)
+        handler.lost.put(True)
+        handler.is_in_hook = False
+
+    threading.Thread(target=send, name="jaxserve-interrupts", daemon=True).start()
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        is_over.set()
+        handler.lost.put(False)
 
 
 @contextlib.contextmanager
@@ -58,8 +87,9 @@ def of_command() -> Iterator[None]:
     if not _is_pythons():
         yield
         return
-    signal.signal(signal.SIGINT, _Once())
-    yield
+    signal.signal(signal.SIGINT, handler := _Once())
+    with _coming_again(handler):
+        yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -68,9 +98,9 @@ def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
     """Make Ctrl-C end the process while a program waits for threads inside XLA, if it is the second Ctrl-C.
 
     The first one already does if the wait was caused by an interrupt or is the program's last act (`is_last`). An
-    interrupt that got lost meanwhile, because no exception leaves a `__del__`, is raised at the end. Handlers that a
-    program has set are kept, and so is Python's own in an interactive session (`python -i`, IPython, Jupyter), whose
-    user would lose more than time: there each Ctrl-C raises KeyboardInterrupt.
+    interrupt that got lost at the very end is raised after it. Handlers that a program has set are kept, and so is
+    Python's own in an interactive session (`python -i`, IPython, Jupyter), whose user would lose more than time: there
+    each Ctrl-C raises KeyboardInterrupt.
     """
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Once) and _is_main_thread():  # the handler of a command
@@ -80,9 +110,11 @@ def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
         return
     else:
         handler = _Once()
-        signal.signal(signal.SIGINT, signal.SIG_DFL if is_last or _is_interrupted() else handler)
+        is_second = is_last or _is_interrupted()
+        signal.signal(signal.SIGINT, signal.SIG_DFL if is_second else handler)
         try:
-            yield
+            with contextlib.nullcontext() if is_second else _coming_again(handler):
+                yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     if handler.is_called:
@@ -96,13 +128,6 @@ def _is_pythons() -> bool:
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _is_in_callback_of_collector(frame: FrameType | None) -> bool:
-    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_interrupted() -> bool:

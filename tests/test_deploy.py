@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 import yaml
+from depths import quick_first
 from dockerfile_parse import DockerfileParser
 
 from jaxserve import cli
@@ -168,42 +169,45 @@ def test_there_are_no_faults(name):
 
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
-    [
-        ("Dockerfile", "USER 10001\n", ""),
-        ("Dockerfile", "USER 10001\n", "USER 10001\nUSER root\n"),
-        ("Dockerfile", "WORKDIR /src", "WROKDIR /src"),
-        ("Dockerfile", "ubuntu24.04 AS build", "ubuntu24.04:latest AS build"),
-        ("Dockerfile", ":13.0.1-base-ubuntu24.04\n", "\n"),
-        ("Dockerfile", '["jaxserve", "serve", "--host", "0.0.0.0"]', "jaxserve serve --host 0.0.0.0"),
-        ("Dockerfile", '"--host", "0.0.0.0"', '"--hots", "0.0.0.0"'),
-        ("Dockerfile", "COPY checkpoints checkpoints", "COPY checkpoint checkpoints"),
-        ("Dockerfile", "--from=build", "--from=builder"),
-        ("Dockerfile", "-c constraints.txt ", ""),
-        ("Dockerfile", "install --yes --no", "install --no"),
-        ("Dockerfile", "/health", "/"),
-        ("compose.yaml", "127.0.0.1:8000", "8000"),
-        ("compose.yaml", "context: ..", "context: ."),
-        ("compose.yaml", "JAXSERVE_API_KEY:", "JAXSERVE_API_KEY: ${JAXSERVE_API_KEY:-}"),
-        ("compose.yaml", "services:", "service:"),
-        ("compose.yaml", "  jaxserve:\n", "  jaxserve\n"),
-        ("compose.yaml", '["${MODEL:-scribe-15m}"]', '["${MODEL:-scribe-15m}", "--prot", "1"]'),
-        ("compose.yaml", "[gpu]", "[cpu]"),
-        (
-            "kubernetes.yaml",
-            "      port: http\n            periodSeconds: 10",
-            "      port: htp\n            periodSeconds: 10",
-        ),
-        ("kubernetes.yaml", "failureThreshold: 360", "failureThreshhold: 360"),
-        ("kubernetes.yaml", "replicas: 1", "replicas: one"),
-        ("kubernetes.yaml", "path: /live", "path: /health"),
-        ("kubernetes.yaml", "terminationGracePeriodSeconds: 60", "terminationGracePeriodSeconds: 30"),
-        ("kubernetes.yaml", '"--shutdown-timeout"', '"--shutdown-time"'),
-        ("kubernetes.yaml", "      enableServiceLinks: false # Kubernetes would set JAXSERVE_PORT\n", ""),
-        ("kubernetes.yaml", "allowPrivilegeEscalation: false", "allowPrivilegeEscalation: true"),
-        ("kubernetes.yaml", "targetPort: http", "targetPort: web"),
-        ("kubernetes.yaml", "  selector:\n    app: jaxserve", "  selector:\n    app: server"),
-        ("kubernetes.yaml", "            - name: scratch\n", "            - name: scratches\n"),
-    ],
+    quick_first(
+        [
+            ("Dockerfile", "USER 10001\n", ""),
+            ("Dockerfile", "USER 10001\n", "USER 10001\nUSER root\n"),
+            ("Dockerfile", "WORKDIR /src", "WROKDIR /src"),
+            ("Dockerfile", "ubuntu24.04 AS build", "ubuntu24.04:latest AS build"),
+            ("Dockerfile", ":13.0.1-base-ubuntu24.04\n", "\n"),
+            ("Dockerfile", '["jaxserve", "serve", "--host", "0.0.0.0"]', "jaxserve serve --host 0.0.0.0"),
+            ("Dockerfile", '"--host", "0.0.0.0"', '"--hots", "0.0.0.0"'),
+            ("Dockerfile", "COPY checkpoints checkpoints", "COPY checkpoint checkpoints"),
+            ("Dockerfile", "--from=build", "--from=builder"),
+            ("Dockerfile", "-c constraints.txt ", ""),
+            ("Dockerfile", "install --yes --no", "install --no"),
+            ("Dockerfile", "/health", "/"),
+            ("compose.yaml", "127.0.0.1:8000", "8000"),
+            ("compose.yaml", "context: ..", "context: ."),
+            ("compose.yaml", "JAXSERVE_API_KEY:", "JAXSERVE_API_KEY: ${JAXSERVE_API_KEY:-}"),
+            ("compose.yaml", "services:", "service:"),
+            ("compose.yaml", "  jaxserve:\n", "  jaxserve\n"),
+            ("compose.yaml", '["${MODEL:-scribe-15m}"]', '["${MODEL:-scribe-15m}", "--prot", "1"]'),
+            ("compose.yaml", "[gpu]", "[cpu]"),
+            (
+                "kubernetes.yaml",
+                "      port: http\n            periodSeconds: 10",
+                "      port: htp\n            periodSeconds: 10",
+            ),
+            ("kubernetes.yaml", "failureThreshold: 360", "failureThreshhold: 360"),
+            ("kubernetes.yaml", "replicas: 1", "replicas: one"),
+            ("kubernetes.yaml", "path: /live", "path: /health"),
+            ("kubernetes.yaml", "terminationGracePeriodSeconds: 60", "terminationGracePeriodSeconds: 30"),
+            ("kubernetes.yaml", '"--shutdown-timeout"', '"--shutdown-time"'),
+            ("kubernetes.yaml", "      enableServiceLinks: false # Kubernetes would set JAXSERVE_PORT\n", ""),
+            ("kubernetes.yaml", "allowPrivilegeEscalation: false", "allowPrivilegeEscalation: true"),
+            ("kubernetes.yaml", "targetPort: http", "targetPort: web"),
+            ("kubernetes.yaml", "  selector:\n    app: jaxserve", "  selector:\n    app: server"),
+            ("kubernetes.yaml", "            - name: scratch\n", "            - name: scratches\n"),
+        ],
+        5,
+    ),
     ids=lambda text: re.sub(r"\W+", "-", text)[:40],
 )
 def test_a_mistake_is_found(name, right, wrong):

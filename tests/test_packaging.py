@@ -61,12 +61,14 @@ def _python_files(package: str) -> list[pathlib.Path]:
     return list((ROOT / package).rglob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BUILTIN_MODELS)
 def test_the_wheel_holds_the_built_in_models(wheel, model):
     names = {name.rsplit("/", 1)[1] for name in wheel.namelist() if name.startswith(f"jaxserve/_checkpoints/{model}/")}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= names
 
 
+@pytest.mark.slow
 def test_an_unpacked_wheel_finds_its_models(wheel, tmp_path):
     wheel.extractall(tmp_path)
     code = "import jaxserve.loading.builtin as b, jaxserve.config as c; print(b.resolve_names(c.EngineConfig()).model)"
@@ -77,6 +79,7 @@ def test_an_unpacked_wheel_finds_its_models(wheel, tmp_path):
     assert result.stdout.strip() == str(tmp_path / "jaxserve" / "_checkpoints" / DEFAULT_MODEL)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_nothing_else(wheel):
     odd = []
     for name in wheel.namelist():
@@ -93,6 +96,7 @@ def test_the_wheel_holds_nothing_else(wheel):
     assert not odd
 
 
+@pytest.mark.slow
 def test_the_wheel_names_its_command_and_extras(wheel):
     def read(name: str) -> str:
         (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))

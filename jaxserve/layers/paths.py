@@ -9,6 +9,7 @@ functions.
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -74,6 +75,13 @@ class LayerShape:
     adds_in_norms: bool = True
     routing: Routing | None = None
 
+    @functools.cached_property
+    def kind(self) -> object:
+        """What is equal, also as a key, for layers of which everything said here is the same."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        leaves, structure = jax.tree.flatten([fields.pop(name) for name in ("weights", "following", "cache")])
+        return structure, *map(jax.typeof, leaves), *fields.values()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShape:
@@ -90,10 +98,20 @@ class StepShape:
 
 def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
     """Return the path of each layer. Fused layers pass on each other's qkv, so either all or none are fused."""
-    reason = next((reason for layer in layers if (reason := why_not_fused(layer, step)) is not None), None)
+    kinds = first_of_each_kind(layers)
+    reason = next((reason for layer in kinds.values() if (reason := why_not_fused(layer, step)) is not None), None)
     if reason is not None:
         return [Path(Kind.OPERATIONS, reason)] * len(layers)
-    return [_choose_fused(layer, step) for layer in layers]
+    paths = {kind: _choose_fused(layer, step) for kind, layer in kinds.items()}
+    return [paths[layer.kind] for layer in layers]
+
+
+def first_of_each_kind(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
+    """Return the first layer of each kind by its kind, in their order."""
+    kinds: dict[object, LayerShape] = {}
+    for layer in layers:
+        kinds.setdefault(layer.kind, layer)
+    return kinds
 
 
 def _choose_fused(layer: LayerShape, step: StepShape) -> Path:

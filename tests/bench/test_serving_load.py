@@ -246,6 +246,7 @@ def test_an_answer_without_text_ends_with_its_last_chunk():
     assert summary.latencies["ttft"].p50 >= 50
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_everything(tmp_path, capsys):
     with scripted() as server:
         flags = ["--url", server.url, "--vocab-size", "100", "--num-requests", "5", "--no-progress", "--per-request"]

@@ -21,6 +21,7 @@ def test_models_prints_a_row_for_each_family(platform, capsys):
     assert {row.split()[0] for row in rows} == FAMILIES.keys()
 
 
+@pytest.mark.slow
 def test_models_says_what_a_model_needs(platform, capsys, test_data):
     model = str(test_data / "models/stories260K")
     assert cli.main(["models", model, "--memory", "4MiB", "--dtype", "bfloat16"]) == 0

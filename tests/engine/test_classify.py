@@ -36,6 +36,7 @@ def opened(name, tokenizer_folder):
     return LLM(str(FOLDER / name), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only(PROBS, "llama"))
 def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
     with opened(name, tokenizer_folder) as llm:

@@ -50,6 +50,7 @@ def prompts(model, lengths, seed=0):
     return [tuple(random.integers(0, model.vocab_size, length).tolist()) for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_in_chunks_and_in_company(model, pooling, overlap):
@@ -99,6 +100,7 @@ def test_only_the_last_token_may_come_after_a_cached_prefix(model):
             np.testing.assert_allclose(results["a"].vector, expected(model, prompt, pooling), **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_mean_starts_over_after_a_preemption(model):
     """A pool that is too small for two: in the middle of its prompt it gives way to a request of better priority."""
     engine = model.engine(num_blocks=26, max_num_batched_tokens=16, policy="priority")

@@ -23,6 +23,7 @@ def neighbours(model, count, params, seed):
     return [request(f"n{i}", prompt_of(model, 5 + i, seed + i), 15 + i, params, seed=i) for i in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     quick_first(

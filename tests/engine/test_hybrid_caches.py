@@ -45,6 +45,7 @@ def run_jobs(engine, asked):
     return run(engine, [request(name, *job) for name, job in asked.items()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", quick_first([True, False]))
 def test_chunks_and_preemption(gemma, overlap):
     engine = gemma.engine(overlap=overlap, num_blocks=26)

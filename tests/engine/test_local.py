@@ -83,6 +83,7 @@ def test_a_profile_has_no_calls_of_python(client, tmp_path):
     assert not [name for name in names if name.startswith("$")]
 
 
+@pytest.mark.slow
 def test_requests_from_many_threads(client):
     alone = queue.SimpleQueue()
     client.submit([request("alone", [1, 2, 3], 8)], alone.put)
@@ -349,6 +350,7 @@ def test_closing_waits_for_the_step_that_runs(own_client, monkeypatch):
     assert events == ["token_ids", "freed"]
 
 
+@pytest.mark.slow
 def test_a_snapshot_shows_who_runs_and_what_for(own_client, monkeypatch):
     step, is_wanted = own_client._engine.step, threading.Event()
 

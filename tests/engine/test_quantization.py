@@ -57,6 +57,7 @@ def expected(checkpoint, quantization):
     return naive_tokens(checkpoint, quantization)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_rounded_values(checkpoint, quantization, expected):
     assert len(set().union(*expected)) > 5
     assert expected != naive_tokens(checkpoint, None), "rounding changed nothing"

@@ -184,6 +184,7 @@ def test_what_kernels_cannot_do_shows_before_a_request_needs_it(monkeypatch, war
         startup.start_engine(config, mesh=None, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", quick_first([KeyboardInterrupt, None]))
 def test_steps_that_need_no_device_compile_while_weights_load(monkeypatch, error):
     """They do so whether the weights can be loaded or not."""
@@ -295,6 +296,7 @@ def test_positions_of_a_huge_pool_are_int32():
     assert num_blocks * 16 + 2**20 < 2**31
 
 
+@pytest.mark.slow
 def test_an_automatic_context_is_what_memory_holds_of_the_models(caplog):
     caplog.set_level(logging.INFO, "jaxserve")
 

@@ -82,6 +82,7 @@ def wait_until_warm(engine):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traits", quick_first([ON_CPU, ON_GPU]))
 def test_the_same_answers_before_and_after_all_is_compiled(traits, gated, monkeypatch, caplog):
     monkeypatch.setattr(device, "ON_CPU", traits)
@@ -120,6 +121,7 @@ def test_answers_stay_the_same_while_programs_come(monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 def test_steps_run_in_what_is_there(gated):
     """In the smallest program of those that are compiled, as soon as it is."""
     with every_size():

@@ -31,6 +31,7 @@ def tapped(family, config, taps, params, batch, cache):
     return gathered(family.head(params, config, x, "xla")), states, cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_taps_change_nothing_and_depend_on_earlier_layers_only(path):
     params, config, family, _, mesh = load_golden(path)

@@ -24,6 +24,7 @@ def on_mesh(tree, mesh):
     return jax.device_put(tree, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only(NAMES, "llama_untied"))
 def test_logits_are_those_of_one_mesh(name):
     params, config, family, _, mesh = load_golden(next(path for path in GOLDENS if path.name == name))

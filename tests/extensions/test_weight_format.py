@@ -75,6 +75,7 @@ def converted(params, convert):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
 def test_logits_are_those_of_the_same_values_in_one_array(path):
     params, config, family, _, mesh = load_golden(path)

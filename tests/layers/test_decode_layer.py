@@ -90,6 +90,7 @@ def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     )  # something is written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", quick_first([2, 1, 4]))
 def test_codes_equal_the_decoder(monkeypatch, num_devices):
     """One device has one kernel for a layer's matmuls, several have one for each matmul, and sums in between."""

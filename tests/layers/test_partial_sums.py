@@ -24,6 +24,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "num_devices", "num_with_norm", "num_alone"),
     quick_first(

@@ -1,10 +1,12 @@
 """The table of paths: its lines, and that the kernels it names are those in the programs that it describes."""
 
+import dataclasses
 import pathlib
 import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import pytest
 from golden_models import GOLDENS
@@ -17,7 +19,7 @@ from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Forward, PlainDecode
 from jaxserve.layers.parts import Kernel
-from jaxserve.layers.paths import Kind
+from jaxserve.layers.paths import Kind, first_of_each_kind
 from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
@@ -80,6 +82,25 @@ def test_lines_of_a_dense_model():
         "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); "
         "attention_norm, mlp_norm, norm: add_rms_norm",
     ]
+
+
+def test_layers_of_a_kind_differ_in_nothing():
+    """One of each is looked at."""
+    layers, _ = make_builder(LLAMA | {"num_hidden_layers": 4})._shapes
+    first, _, third, last = layers
+    assert [*first_of_each_kind(layers).values()] == [first, last]  # no layer follows the last
+    assert first.kind == third.kind
+    for name, other in {
+        "weights": first.weights | {"bias": first.weights["mlp_norm"]},
+        "following": None,
+        "activation": "gelu",
+        "sliding_window": 64,
+        "num_rotated": 16,
+        "own": "something",
+        "adds_in_norms": False,
+        "cache": first.cache._replace(k=first.cache.k.update(dtype=jnp.float32)),
+    }.items():
+        assert dataclasses.replace(first, **{name: other}).kind != first.kind, name
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_there_are_tied_goldens():
     assert len(TIED) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", quick_first(TIED[::3]), ids=lambda path: path.name)
 def test_a_head_that_differs_is_used(tmp_path, path):
     changed = rewrite(path, tmp_path, lambda tensors: other_head(path, tensors))

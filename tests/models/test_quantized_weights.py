@@ -91,6 +91,7 @@ def test_codes_compute_what_their_values_do(model_type, quantization):
     assert np.abs(want - exact).max() > 1e-4, "nothing was rounded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_devices", "changes"),
     quick_only(
@@ -126,6 +127,7 @@ def test_each_device_has_the_codes_and_scales_of_its_values(num_devices, changes
             assert off.max() < {"int8": 0.01, "fp8": 0.1, "int4": 0.15}[quantization]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", quick_only(SCHEMES, "int4"))
 def test_random_codes_stand_for_values_of_the_declared_size(quantization):
     specs = quantized_specs("llama", quantization)[0]

@@ -257,6 +257,7 @@ TILES_BEYOND_THE_LAST_OUTPUT = {"depth": 2048, "hidden": 2560, "inner": 9728, "o
 
 
 # Each of these sizes with the number of rows that takes most registers, and with fewer rows.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "sizes"),
     quick_first(

@@ -145,6 +145,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick_first(range(2)))
 @pytest.mark.parametrize("name", quick_first(LAYERS))
 def test_any_order_of_a_layer(monkeypatch, name, seed):

@@ -40,6 +40,7 @@ def make_case(chunks):
     return arrays, {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", quick_first(["xla", "sm90"]))
 def test_decode(capsys, implementation):
     (q, k, v, *given_back), layout = make_case([(1, 300), (1, 123)])

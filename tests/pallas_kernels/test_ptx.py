@@ -95,6 +95,7 @@ def test_entries_are_distinguished():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "output_dtype", "too_early"),
     quick_first([(1, jnp.bfloat16, "cvt.rn.bf16x2"), (64, jnp.bfloat16, "cvt.u64"), (64, jnp.float32, "cvt.u64")]),

@@ -307,6 +307,7 @@ LLAMA_3_8B = (4096, 4096, 14336, 6144)
 SMALL = (1024, 1024, 4864, 1152)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "form", "sizes"),
     quick_first(

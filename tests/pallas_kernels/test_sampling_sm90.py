@@ -88,6 +88,7 @@ def test_interpreted(capsys):
         assert tokens[-1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "vocab_size"), quick_first([(1, 512), (32, 50_257), (64, 128_256), (256, 262_208)])
 )

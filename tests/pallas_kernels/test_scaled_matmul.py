@@ -121,6 +121,7 @@ def test_what_does_not_fit_is_refused(weight, error):
 
 
 # Each has tiles of its own.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "outputs", "code", "group"),
     quick_first([(8192, (2, 1536), "fp8", 128), (256, (2, 1536), "int8", None), (8192, (1536,), "fp8", None)]),

@@ -106,6 +106,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED))
 def test_compiles_without_spilling(num_rows, code, group, shape, scales):
     of = jax.ShapeDtypeStruct

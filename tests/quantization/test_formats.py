@@ -199,6 +199,7 @@ def test_a_store_keeps_codes_and_loads_as_floats_too(tmp_path, name):
 TRUE = ["fp8 blocks", "gptq order", "packed zeros", "gptq dynamic", "awq", "nvfp4", "mxfp4", "nf4 nested", "llm.int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_first(TRUE))
 def test_logits_of_held_codes_are_those_of_their_values(tmp_path, name):
     """Prompts and decode steps over paged KV, in float32: differences are of the order of sums, nothing else."""

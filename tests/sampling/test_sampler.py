@@ -100,6 +100,7 @@ DISTRIBUTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_distributions_in_one_mixed_batch():
     """All parameter sets together, 20,000 draws each, with fixed seeds."""
     num_draws, batch = 20_000, 4_000

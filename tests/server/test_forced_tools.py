@@ -50,6 +50,7 @@ def check_calls(message, names):
         jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
 
 
+@pytest.mark.slow
 def test_a_forced_call_cannot_fail(forced):
     body = {"messages": [USER], "tools": TOOLS, "n": 8, "seed": 3, "max_tokens": 400}
     for choice, names in (
@@ -81,6 +82,7 @@ def test_forced_calls_in_a_stream(forced):
         check_calls(whole["message"], SCHEMAS)
 
 
+@pytest.mark.slow
 def test_an_answer_in_a_format_beside_tools(forced):
     """With tool_choice auto an answer is a call, or follows response_format."""
     if forced.server.state.syntax.knows_tools:

@@ -3,6 +3,7 @@
 import jsonschema
 import numpy as np
 import pytest
+from depths import quick_first
 from serving import frames, running
 from waiting import wait_until
 
@@ -67,7 +68,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(("path", "method"), sorted(set(operations())))
+@pytest.mark.parametrize(("path", "method"), quick_first(sorted(set(operations())), 10))
 def test_answers_are_as_described(administered, document, path, method):
     response_id = administered.post("/v1/responses", {"input": "a", "background": True}).json()["id"]
     wait_until(lambda: not administered.server.state.background)

@@ -226,6 +226,7 @@ def test_what_was_answered_before_the_engine_died_is_kept(files):
     assert files.run() == (3, 0, 0)
 
 
+@pytest.mark.slow
 def test_so_many_at_once_that_the_engine_is_busy_and_no_more(files):
     most = 0
     sizes = collections.Counter()

@@ -240,6 +240,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "times", "is_whole"), quick_first([("SIGTERM", 1, True), ("SIGINT", 1, True), ("SIGTERM", 2, False)])
 )

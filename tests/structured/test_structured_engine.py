@@ -126,6 +126,7 @@ def expected(llama, tokenizer, asked):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     quick_first(

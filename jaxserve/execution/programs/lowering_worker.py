@@ -15,6 +15,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Job, WorkerSettings
 from jaxserve.execution.programs.workers import Answer, read_message, write_message
 from pallas_kernels.jax_internals import ask_ptxas_once, name_kernels_by_content
+from pallas_kernels.layout_inference import infer_layouts_faster
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
         jax.config.update(name, value)
     name_kernels_by_content()
     ask_ptxas_once()
+    infer_layouts_faster()
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), name="parent", daemon=True).start()
     builder = StepBuilder(settings.spec, settings.mesh.mesh())

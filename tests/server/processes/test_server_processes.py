@@ -18,6 +18,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.server.process import supervisor
 
 
+@pytest.mark.slow
 def test_workers_share_an_engine_and_are_replaced_and_drain(start):
     """SIGTERM under load, and kill -9 of an API worker before."""
     server = start("--api-workers", "2", "--shutdown-timeout", str(PATIENCE)).wait_until_serving()

@@ -58,6 +58,7 @@ def test_a_start_that_fails_is_one_line(start, error, message):
     assert re.fullmatch(f"jaxserve: error: {message}", last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", quick_first(["1", "2"]))
 def test_what_is_answered_while_it_starts_and_a_signal_as_soon_as_it_is_well(start, num_workers):
     server = start("--start-error", "hang", "--api-workers", num_workers, "--api-key", "secret")
