@@ -41,8 +41,9 @@ def grouped_matmul_of_codes(
     They are Mosaic kernels for Hopper GPUs, one for few rows a group and one for many, that read the codes of groups
     with rows and convert them in registers; rows stay in bfloat16, sums are in float32, the result in x's dtype or
     another. A dense matrix is that of a single group. Scales are of 16 or 32 bits, or powers of two (e8m0); with many
-    rows also of groups of 16 columns, of 8 bits, in two levels, and with minimums. `tiles` is the result of `plan` for these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit
-    together, NotImplementedError with the reason of `why_not` for what the kernels cannot do.
+    rows also of groups of 16 columns, of 8 bits, in two levels, and with minimums. `tiles` is the result of `plan` for
+    these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together,
+    NotImplementedError with the reason of `why_not` for what the kernels cannot do.
     """
     num_axes = 3 if activation is None else 4
     if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):

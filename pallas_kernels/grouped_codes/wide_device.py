@@ -46,9 +46,9 @@ _E2M1 = (
 def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: int, is_gated: bool, groups: int) -> Any:
     """Return the bits of the scales ref[base + outputs, column : column + groups] of outputs from `first` on.
 
-    `groups` is 1, 2 or 4, of 16 bits if 4: the columns of a piece that have scales of their own. The result, [64, 8] of 32 bits, is for
-    `operand` of the same scales only: nothing waits for the loads before that. Beyond the last output or column that is
-    repeated.
+    `groups` is 1, 2 or, of 16 bits, 4: the columns of a piece that have scales of their own. The result, [64, 8] of 32
+    bits, is for `operand` of the same scales only: nothing waits for the loads before that. Beyond the last output or
+    column that is repeated.
     """
     size = jnp.dtype(ref.dtype).itemsize
     num_columns = ref.shape[1]
@@ -204,9 +204,9 @@ def _value(codes: Any, slot: Any, output: Any, place: Any, code: Code, minus: An
 def _pair(vectors: Any, half: int, group: int, dtype: Any, num_columns: int, groups: int, *, added: float = 0.0) -> Any:
     """Return a scale, plus `added`, twice in bfloat16."""
     f32, is_packed = ir.F32Type.get(), _is_packed(dtype, num_columns, groups)
-    bits = vector.extract(vectors.registers[at(0, half)], [], [0 if is_packed else group])
+    bits = vector.extract(vectors.registers[at(0, half)], [], [group // 2 if is_packed else group])
     bits = utils.bitcast(bits, ir.IntegerType.get_signless(32))
-    upper = is_packed and group == 1
+    upper = is_packed and group % 2 == 1
     if jnp.dtype(dtype).itemsize == 1:  # the exponent of a power of two
         own = arith.andi(bits, const_i32(0xFF00 if upper else 0xFF))
         value = utils.bitcast(arith.shli(own, const_i32(15 if upper else 23)), f32)

@@ -139,7 +139,9 @@ FORMATS = {
 
 @pytest.mark.parametrize(
     ("name", "num_rows", "shape"),
-    quick_first([(name, num_rows, shape) for num_rows in (65, 128, 1000) for name in FORMATS for shape in (UP, DOWN)], 2),
+    quick_first(
+        [(name, num_rows, shape) for num_rows in (65, 128, 1000) for name in FORMATS for shape in (UP, DOWN)], 2
+    ),
 )
 def test_formats_of_dense_matrices_compile_without_spilling(name, num_rows, shape):
     of = jax.ShapeDtypeStruct
