@@ -38,6 +38,10 @@ MAX_X_SLOTS = 12
 MAX_PARTS = 8
 TWO_BLOCKS = 128
 """Most rows of a tile with two blocks of 64 outputs a warpgroup, which there are registers for."""
+MAX_ROWS_IN_LEVELS = 512
+"""Most rows that were timed with minimums or scales in two levels: faster than floats that XLA makes of codes, by less
+the more rows there are.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +80,16 @@ def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
 
 
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
+    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can and
+    is not known to be slower than XLA.
+    """
     if reason := why_not_shapes(x, weight):
         return reason
+    if x.shape[0] > MAX_ROWS_IN_LEVELS and (weight.minimums is not None or not _is_in_one_level(weight)):
+        return (
+            f"at most {MAX_ROWS_IN_LEVELS} rows with minimums, scales in two levels or of {SMALLEST_GROUP} columns, "
+            f"got {x.shape[0]}"
+        )
     block, group, depth = BYTES * codes_per_byte(weight.code), weight.group_size, weight.shape[-1]
     if group != depth and (group % SMALLEST_GROUP or block % group):
         return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
@@ -100,12 +111,11 @@ def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array,
     factors of several groups are rounded to bfloat16, which the kernel does to scales of groups anyway. Four scales a
     piece have to be of 16 bits.
     """
+    if _is_in_one_level(weight):
+        return weight, None
     group, factors = weight.group_size, weight.factors
     of_groups = jnp.float32 if group == weight.shape[-1] else jnp.bfloat16
     if factors is None:
-        is_small = weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn)
-        if not is_small and group > SMALLEST_GROUP:
-            return weight, None
         return _with(weight, of_groups, *(weight.scales, weight.zeros, weight.minimums)), None
     if factors.shape[-1] == 1 and weight.minimums is None and group != weight.shape[-1]:
         return _with(weight, of_groups, weight.scales, weight.zeros, None), factors.astype(jnp.float32)
@@ -115,14 +125,27 @@ def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array,
     return _with(weight, of_groups, _product(weight.scales, factors), weight.zeros, minimums), None
 
 
+def _is_in_one_level(weight: QuantizedMatrix) -> bool:
+    """Return true if the kernel takes the scales as they are."""
+    is_small = weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn)
+    return weight.factors is None and not is_small and weight.group_size > SMALLEST_GROUP
+
+
 def _with(
     weight: QuantizedMatrix, dtype: Any, scales: Array, zeros: Array | None, minimums: Array | None
 ) -> QuantizedMatrix:
     """Return a weight of one level with the codes of another."""
-    scales, zeros, minimums = (
-        None if values is None else values.astype(jnp.float32).astype(dtype) for values in (scales, zeros, minimums)
+
+    def of_one_level(values: Array | None) -> Array | None:
+        return None if values is None else values.astype(jnp.float32).astype(dtype)
+
+    return QuantizedMatrix(
+        codes=weight.codes,
+        scales=scales.astype(jnp.float32).astype(dtype),
+        zeros=of_one_level(zeros),
+        minimums=of_one_level(minimums),
+        code=weight.code,
     )
-    return QuantizedMatrix(codes=weight.codes, scales=scales, zeros=zeros, minimums=minimums, code=weight.code)
 
 
 def _product(small: Array, factors: Array) -> Float[Array, "..."]:
