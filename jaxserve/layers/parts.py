@@ -87,7 +87,8 @@ def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: K
     rows = jax.ShapeDtypeStruct((x.shape[0], codes.depth), x.dtype)
     if quantized_matmuls.why_not(rows, codes) is None:
         return Part(Kernel.QUANTIZED_MATMUL, reason)
-    why = grouped_codes.why_not(rows, codes)  # of many rows, as one group
+    group = jax.eval_shape(lambda codes: jax.tree.map(lambda array: array[None], codes), codes)
+    why = grouped_codes.why_not(rows, group)
     return Part(Kernel.GROUPED_CODES, reason) if why is None else Part(Kernel.XLA, reason or f"{stored}: {why}")
 
 

@@ -80,17 +80,24 @@ def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     return Config(rows=rows, across=across)
 
 
-def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
+def why_not_shapes(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why neither this kernel nor the wide one can multiply rows and weights of such shapes, or None."""
     if x.dtype != jnp.bfloat16:
         return f"rows of bfloat16, got {x.dtype}"
     depth, outputs = weight.shape[-1], weight.shape[-2]
-    block = BYTES * codes_per_byte(weight.code)
     if depth % (16 * codes_per_byte(weight.code)) or outputs % CHUNK or outputs < OUTPUTS:
         return (
             f"K in multiples of {16 * codes_per_byte(weight.code)} and outputs in multiples of {CHUNK}, at least "
             f"{OUTPUTS}, got a weight of shape {weight.shape}"
         )
+    return None
+
+
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
+    if reason := why_not_shapes(x, weight):
+        return reason
+    depth, block = weight.shape[-1], BYTES * codes_per_byte(weight.code)
     if weight.minimums is not None or weight.factors is not None:
         return "scales alone, got minimums or factors of scales"
     if weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn):

@@ -18,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import wide_device
+from pallas_kernels.grouped_codes.sm90 import why_not_shapes
 from pallas_kernels.grouped_codes.wide_kernel import (
     STAGED_PITCH,
     STAGED_ROWS,
@@ -37,6 +38,10 @@ MAX_X_SLOTS = 12
 MAX_PARTS = 8
 TWO_BLOCKS = 128
 """Most rows of a tile with two blocks of 64 outputs a warpgroup, which there are registers for."""
+MAX_ROWS_IN_LEVELS = 512
+"""Most rows that were timed with minimums or scales in two levels: faster than floats that XLA makes of codes, by less
+the more rows there are.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,81 @@ def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
     return Config(rows=rows, blocks=blocks, parts=min(range(1, 1 + min(MAX_PARTS, steps)), key=nanoseconds))
 
 
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can and
+    is not known to be slower than XLA.
+    """
+    if reason := why_not_shapes(x, weight):
+        return reason
+    if x.shape[0] > MAX_ROWS_IN_LEVELS and (weight.minimums is not None or not _is_in_one_level(weight)):
+        return (
+            f"at most {MAX_ROWS_IN_LEVELS} rows with minimums, scales in two levels or of {SMALLEST_GROUP} columns, "
+            f"got {x.shape[0]}"
+        )
+    block, group, depth = BYTES * codes_per_byte(weight.code), weight.group_size, weight.shape[-1]
+    if group != depth and (group % SMALLEST_GROUP or block % group):
+        return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
+    if group == SMALLEST_GROUP and depth % (2 * group):
+        return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
+    if weight.zeros is not None and weight.code != "uint4":
+        return f"zero points of uint4, and of no other codes, got {weight.code}"
+    if group == depth and (weight.zeros is not None or weight.minimums is not None):
+        return f"zero points and minimums of groups of columns, got those of all {group}"
+    if group == depth and weight.code == "uint4":
+        return f"uint4 with zero points or minimums of groups of columns, got scales of all {group}"
+    return None
+
+
+def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array, "..."] | None]:
+    """Return the weight with scales as the kernel takes them, and the factors of its sums, [*outputs, 1], or None.
+
+    One factor of all columns multiplies the sums, as scales of 8 bits are exact in bfloat16. Products of scales and
+    factors of several groups are rounded to bfloat16, which the kernel does to scales of groups anyway. Four scales a
+    piece have to be of 16 bits.
+    """
+    if _is_in_one_level(weight):
+        return weight, None
+    group, factors = weight.group_size, weight.factors
+    of_groups = jnp.float32 if group == weight.shape[-1] else jnp.bfloat16
+    if factors is None:
+        return _with(weight, of_groups, *(weight.scales, weight.zeros, weight.minimums)), None
+    if factors.shape[-1] == 1 and weight.minimums is None and group != weight.shape[-1]:
+        return _with(weight, of_groups, weight.scales, weight.zeros, None), factors.astype(jnp.float32)
+    minimums = weight.minimums
+    if minimums is not None and weight.minimum_factors is not None:
+        minimums = _product(minimums, weight.minimum_factors)
+    return _with(weight, of_groups, _product(weight.scales, factors), weight.zeros, minimums), None
+
+
+def _is_in_one_level(weight: QuantizedMatrix) -> bool:
+    """Return true if the kernel takes the scales as they are."""
+    is_small = weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn)
+    return weight.factors is None and not is_small and weight.group_size > SMALLEST_GROUP
+
+
+def _with(
+    weight: QuantizedMatrix, dtype: Any, scales: Array, zeros: Array | None, minimums: Array | None
+) -> QuantizedMatrix:
+    """Return a weight of one level with the codes of another."""
+
+    def of_one_level(values: Array | None) -> Array | None:
+        return None if values is None else values.astype(jnp.float32).astype(dtype)
+
+    return QuantizedMatrix(
+        codes=weight.codes,
+        scales=scales.astype(jnp.float32).astype(dtype),
+        zeros=of_one_level(zeros),
+        minimums=of_one_level(minimums),
+        code=weight.code,
+    )
+
+
+def _product(small: Array, factors: Array) -> Float[Array, "..."]:
+    """Return scales or minimums of groups times the factors of larger groups, in float32."""
+    values = small.astype(jnp.float32).reshape(*factors.shape, -1)
+    return (values * factors.astype(jnp.float32)[..., None]).reshape(small.shape)
+
+
 def wide_sm90(
     x: Float[Array, "M K"],
     weight: QuantizedMatrix,
@@ -87,6 +167,7 @@ def wide_sm90(
     ops: Any = wide_device,
 ) -> Float[Array, "M N"]:
     """Run the kernel, see `grouped_matmul_of_codes`. `ops` replaces what the interpreter lacks."""
+    weight, factors = in_one_level(weight)
     num_groups, *halves, num_outputs, depth = weight.shape
     num_rows, output_dtype = len(x), jnp.dtype(output_dtype or x.dtype)
     if config.parts > 1 and halves:  # XLA finishes them
@@ -101,7 +182,6 @@ def wide_sm90(
         depth=depth,
         num_outputs=num_outputs,
         num_scales=weight.scales.shape[-1],
-        has_zeros=weight.zeros is not None,
         w_slots=2 if codes_per_byte(weight.code) == 2 else 3,
         x_slots=0,
         num_blocks=config.num_blocks,
@@ -130,6 +210,8 @@ def wide_sm90(
         lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
         scales,
         by_output(weight.zeros),
+        by_output(weight.minimums),
+        by_output(factors),
         by_output(bias) if config.parts == 1 else None,
         tiles,
         problem=problem,
@@ -152,6 +234,8 @@ def _call(
     weight: Array,
     scales: Array,
     zeros: Array | None,
+    minimums: Array | None,
+    factors: Array | None,
     bias: Array | None,
     tiles: Plan,
     *,
@@ -167,18 +251,18 @@ def _call(
         plgpu.SMEM(x_shape, x.dtype, transforms=(swizzle,)),
     )
     staged_shape = (UNITS, STAGED_ROWS, STAGED_PITCH) if is_staged else (8,)
-    optional = [array for array in (zeros, bias) if array is not None]
+    given = [array is not None for array in (zeros, minimums, factors, bias)]
+    optional = [array for array in (zeros, minimums, factors, bias) if array is not None]
 
     def body(*refs):
         *gmem, y, weights, rows, staged, w_full, w_free, x_full, x_free = refs
-        group, row, num_rows, first, x, weight, scales = gmem[:7]
-        rest = list(gmem[7:])
-        zeros = rest.pop(0) if problem.has_zeros else None
-        bias = rest[0] if rest else None
+        group, row, num_rows, first, x, weight, scales, *rest = gmem
+        found = iter(rest)
+        zeros, minimums, factors, bias = (next(found) if is_given else None for is_given in given)
         x_tiled, x_boxes = rows
         if problem.ops is not wide_device:  # where views do not alias
             x_tiled = x_boxes
-        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, bias, y)
+        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, minimums, factors, bias, y)
         shared = Shared(weights, x_tiled, x_boxes, staged if is_staged else None, w_full, w_free, x_full, x_free)
         kernel(problem, arrays, shared)
 

@@ -46,9 +46,9 @@ _E2M1 = (
 def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: int, is_gated: bool, groups: int) -> Any:
     """Return the bits of the scales ref[base + outputs, column : column + groups] of outputs from `first` on.
 
-    `groups` is 1 or 2, the columns of a piece that have scales of their own. The result, [64, 8] of 32 bits, is for
-    `operand` of the same scales only: nothing waits for the loads before that. Beyond the last output or column that is
-    repeated.
+    `groups` is 1, 2 or, of 16 bits, 4: the columns of a piece that have scales of their own. The result, [64, 8] of 32
+    bits, is for `operand` of the same scales only: nothing waits for the loads before that. Beyond the last output or
+    column that is repeated.
     """
     size = jnp.dtype(ref.dtype).itemsize
     num_columns = ref.shape[1]
@@ -80,8 +80,14 @@ def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: in
             output = arith.addi(value_of(base), output)
             last = const_i32(num_columns - 1)
             if is_packed:
-                own = arith.minsi(value_of(column), const_i32(num_columns - 2))
-                found = [load(output, own, 2 * size), const_i32(0)]
+                found = [
+                    load(
+                        output,
+                        arith.minsi(arith.addi(value_of(column), const_i32(group)), const_i32(num_columns - 2)),
+                        2 * size,
+                    )
+                    for group in range(0, groups, 2)
+                ]
             else:
                 found = [
                     load(output, arith.minsi(arith.addi(value_of(column), const_i32(group)), last), size)
@@ -96,7 +102,7 @@ def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: in
 
 def _is_packed(dtype: Any, num_columns: int, groups: int) -> bool:
     """Return true if two scales are loaded at once."""
-    return groups == 2 and num_columns % 2 == 0 and jnp.dtype(dtype).itemsize <= 2
+    return groups % 2 == 0 and num_columns % 2 == 0 and jnp.dtype(dtype).itemsize <= 2
 
 
 def operand(
@@ -106,24 +112,25 @@ def operand(
     piece: Any,
     scales: Any = None,
     zeros: Any = None,
+    minimums: Any = None,
     *,
     code: Code,
     is_gated: bool,
     groups: int,
     num_columns: int,
-    dtype: Any,
-    zeros_dtype: Any = None,
+    dtypes: dict[str, Any],
 ) -> Any:
-    """Return the values of PIECE columns of 64 outputs in bfloat16, [64, PIECE], less zero points, times scales.
+    """Return the values of PIECE columns of 64 outputs in bfloat16, [64, PIECE]: (code - zero) * scale - minimum.
 
     `codes` is the ring [slots, outputs, 128] of bytes; `block` counts its blocks of 64 outputs, or of 32 in both halves
-    of the outputs, gate and up; `piece` counts the columns in it. `scales` and `zeros` are what `load_scales` returned
-    for a matrix of `dtype` with `num_columns` columns.
+    of the outputs, gate and up; `piece` counts the columns in it. `scales`, `zeros` and `minimums` are what
+    `load_scales` returned for matrices of `dtypes` with `num_columns` columns.
     """
     ring_outputs = codes.shape[1]
     out = plgpu.ShapeDtypeStruct((OUTPUTS, PIECE), jnp.bfloat16, layout=_LAYOUT)
-    vectors = [each for each in (scales, zeros) if each is not None]
-    has_zeros = zeros is not None
+    given = {"scales": scales, "zeros": zeros, "minimums": minimums}
+    given = {name: vectors for name, vectors in given.items() if vectors is not None}
+    names = list(given)
 
     def run(_, codes, slot, block, piece, *vectors):
         row, quarter = row_and_quarter()
@@ -135,22 +142,26 @@ def operand(
             output = own_output(half, is_gated=is_gated)
             own = arith.addi(arith.muli(value_of(block), const_i32(32 if is_gated else 64)), output)
             own = arith.addi(own, const_i32(half * ring_outputs // 2 if is_gated else 0))
-            factors = [_pair(vectors[0], half, g, dtype, num_columns, groups) for g in range(groups)]
-            minus = [
-                _pair(vectors[1], half, g, zeros_dtype, num_columns, groups, added=128.0) if has_zeros else None
-                for g in range(groups)
-            ]
+
+            def pairs(name: str, half: int = half, *, added: float = 0.0) -> list[Any]:
+                """Return what a matrix has for each group of the half."""
+                if name not in names:
+                    return [None] * groups
+                found = vectors[names.index(name)]
+                return [_pair(found, half, g, dtypes[name], num_columns, groups, added=added) for g in range(groups)]
+
+            factors, minus, less = pairs("scales"), pairs("zeros", added=128.0), pairs("minimums")
             for chunk, place in enumerate(places):
                 group = chunk * groups // len(places)
                 value = _value(codes, value_of(slot), own, place, code, minus[group] if groups else None)
                 if groups:
-                    value = times(value, factors[group])
+                    value = times(value, factors[group], less[group])
                 a[at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
         return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     scalars = map(splat, (slot, block, piece))
-    types = (_CODES, *[SCALAR] * 3, *[_LAYOUT] * len(vectors))
-    return inline(run, *types, out=out)(codes, *scalars, *vectors)
+    types = (_CODES, *[SCALAR] * 3, *[_LAYOUT] * len(given))
+    return inline(run, *types, out=out)(codes, *scalars, *given.values())
 
 
 def _pairs_of_nibbles(within: Any, quarter: Any, piece: Any) -> list[Any]:
@@ -180,6 +191,8 @@ def _value(codes: Any, slot: Any, output: Any, place: Any, code: Code, minus: An
         byte = arith.extui(i32, vector.extract(vector.load(ir.VectorType.get((1,), i8), codes, indices), [], [0]))
         if code == "e2m1":
             return llvm.inline_asm(i32, [byte], _E2M1, "=r,r")
+        if code == "uint4" and minus is None:
+            minus = const_i32(0x43004300)  # 128, without zero points
         return pair_of_nibbles(arith.muli(byte, const_i32(0x1001)), 0, code, minus)
     two = utils.bitcast(vector.load(ir.VectorType.get((2,), i8), codes, indices), ir.IntegerType.get_signless(16))
     two = arith.extui(i32, two)
@@ -191,9 +204,9 @@ def _value(codes: Any, slot: Any, output: Any, place: Any, code: Code, minus: An
 def _pair(vectors: Any, half: int, group: int, dtype: Any, num_columns: int, groups: int, *, added: float = 0.0) -> Any:
     """Return a scale, plus `added`, twice in bfloat16."""
     f32, is_packed = ir.F32Type.get(), _is_packed(dtype, num_columns, groups)
-    bits = vector.extract(vectors.registers[at(0, half)], [], [0 if is_packed else group])
+    bits = vector.extract(vectors.registers[at(0, half)], [], [group // 2 if is_packed else group])
     bits = utils.bitcast(bits, ir.IntegerType.get_signless(32))
-    upper = is_packed and group == 1
+    upper = is_packed and group % 2 == 1
     if jnp.dtype(dtype).itemsize == 1:  # the exponent of a power of two
         own = arith.andi(bits, const_i32(0xFF00 if upper else 0xFF))
         value = utils.bitcast(arith.shli(own, const_i32(15 if upper else 23)), f32)

@@ -45,7 +45,6 @@ class Problem(NamedTuple):
     """Outputs of each half."""
     num_scales: int
     """Scales of an output."""
-    has_zeros: bool
     w_slots: int
     x_slots: int
     num_blocks: int
@@ -110,8 +109,11 @@ class Global(NamedTuple):
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
     scales: Any
-    """[X * halves * N, scales of an output], as are zero points; None without."""
+    """[X * halves * N, scales of an output], as are zero points and minimums; None without."""
     zeros: Any
+    minimums: Any
+    factors: Any
+    """[X * halves * N, 1], which sums are multiplied by, or None."""
     bias: Any
     """[X * halves * N, 1], or None."""
     y: Any
@@ -256,10 +258,11 @@ def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
     Rows of a piece are released when the first product of the next one has been issued, codes when they are converted.
     """
     problem, smem, ops = block.problem, block.smem, block.problem.ops
-    matrices = [] if problem.groups == 0 else [block.gmem.scales] + [block.gmem.zeros] * problem.has_zeros
+    of_groups = {"scales": block.gmem.scales, "zeros": block.gmem.zeros, "minimums": block.gmem.minimums}
+    matrices = {name: matrix for name, matrix in of_groups.items() if problem.groups and matrix is not None}
 
     def vectors_of(index):
-        """Load the scales and zero points of a piece."""
+        """Load the scales, zero points and minimums of a piece."""
         piece = work.first * problem.pieces + index
         column = lax.div(piece, _int(problem.pieces_of_group)) * max(1, problem.groups)
         return [
@@ -273,7 +276,7 @@ def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
                     is_gated=problem.halves == 2,
                     groups=problem.groups,
                 )
-                for matrix in matrices
+                for matrix in matrices.values()
             ]
             for own in range(problem.blocks)
         ]
@@ -291,13 +294,12 @@ def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
                 w_slot,
                 block.warpgroup * problem.blocks + own,
                 in_slot,
-                *vectors[own],
+                **dict(zip(matrices, vectors[own], strict=True)),
                 code=problem.code,
                 is_gated=problem.halves == 2,
                 groups=problem.groups,
                 num_columns=problem.num_scales,
-                dtype=block.gmem.scales.dtype,
-                zeros_dtype=block.gmem.zeros.dtype if problem.has_zeros else None,
+                dtypes={name: matrix.dtype for name, matrix in matrices.items()},
             )
             if own == 0:
                 plgpu.barrier_wait(smem.x_full.at[x_slot])
@@ -351,7 +353,8 @@ def _finish(block: _Block, work: Work, first_output: Any, sums: Any) -> None:
             is_gated=is_gated,
         ).astype(jnp.float32)
 
-    scale = None if problem.groups else vector(gmem.scales)
+    scales = gmem.factors if problem.groups else gmem.scales
+    scale = None if scales is None else vector(scales)
     bias = None if gmem.bias is None else vector(gmem.bias)
     width = OUTPUTS // problem.halves
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from codes_cases import (
+    E4M3,
     E8M0,
     ON_A_GPU,
     OSS_DOWN,
@@ -16,6 +17,7 @@ from codes_cases import (
     QWEN_DOWN,
     QWEN_UP,
     WEIGHTS_ON_A_GPU,
+    WIDE_WEIGHTS_ON_A_GPU,
     check,
     make_case,
     shape_of,
@@ -25,7 +27,7 @@ from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.grouped_codes import grouped_matmul_of_codes
+from pallas_kernels.grouped_codes import grouped_matmul_of_codes, why_not
 from pallas_kernels.grouped_codes.sm90 import tile_rows
 from pallas_kernels.grouped_codes.sm90_wide import Config, heuristic, wide_sm90
 
@@ -39,6 +41,31 @@ INTERPRETED = {
     # Powers of two as scales, two in a piece; five pieces, the last of them half; sums stored from registers.
     "mxfp4": (
         {"code": "e2m1", "group": 32, "exponents": True, "sizes": [0, 5], "num_rows": 5, "outputs": 64, "depth": 288},
+        Config(rows=8, blocks=1, num_blocks=1),
+    ),
+    # Four scales a piece, the last piece half; a factor of sums, which two parts of K are multiplied by.
+    "nvfp4": (
+        {"code": "e2m1", "group": 16, "levels": E4M3, "sizes": [13], "num_rows": 13, "outputs": 72, "depth": 544}
+        | {"is_gated": True, "has_bias": True},
+        Config(rows=16, blocks=2, num_blocks=2, parts=2),
+    ),
+    "Q4_K": (
+        {"code": "uint4", "group": 32, "levels": jnp.int8, "has_minimums": True, "sizes": [3, 0, 20], "num_rows": 27}
+        | {"outputs": 72, "depth": 512, "is_gated": True},
+        Config(rows=16, blocks=2, num_blocks=2),
+    ),
+    "Q2_K": (
+        {"code": "uint4", "group": 16, "levels": jnp.int8, "has_minimums": True, "sizes": [5], "num_rows": 5}
+        | {"outputs": 64, "depth": 512},
+        Config(rows=8, blocks=1, num_blocks=1),
+    ),
+    "Q6_K": (
+        {"code": "int8", "group": 16, "levels": jnp.int8, "sizes": [5], "num_rows": 5, "outputs": 64, "depth": 512},
+        Config(rows=8, blocks=1, num_blocks=1),
+    ),
+    # Minimums of 16 bits in one level, with 8-bit codes.
+    "Q5_1": (
+        {"code": "int8", "group": 32, "has_minimums": True, "sizes": [5], "num_rows": 5, "outputs": 64, "depth": 288},
         Config(rows=8, blocks=1, num_blocks=1),
     ),
     # Zero points, parts of K of which one is shorter, whose sums XLA finishes; rows that are padded.
@@ -97,6 +124,56 @@ def test_compiles_without_spilling(num_rows, code, group, shape, scales):
     assert program.temp_bytes < 200_000 + 2 * sums  # no copy of weights
 
 
+FORMATS = {
+    "MXFP4": ("e2m1", 32, E8M0, False),
+    "NVFP4": ("e2m1", 16, E4M3, False),
+    "Q4_1": ("uint4", 32, jnp.float16, True),
+    "Q5_1": ("int8", 32, jnp.float16, True),
+    "Q4_K": ("uint4", 32, jnp.int8, True),
+    "Q2_K": ("uint4", 16, jnp.int8, True),
+    "Q3_K": ("int4", 16, jnp.int8, False),
+    "Q5_K": ("int8", 32, jnp.int8, True),
+    "Q6_K": ("int8", 16, jnp.int8, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "shape"),
+    quick_first(
+        [(name, num_rows, shape) for num_rows in (65, 128, 512) for name in FORMATS for shape in (UP, DOWN)], 2
+    ),
+)
+def test_formats_of_dense_matrices_compile_without_spilling(name, num_rows, shape):
+    of = jax.ShapeDtypeStruct
+    code, group, scales, has_minimums = FORMATS[name]
+    weight = shape_of(code, group, *shape, scales=scales, has_minimums=has_minimums)
+    activation = swiglu if len(shape) == 4 else None
+    run = functools.partial(grouped_matmul_of_codes, activation=activation)
+    program = compile_for_h200(run, of((num_rows, shape[-1]), jnp.bfloat16), weight, of((1,), jnp.int32))
+    [kernel] = program.kernels
+    assert kernel.name == "wide_grouped_codes"
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "matrix", "options", "reason"),
+    [
+        (100, ("fp8", 96, 1, 64, 192), {}, "scales of all columns, or of 16 to 128 that are a power of two"),
+        (100, ("int8", 16, 1, 64, 144), {}, "K in multiples of 32 with scales of 16"),
+        (100, ("uint4", None, 1, 64, 256), {}, "zero points and minimums of groups of columns"),
+        (513, ("int4", 16, 1, 64, 256), {}, "at most 512 rows with minimums, scales in two levels or of 16 columns"),
+        (513, ("e2m1", 16, 1, 64, 256), {"scales": E4M3}, "at most 512 rows"),
+        (513, ("int8", 32, 1, 64, 256), {"scales": jnp.int8}, "at most 512 rows"),
+        (513, ("uint4", 32, 1, 64, 256), {"has_minimums": True}, "at most 512 rows"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said(num_rows, matrix, options, reason):
+    weight = shape_of(*matrix, **options)
+    assert reason in (why_not(jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), jnp.bfloat16), weight) or "")
+    if num_rows == 513:
+        assert why_not(jax.ShapeDtypeStruct((512, weight.shape[-1]), jnp.bfloat16), weight) is None
+
+
 def test_tiles():
     """The fastest on a GPU."""
 
@@ -122,7 +199,7 @@ def test_tiles():
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("config", [Config(rows=128, blocks=2), Config(rows=48, blocks=2), Config(rows=256, blocks=1)])
-@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU + WIDE_WEIGHTS_ON_A_GPU, ids=str)
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case, weight, config):
     arguments, options, want = make_case(**ON_A_GPU[case], **weight)
@@ -133,7 +210,7 @@ def test_on_a_gpu(case, weight, config):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [72, 128, 200])
-@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6] + WIDE_WEIGHTS_ON_A_GPU, ids=str)
 def test_parts_of_k_on_a_gpu(weight, num_rows):
     arguments, options, want = make_case([num_rows], num_rows=num_rows, **weight)
     config = Config(rows=num_rows, blocks=2 if num_rows <= 128 else 1, parts=3)

@@ -21,8 +21,12 @@ def in_float(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def make_codes(shape, code, group, *, exponents=False, seed=0):
-    """Return a weight, and its values in float64."""
+def make_codes(shape, code, group, *, exponents=False, levels=None, has_minimums=False, seed=0):
+    """Return a weight, and its values in float64.
+
+    `levels` is what factors multiply: e4m3 by one of each output, or int8 by those of 256 columns. Minimums are about
+    what makes the mean 0.
+    """
     rng = np.random.default_rng(seed)
     *outputs, depth = shape
     groups = depth // group if group else 1
@@ -38,21 +42,45 @@ def make_codes(shape, code, group, *, exponents=False, seed=0):
         scales = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e8m0fnu)
     else:
         scales = jnp.asarray(rng.uniform(0.5, 1.5, (*outputs, groups)) / spread, jnp.bfloat16)
-    zeros = jnp.asarray(rng.integers(0, 17, scales.shape), jnp.bfloat16) if code == "uint4" else None
+    zeros = minimums = factors = minimum_factors = None
+    if levels is not None:
+        size = (*outputs, depth // 256 if levels == jnp.int8 else 1)
+        small = rng.integers(16, 64, scales.shape) if levels == jnp.int8 else rng.uniform(8, 448, scales.shape)
+        scales = jnp.asarray(small, jnp.float32).astype(levels)
+        factors = jnp.asarray(rng.uniform(0.5, 1.5, size) / spread / np.mean(small), jnp.float32)
+    if has_minimums:
+        middle = 7.5 if code == "uint4" else 1
+        if levels is None:
+            minimums = (scales.astype(jnp.float32) * rng.uniform(0.8, 1.2, scales.shape) * middle).astype(scales.dtype)
+        else:
+            minimums = jnp.asarray(rng.integers(0, 64, scales.shape), levels)
+            minimum_factors = (factors * middle).astype(jnp.float32)
+    elif code == "uint4":
+        zeros = jnp.asarray(rng.integers(0, 17, scales.shape), jnp.bfloat16)
     values = np.asarray(values_of(stored, code), np.float64)
     if zeros is not None:
         values -= np.repeat(in_float(zeros), depth // groups, axis=-1)
-    values *= np.repeat(in_float(scales), depth // groups, axis=-1)
-    return QuantizedMatrix(codes=stored, scales=scales, zeros=zeros, code=code), values
+
+    def of_columns(small, factors):
+        product = in_float(small)
+        if factors is not None:
+            product = product * np.repeat(in_float(factors), groups // factors.shape[-1], axis=-1)
+        return np.repeat(product, depth // groups, axis=-1)
+
+    values *= of_columns(scales, factors)
+    if minimums is not None:
+        values -= of_columns(minimums, minimum_factors)
+    parts = {"minimums": minimums, "factors": factors, "minimum_factors": minimum_factors}
+    return QuantizedMatrix(codes=stored, scales=scales, zeros=zeros, **parts, code=code), values
 
 
-def make_case(sizes, *, num_rows, outputs, depth, code, group, exponents=False, is_gated=False, has_bias=False):
+def make_case(sizes, *, num_rows, outputs, depth, code, group, is_gated=False, has_bias=False, **more):
     """x, weight, sizes, options, and the rows that are in a group as they should be."""
     rng = np.random.default_rng(num_rows)
     of_weight = (len(sizes), 2, outputs) if is_gated else (len(sizes), outputs)
     x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
     bias = jnp.asarray(rng.standard_normal(of_weight), jnp.bfloat16) if has_bias else None
-    weight, values = make_codes((*of_weight, depth), code, group, exponents=exponents)
+    weight, values = make_codes((*of_weight, depth), code, group, **more)
     total = sum(sizes)
 
     def multiply(values, bias):
@@ -76,17 +104,22 @@ def check(got, want):
     assert (np.linalg.norm(got - want, axis=1) <= 3 * TOLERANCE * size).all()
 
 
-def shape_of(code, group, *shape, scales=jnp.bfloat16):
+def shape_of(code, group, *shape, scales=jnp.bfloat16, has_minimums=False):
+    """Return the shapes of a weight; scales of 8 bits that are no exponents have factors."""
     of = jax.ShapeDtypeStruct
     *outputs, depth = shape
     scale = of((*outputs, depth // group if group else 1), scales)
     codes = of((*outputs, depth // codes_per_byte(code)), STORED[code])
-    return QuantizedMatrix(codes=codes, scales=scale, zeros=scale if code == "uint4" else None, code=code)
+    minimums = scale if has_minimums else None
+    zeros = scale if code == "uint4" and minimums is None else None
+    factor = {jnp.int8: of((*outputs, depth // 256), jnp.float16), E4M3: of((*outputs, 1), jnp.float32)}.get(scales)
+    factors = {"factors": factor, "minimum_factors": factor if has_minimums else None}
+    return QuantizedMatrix(codes=codes, scales=scale, zeros=zeros, minimums=minimums, **factors, code=code)
 
 
 QWEN_UP, QWEN_DOWN = (128, 2, 768, 2048), (128, 2048, 768)
 OSS_UP, OSS_DOWN = (32, 2, 2880, 2880), (32, 2880, 2880)
-E8M0 = jnp.float8_e8m0fnu
+E8M0, E4M3 = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 ON_A_GPU = {
     "one token": {"sizes": [0, 1, 0, 0, 1, 0, 1, 1], "num_rows": 4},
@@ -107,3 +140,14 @@ WEIGHTS_ON_A_GPU = [
     {"code": "int8", "group": None, "outputs": 200, "depth": 320, "is_gated": True, "has_bias": True},
     {"code": "int8", "group": 32, "outputs": 72, "depth": 64, "has_bias": True},
 ]
+_K = {"levels": jnp.int8, "outputs": 768, "depth": 2048}
+WIDE_WEIGHTS_ON_A_GPU = [
+    {"code": "e2m1", "group": 16, "levels": E4M3, "outputs": 768, "depth": 2048, "is_gated": True, "has_bias": True},
+    {"code": "uint4", "group": 32, "has_minimums": True, "is_gated": True} | _K,
+    {"code": "uint4", "group": 16, "has_minimums": True} | _K,
+    {"code": "int4", "group": 16} | _K,
+    {"code": "int8", "group": 32, "has_minimums": True} | _K,
+    {"code": "int8", "group": 16} | _K,
+    {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 2048, "depth": 768},
+]
+"""Formats that only the kernel of many rows takes: NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1."""

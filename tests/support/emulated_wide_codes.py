@@ -31,7 +31,7 @@ def load_scales(ref, base, first, column, *, num_outputs, is_gated, groups):
 
 
 def operand(
-    codes, slot, block, piece, scales=None, zeros=None, *, code, is_gated, groups, num_columns, dtype, zeros_dtype
+    codes, slot, block, piece, scales=None, zeros=None, minimums=None, *, code, is_gated, groups, num_columns, dtypes
 ):
     if is_gated:
         found = [codes[slot, pl.ds(half * codes.shape[1] // 2 + 32 * block, 32)] for half in range(2)]
@@ -46,8 +46,15 @@ def operand(
         of_group = values.reshape(OUTPUTS, groups, -1)
         if zeros is not None:
             of_group -= zeros[..., None]
-        values = (of_group * scales[..., None]).reshape(OUTPUTS, PIECE)
+        of_group *= _rounded(scales)[..., None]
+        if minimums is not None:
+            of_group -= _rounded(minimums)[..., None]
+        values = of_group.reshape(OUTPUTS, PIECE)
     return values.astype(jnp.bfloat16)
+
+
+def _rounded(values):
+    return values.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def stage(ref, y, warpgroup, row, *, is_gated):
