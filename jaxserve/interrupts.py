@@ -110,10 +110,10 @@ def while_waiting_for_threads(*, is_last: bool = False) -> Iterator[None]:
         return
     else:
         handler = _Once()
-        is_second = is_last or _is_interrupted()
-        signal.signal(signal.SIGINT, signal.SIG_DFL if is_second else handler)
+        ends_at_once = is_last or _is_interrupted()
+        signal.signal(signal.SIGINT, signal.SIG_DFL if ends_at_once else handler)
         try:
-            with contextlib.nullcontext() if is_second else _coming_again(handler):
+            with contextlib.nullcontext() if ends_at_once else _coming_again(handler):
                 yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -25,7 +25,7 @@ from jaxserve.layers.parts import (
     routing_part,
     sum_part,
 )
-from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose, first_of_each_kind
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose, distinct_layers
 from jaxserve.layers.weight import Weight
 from pallas_kernels.peers import PeerBuffers
 
@@ -99,9 +99,9 @@ def _row(
     others: dict[str, list[Part]] = {}
     x = jax.ShapeDtypeStruct((step.num_rows, ends.embedding.shape[1]), step.dtype)
     adds_up_in_norms = adds_up_partial_sums([layer.weights for layer in layers], x, step.peers)
-    path_of = dict(zip((layer.kind for layer in layers), kinds, strict=True))
-    for layer in first_of_each_kind(layers).values():
-        kind = path_of[layer.kind]
+    kind_of = dict(zip((layer.key for layer in layers), kinds, strict=True))
+    for key, layer in distinct_layers(layers).items():
+        kind = kind_of[key]
         if kind == Kind.OPERATIONS:
             _add(parts, _operations(layer, step))
             _add(others, _norms(layer, x, step, adds_up=adds_up_in_norms))

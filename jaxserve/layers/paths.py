@@ -76,8 +76,8 @@ class LayerShape:
     routing: Routing | None = None
 
     @functools.cached_property
-    def kind(self) -> object:
-        """What is equal, also as a key, for layers of which everything said here is the same."""
+    def key(self) -> object:
+        """What is equal for layers of which everything said here is the same."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         leaves, structure = jax.tree.flatten([fields.pop(name) for name in ("weights", "following", "cache")])
         return structure, *map(jax.typeof, leaves), *fields.values()
@@ -98,20 +98,20 @@ class StepShape:
 
 def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
     """Return the path of each layer. Fused layers pass on each other's qkv, so either all or none are fused."""
-    kinds = first_of_each_kind(layers)
-    reason = next((reason for layer in kinds.values() if (reason := why_not_fused(layer, step)) is not None), None)
+    distinct = distinct_layers(layers)
+    reason = next((reason for layer in distinct.values() if (reason := why_not_fused(layer, step)) is not None), None)
     if reason is not None:
         return [Path(Kind.OPERATIONS, reason)] * len(layers)
-    paths = {kind: _choose_fused(layer, step) for kind, layer in kinds.items()}
-    return [paths[layer.kind] for layer in layers]
+    paths = {key: _choose_fused(layer, step) for key, layer in distinct.items()}
+    return [paths[layer.key] for layer in layers]
 
 
-def first_of_each_kind(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
-    """Return the first layer of each kind by its kind, in their order."""
-    kinds: dict[object, LayerShape] = {}
+def distinct_layers(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
+    """Return the first of all layers that are the same, by their key, in their order."""
+    distinct: dict[object, LayerShape] = {}
     for layer in layers:
-        kinds.setdefault(layer.kind, layer)
-    return kinds
+        distinct.setdefault(layer.key, layer)
+    return distinct
 
 
 def _choose_fused(layer: LayerShape, step: StepShape) -> Path:

@@ -51,8 +51,18 @@ _CASES: tuple[tuple[tuple[_Experts, ...], Code, int | None], ...] = (
     (_LLAMA, "int4", 128),
     (_LLAMA, "int8", None),
 )
+_IN_LEVELS: dict[str, tuple[Code, int, jnp.dtype, bool]] = {
+    "NVFP4": ("e2m1", 16, jnp.dtype(jnp.float8_e4m3fn), False),
+    "Q2_K": ("uint4", 16, jnp.dtype(jnp.int8), True),
+    "Q3_K": ("int4", 16, jnp.dtype(jnp.int8), False),
+    "Q4_K": ("uint4", 32, jnp.dtype(jnp.int8), True),
+    "Q5_K": ("int8", 32, jnp.dtype(jnp.int8), True),
+    "Q6_K": ("int8", 16, jnp.dtype(jnp.int8), False),
+}
+"""Formats with scales in two levels: codes, columns of a scale, its type, and whether there are minimums."""
 _TOKENS = (1, 16, 64, 256, 8192)
 _DENSE_TOKENS = (96, 128, 256, 512, 2048, 8192)
+_TOKENS_IN_LEVELS = (128, 512)
 
 
 def grouped_codes_rows() -> Iterator[Row]:
@@ -67,18 +77,34 @@ def grouped_codes_rows() -> Iterator[Row]:
                 name = f"{num_tokens} of {experts.name}"
                 yield _row(f"{name}, {code}", experts, codes, num_tokens)
                 yield _row(f"{name}, bfloat16", experts, dense, num_tokens)
+    for name, format_ in _IN_LEVELS.items():
+        for matrix in _LLAMA:
+            codes = _codes_in_levels(matrix, *format_)
+            for num_tokens in _TOKENS_IN_LEVELS:
+                yield _row(f"{num_tokens} of {matrix.name}, {name}", matrix, codes, num_tokens)
+                yield _row(f"{num_tokens} of {matrix.name}, {name}", matrix, codes, num_tokens, by_xla=True)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _row(name: str, experts: _Experts, weight: QuantizedMatrix | jax.Array, num_tokens: int) -> Row:
+def _multiply_floats(x: jax.Array, weight: QuantizedMatrix, _sizes: jax.Array) -> jax.Array:
+    """Multiply by a dense matrix of which XLA makes floats first."""
+    y = x @ weight.dequantize().astype(x.dtype).reshape(-1, x.shape[1]).T
+    return y if len(weight.shape) == 3 else _swiglu(*jnp.split(y, 2, axis=1))
+
+
+def _row(
+    name: str, experts: _Experts, weight: QuantizedMatrix | jax.Array, num_tokens: int, *, by_xla: bool = False
+) -> Row:
     num_rows = num_tokens * experts.per_token
     used = experts.num_groups * (1 - (1 - experts.per_token / experts.num_groups) ** num_tokens)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) / experts.num_groups * used
     activation = _swiglu if experts.is_gated else None
-    if isinstance(weight, QuantizedMatrix):
+    if by_xla:
+        function = _multiply_floats
+    elif isinstance(weight, QuantizedMatrix):
         function = functools.partial(grouped_matmul_of_codes, activation=activation)
     else:
         function = functools.partial(grouped_matmul, activation=activation, implementation="sm90")
@@ -91,7 +117,12 @@ def _row(name: str, experts: _Experts, weight: QuantizedMatrix | jax.Array, num_
         for seed in range(num_rotations(int(num_bytes)))
     ]
     flops = 2.0 * num_rows * np.prod(experts.shape[1:])
-    return Row(name, "sm90", measure(function, inputs, repeats=5), floor(num_bytes=num_bytes, flops=float(flops)))
+    return Row(
+        name,
+        "xla" if by_xla else "sm90",
+        measure(function, inputs, repeats=5),
+        floor(num_bytes=num_bytes, flops=float(flops)),
+    )
 
 
 def _sizes(experts: _Experts, num_tokens: int, seed: int) -> jax.Array:
@@ -112,3 +143,21 @@ def _codes(experts: _Experts, code: Code, group: int | None) -> QuantizedMatrix:
     elif code == "int8":
         bits = jax.lax.bitcast_convert_type(bits, jnp.int8)
     return QuantizedMatrix(codes=bits, scales=scales, code=code)
+
+
+def _codes_in_levels(
+    experts: _Experts, code: Code, group: int, scales: jnp.dtype, has_minimums: bool
+) -> QuantizedMatrix:
+    """Return random codes with scales of 8 bits, and factors of them: of 256 columns, or of all for floats."""
+    *outputs, depth = experts.shape
+    ones = jnp.ones((*outputs, depth // group), jnp.float32).astype(scales)
+    size = depth // 256 if scales == jnp.int8 else 1
+    factors = jnp.full((*outputs, size), depth**-0.5 / 4, jnp.float32)
+    return QuantizedMatrix(
+        codes=_codes(experts, code, group).codes,
+        scales=ones,
+        factors=factors,
+        minimums=ones if has_minimums else None,
+        minimum_factors=factors if has_minimums else None,
+        code=code,
+    )

@@ -19,7 +19,7 @@ from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Forward, PlainDecode
 from jaxserve.layers.parts import Kernel
-from jaxserve.layers.paths import Kind, first_of_each_kind
+from jaxserve.layers.paths import Kind, distinct_layers
 from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
@@ -84,12 +84,11 @@ def test_lines_of_a_dense_model():
     ]
 
 
-def test_layers_of_a_kind_differ_in_nothing():
-    """One of each is looked at."""
+def test_the_same_layers_are_looked_at_once():
     layers, _ = make_builder(LLAMA | {"num_hidden_layers": 4})._shapes
     first, _, third, last = layers
-    assert [*first_of_each_kind(layers).values()] == [first, last]  # no layer follows the last
-    assert first.kind == third.kind
+    assert [*distinct_layers(layers).values()] == [first, last]  # no layer follows the last
+    assert first.key == third.key
     for name, other in {
         "weights": first.weights | {"bias": first.weights["mlp_norm"]},
         "following": None,
@@ -100,7 +99,7 @@ def test_layers_of_a_kind_differ_in_nothing():
         "adds_in_norms": False,
         "cache": first.cache._replace(k=first.cache.k.update(dtype=jnp.float32)),
     }.items():
-        assert dataclasses.replace(first, **{name: other}).kind != first.kind, name
+        assert dataclasses.replace(first, **{name: other}).key != first.key, name
 
 
 @pytest.mark.parametrize(
