@@ -130,7 +130,7 @@ class Quantized(Weight):
     def quantized_entries(self) -> QuantizedMatrix | None:
         name = self.scheme.codes
         has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None or self.order is not None
-        if name in ("nf4", "fp4") or has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
+        if has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
             return None
         codes, scales, zeros, *_ = self.parts
         return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
@@ -138,7 +138,7 @@ class Quantized(Weight):
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
         name = self.scheme.codes
-        if name in ("nf4", "fp4") or self.order is not None:
+        if self.order is not None:
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)

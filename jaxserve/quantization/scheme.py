@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 from jaxtyping import Float, Shaped
 
+from pallas_kernels.device.code_values import E2M1, FP4, NF4
+
 CodeName = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4", "fp4"]
 Init = Literal["normal", "constant", "bits", "int8", "int4"]
 ScaleName = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu", "int8"]
@@ -45,17 +47,6 @@ class CodeKind:
         return self.per_byte == 1 and self.dtype != np.int8
 
 
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The quantiles of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FP4 = tuple(float(np.float32(value / 12)) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-"""The values that bitsandbytes calls FP4, without the sign, which is the highest bit."""
-
 KINDS: dict[str, CodeKind] = {
     "int8": CodeKind(dtype=np.dtype(np.int8), largest=127.5, init="int8", typical=73.6),
     "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, init="normal", typical=1.0),
@@ -64,15 +55,15 @@ KINDS: dict[str, CodeKind] = {
     "e2m1": CodeKind(
         dtype=np.dtype(np.uint8),
         per_byte=2,
-        values=(*E2M1, *(-value for value in E2M1)),
-        largest=E2M1[-1],
+        values=E2M1,
+        largest=max(E2M1),
         typical=2.9,
     ),
     "nf4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=NF4, largest=NF4[-1], typical=0.55),
     "fp4": CodeKind(
         dtype=np.dtype(np.uint8),
         per_byte=2,
-        values=(*FP4, 0.0, *(-value for value in FP4[1:])),
+        values=FP4,
         largest=max(FP4),
         typical=0.47,
     ),

@@ -16,10 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import (
     E2M1_EXPONENT,
+    MULTIPLIERS,
     Code,
     codes_per_byte,
     pair_of_bytes,
     pair_of_nibbles,
+    pairs_of_table,
     rearranged,
     small_pair_of_e2m1,
     times,
@@ -118,8 +120,9 @@ def add_product(
                         a[place] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-        for first in range(start_column, end_column, BATCH):
-            pieces = range(first, min(first + BATCH, end_column), PIECE)
+        batch = PIECE if code in MULTIPLIERS else BATCH  # their tables are in registers
+        for first in range(start_column, end_column, batch):
+            pieces = range(first, min(first + batch, end_column), PIECE)
             operands = [operand(start) for start in pieces]
             done = []
             if acc is None and not scales_sums:
@@ -165,11 +168,12 @@ def factor_of_sums(code: Code, *, rows: int, num_scales: int, group_size: int, h
     """Return what the sums of all blocks are to be multiplied by.
 
     Where scales multiply weights of e2m1, these are converted as 2^-E2M1_EXPONENT of their value, and the scales are
-    multiplied by the square root of what is missing: by all of it bfloat16 could not represent those above 2.
+    multiplied by the square root of what is missing: by all of it bfloat16 could not represent those above 2. Values of
+    tables are multiplied by their MULTIPLIERS.
     """
     if code == "e2m1" and _scales_weights(rows, num_scales, group_size, has_minimums=has_minimums):
         return 2.0 ** (E2M1_EXPONENT // 2)
-    return 1.0
+    return 1 / MULTIPLIERS.get(code, 1.0)
 
 
 def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = None) -> None:
@@ -256,6 +260,8 @@ class _Thread:
         """
         if codes_per_byte(code) == 2:
             words = [self._word(half, start // 2) for half in range(2)]
+            if code in MULTIPLIERS:
+                return [list(pairs) for pairs in zip(*(pairs_of_table(word, code) for word in words), strict=True)]
 
             def pair(half: int, index: int) -> Any:
                 if is_small:

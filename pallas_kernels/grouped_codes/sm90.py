@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, UNIT
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
@@ -84,6 +84,8 @@ def why_not_shapes(x: Any, weight: QuantizedMatrix) -> str | None:
     """Return why neither this kernel nor the wide one can multiply rows and weights of such shapes, or None."""
     if x.dtype != jnp.bfloat16:
         return f"rows of bfloat16, got {x.dtype}"
+    if weight.code in MULTIPLIERS:
+        return f"codes that are no indices of a table, got {weight.code}"
     depth, outputs = weight.shape[-1], weight.shape[-2]
     if depth % (16 * codes_per_byte(weight.code)) or outputs % CHUNK or outputs < OUTPUTS:
         return (

@@ -224,10 +224,8 @@ def _scaling(matmul: Matmul, found: Mapping[str, tuple[Any, ...]]) -> list[Any]:
 
 
 def _factor_of_sums(rows: int, matmul: Matmul) -> float:
-    if matmul.scales not in matmul.vectors_of_blocks:
-        return 1.0
-    num_scales = matmul.scales.count(matmul.block_k)
-    size = matmul.block_k // num_scales
+    num_scales = matmul.scales.count(matmul.block_k) if matmul.scales in matmul.vectors_of_blocks else 0
+    size = matmul.block_k // max(1, num_scales)
     return factor_of_sums(matmul.code, rows=rows, num_scales=num_scales, group_size=size)
 
 

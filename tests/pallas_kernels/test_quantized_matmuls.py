@@ -28,7 +28,18 @@ from pallas_kernels.quantized_matmuls import (
 from pallas_kernels.quantized_matmuls.sm90 import Product, cut
 
 EPS = 1e-5
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+VALUES = {
+    "int4": np.arange(-8, 8),
+    "uint4": np.arange(16),
+    "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+    "fp4": np.array([0, 1 / 16, 8, 12, 4, 6, 2, 3, 0, -1 / 16, -8, -12, -4, -6, -2, -3]) / 12,
+    "nf4": np.array(
+        [
+            *(-1, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0),
+            *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1),
+        ]
+    ),
+}
 TOLERANCE = 6e-3
 """Largest error relative to the result's norm: activations between two matmuls are rounded to 8 bits."""
 TOLERANCE_OF_Q4_K = 7e-3
@@ -37,7 +48,7 @@ TOLERANCE_OF_Q4_K = 7e-3
 """
 
 
-STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}
+STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(VALUES, jnp.uint8)
 
 
 class Format(NamedTuple):
@@ -69,6 +80,9 @@ FORMATS = {
     "int8 with zero points": Format("int8", 128, "float16", has_zeros=True),
     "MXFP4": Format("e2m1", 32, "float8_e8m0fnu"),
     "NVFP4": Format("e2m1", 16, "float8_e4m3fn", factors="float32"),
+    "NF4": Format("nf4", 64),
+    "NF4 of 128": Format("nf4", 128, "float16"),
+    "FP4": Format("fp4", 64),
     "Q4_1": Format("uint4", 32, "float16", has_minimums=True),
     "Q5_1": Format("int8", 32, "float16", has_minimums=True),
     "Q8_0": Format("int8", 32, "float16"),
@@ -89,7 +103,7 @@ def make_matrix(outputs, depth, name, seed=0):
     if codes_per_byte(form.code) == 2:
         codes = rng.integers(0, 16, (*outputs, depth), np.uint8)
         stored = jnp.asarray(codes[..., ::2] | codes[..., 1::2] << 4)
-        values = E2M1[codes] if form.code == "e2m1" else codes.astype(np.float64) - (8 if form.code == "int4" else 0)
+        values = VALUES[form.code][codes].astype(np.float64)
     else:
         values = rng.standard_normal((*outputs, depth))
         if form.code == "int8":
@@ -330,6 +344,8 @@ SMALL = (1024, 1024, 4864, 1152)
             *((64, f"Q{bits}_K", SMALL) for bits in (2, 3, 4, 5, 6)),
             *((1, form, SMALL) for form in ("int8 with zero points", "Q2_K")),
             *((16, form, SMALL) for form in ("Q5_1", "Q6_K")),
+            *((num_rows, "NF4", SMALL) for num_rows in (1, 16, 32, 64)),
+            (64, "FP4", SMALL),
         ]
     ),
 )
@@ -375,6 +391,8 @@ ON_A_GPU = [
     ("int8", (1024, 1024, 2816, 1536)),
     ("NVFP4", (1024, 1024, 5440, 1152)),
     ("MXFP4", (1088, 1152, 5440, None)),
+    ("NF4", SMALL),
+    ("FP4", (1088, 1152, 5440, None)),
     ("Q4_K", SMALL),
     ("Q6_K", SMALL),
 ]
