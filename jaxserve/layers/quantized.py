@@ -128,22 +128,16 @@ class Quantized(Weight):
 
     @override
     def quantized_entries(self) -> QuantizedMatrix | None:
-        name = self.scheme.codes
-        has_more = self.scheme.has_minimums or self.scheme.factor_dtype is not None or self.order is not None
-        if has_more or self.scheme.scale_dtype in ("int8", "float8_e4m3fn"):
-            return None
-        codes, scales, zeros, *_ = self.parts
-        return QuantizedMatrix(codes=codes, scales=scales, zeros=zeros, code=name)
+        return None if self.order is not None else QuantizedMatrix(**self.parts._asdict(), code=self.scheme.codes)
 
     @override
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:
-        name = self.scheme.codes
         if self.order is not None:
             return None
         outputs = self.shape[: self.ndim - num_inputs]
         rows = outputs if len(outputs) == 2 and outputs[0] == 2 else (math.prod(outputs),)
         parts = jax.tree.map(lambda part: part.reshape(*rows, -1), self.parts)
-        return QuantizedMatrix(**parts._asdict(), code=name)
+        return QuantizedMatrix(**parts._asdict(), code=self.scheme.codes)
 
     @override
     def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:

@@ -12,9 +12,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import scaling
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of, vector_of
 from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
 from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
+from pallas_kernels.device.scaling import vectors_of
 from pallas_kernels.jax_internals import arith, ir, vector
 
 __all__ = [
@@ -22,9 +24,11 @@ __all__ = [
     "halves",
     "interleave_rows",
     "load_sums",
+    "load_words",
     "outputs_vector",
     "store_rows",
     "store_sums",
+    "vectors_of",
     "zeros",
 ]
 
@@ -50,9 +54,7 @@ def outputs_vector(ref: Any, base: Any, first: Any, column: Any, *, num_outputs:
         element = ref.type.element_type
         registers = []
         for half in range(2):
-            output = arith.addi(value_of(first), own_output(half, is_gated=is_gated))
-            output = arith.minsi(output, const_i32(num_outputs - 1))
-            output = arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
+            output = _output(value_of(first), half, num_outputs=num_outputs, is_gated=is_gated)
             index = arith.addi(value_of(base), output)
             one = vector.load(ir.VectorType.get((1,), element), ref, [as_index(index), as_index(value_of(column))])
             value = vector.extract(one, [], [0])
@@ -62,6 +64,26 @@ def outputs_vector(ref: Any, base: Any, first: Any, column: Any, *, num_outputs:
         return chunk_of(registers)
 
     return inline(run, REF, *[SCALAR] * 3, out=out)(ref, *map(splat, (base, first, column)))
+
+
+def load_words(
+    ref: Any, places: tuple[Any, Any], column: Any, *, count: int, num_outputs: int, is_gated: bool
+) -> tuple[Any, ...]:
+    """Return ref[base + outputs, column : column + count], see `scaling.load_words`.
+
+    `places` are the base and the first output; the outputs are those of `outputs_vector`.
+    """
+
+    def output(half: int, base: Any, first: Any) -> Any:
+        return arith.addi(base, _output(first, half, num_outputs=num_outputs, is_gated=is_gated))
+
+    return scaling.load_words(ref, places, column, count=count, output=output)
+
+
+def _output(first: Any, half: int, *, num_outputs: int, is_gated: bool) -> Any:
+    """Return the index of a thread's output of a matrix, or of gate and up, in a half of its registers."""
+    output = arith.minsi(arith.addi(first, own_output(half, is_gated=is_gated)), const_i32(num_outputs - 1))
+    return arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
 
 
 def _power_of_two(exponent: Any) -> Any:

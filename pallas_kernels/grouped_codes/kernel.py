@@ -5,6 +5,7 @@ ones as others and another part of K, whose sums are added up in shared memory. 
 in shared memory; one copies rows, and puts their columns into the order of codes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import Code, codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, factor_of_sums
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
+from pallas_kernels.device.scaling import ScaledProduct, Scaling
 from pallas_kernels.grouped_matmul import BAND
 
 NUM_COMPUTE = 4
@@ -27,8 +28,8 @@ CHUNK = 8
 """Rows that are finished at a time."""
 ROWS_AT_A_TIME = 64
 """Rows whose columns in a piece the threads of a warpgroup put in order together."""
-MAX_ROWS_TO_LOAD_AHEAD, MAX_VECTORS_TO_LOAD_AHEAD = 32, 4
-"""With more rows, or more scales and zero points a step, there are no registers for those of the next step."""
+WORDS_AHEAD = 8
+"""Words of scales and zero points that are loaded a step ahead; with minimums there are no registers for any."""
 
 _int = jnp.int32
 
@@ -36,19 +37,16 @@ _int = jnp.int32
 class Problem(NamedTuple):
     """Compile-time parameters of the kernel."""
 
-    code: Code
+    scaling: Scaling
+    """Of the weight: names of the arrays in global memory."""
     rows: int
     """Rows of a tile: 8, 16, 32 or 64."""
     across: int
     """Warpgroups that have outputs of their own: 1, 2 or 4."""
     halves: int
     """Gate and up, or one."""
-    depth: int
     num_outputs: int
     """Outputs of each half."""
-    num_scales: int
-    """Scales of an output."""
-    has_zeros: bool
     w_slots: int
     x_slots: int
     num_blocks: int
@@ -64,12 +62,12 @@ class Problem(NamedTuple):
     @property
     def block_k(self) -> int:
         """Columns that a warpgroup multiplies in a step."""
-        return BYTES * codes_per_byte(self.code)
+        return self.scaling.block_k
 
     @property
     def steps(self) -> int:
         """Number of steps per item."""
-        return -(-self.depth // (self.block_k * self.deep))
+        return -(-self.scaling.depth // (self.block_k * self.deep))
 
     @property
     def pieces(self) -> int:
@@ -92,18 +90,6 @@ class Problem(NamedTuple):
         return -(-self.num_outputs // self.tile)
 
     @property
-    def scales_of_block(self) -> int:
-        """Scales of the columns of a block; 0 if an output has only one, which its sum is multiplied by."""
-        return 0 if self.num_scales == 1 else self.block_k * self.num_scales // self.depth
-
-    @property
-    def factor_of_sums(self) -> float:
-        """What the sums of all blocks are multiplied by."""
-        num_scales = self.scales_of_block
-        size = self.block_k // max(1, num_scales)
-        return factor_of_sums(self.code, rows=self.rows, num_scales=num_scales, group_size=size)
-
-    @property
     def num_parts(self) -> int:
         """Number of sums that are added to those of other warpgroups."""
         return NUM_COMPUTE - self.across
@@ -119,9 +105,8 @@ class Global(NamedTuple):
     x: Any
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
-    scales: Any
-    """[X * halves * N, scales of an output], as are zero points; None without."""
-    zeros: Any
+    vectors: dict[str, Any]
+    """The arrays of `scaling`, [X * halves * N, numbers of an output]."""
     bias: Any
     """[X * halves * N, 1], or None."""
     y: Any
@@ -298,7 +283,7 @@ def _interleave(block: _Block, step: Any) -> None:
     @pl.loop(0, problem.pieces // pieces)
     def _(turn):
         first = slot * problem.pieces + turn * pieces
-        problem.ops.interleave_rows(smem.x, first, problem.code, pieces=pieces)
+        problem.ops.interleave_rows(smem.x, first, problem.scaling.code, pieces=pieces)
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.x_ready.at[slot])
@@ -330,61 +315,48 @@ def _compute(block: _Block, item: Item, first_step: Any) -> None:
         _finish(block, item, first_output, total)
 
 
-def _vector(block: _Block, item: Item, ref: Any, first_output: Any, column: Any) -> Any:
-    """Return a scale, a zero point or a bias of each output, [64, 8] with equal columns, as it is stored."""
-    problem = block.problem
-    return problem.ops.outputs_vector(
-        ref,
-        item.group * (problem.halves * problem.num_outputs),
-        first_output,
-        column,
-        num_outputs=problem.num_outputs,
-        is_gated=problem.halves == 2,
-    )
-
-
 def _multiply(block: _Block, item: Item, first_output: Any, first_step: Any) -> Any:
     """Return this warpgroup's sums [64, rows]."""
     problem, smem, ops = block.problem, block.smem, block.problem.ops
-    num_scales = problem.scales_of_block
-    add = ops.add_product(
-        problem.code,
+    is_gated = problem.halves == 2
+    product = ScaledProduct(
+        problem.scaling,
         rows=problem.rows,
-        is_gated=problem.halves == 2,
-        num_scales=num_scales,
-        has_zeros=problem.has_zeros,
+        is_gated=is_gated,
         has_pieces_apart=True,
+        words_ahead=0 if problem.scaling.has_minimums else WORDS_AHEAD,
+        add_product=ops.add_product,
+        vectors_of=ops.vectors_of,
     )
-    part = lax.div(block.warpgroup, _int(problem.across))
-    loads_ahead = (
-        problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_scales * (1 + problem.has_zeros) <= MAX_VECTORS_TO_LOAD_AHEAD
-    )
+    part_of_k = lax.div(block.warpgroup, _int(problem.across))
+    base = item.group * (problem.halves * problem.num_outputs)
 
-    def vectors_of(k):
-        """Load the scales and zero points of a step, in the types that they are stored in."""
-        first = (k * problem.deep + part) * num_scales
-        columns = [lax.min(first + index, _int(problem.num_scales - 1)) for index in range(num_scales)]
-        refs = (block.gmem.scales, *((block.gmem.zeros,) if problem.has_zeros else ()))
-        return tuple(_vector(block, item, ref, first_output, column) for ref in refs for column in columns)
+    def load_words(vectors, column, count):
+        places, options = (base, first_output), {"num_outputs": problem.num_outputs, "is_gated": is_gated}
+        return ops.load_words(block.gmem.vectors[vectors.name], places, column, count=count, **options)
+
+    def load(k, part=None):
+        """Load the scales of a step or a part of it, and what belongs to them."""
+        return product.load(load_words, k * problem.deep + part_of_k, part)
 
     def step(k, carry):
-        sums, *vectors = carry
-        following = vectors_of(k + 1) if loads_ahead else ()
-        vectors = vectors if loads_ahead else vectors_of(k)
+        sums, *words = carry
+        following = load(k + 1) if product.loads_ahead else ()
+        words = words if product.loads_ahead else load(k, 0)
         w_slot = lax.rem(first_step + k, _int(problem.w_slots))
         x_slot = lax.rem(first_step + k, _int(problem.x_slots))
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         plgpu.barrier_wait(smem.x_ready.at[x_slot])
-        first_piece = x_slot * problem.pieces + part * (problem.block_k // PIECE)
-        places = [jnp.full((128,), place, jnp.int32) for place in (w_slot, block.warpgroup, first_piece)]
-        vectors = [vector.astype(jnp.float32) for vector in vectors]
-        sums = add(sums, smem.weights, places[0], places[1], smem.x, places[2], *vectors)
+        first_piece = x_slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
+        slot, warpgroup, piece = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, first_piece))
+        operands = (smem.weights, slot, warpgroup, smem.x, piece)
+        sums = product.add(sums, words, functools.partial(load, k), *operands)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
         return sums, *following
 
     zeros = ops.zeros(problem.rows)
-    return lax.fori_loop(_int(0), _int(problem.steps), step, (zeros, *(vectors_of(0) if loads_ahead else ())))[0]
+    return lax.fori_loop(_int(0), _int(problem.steps), step, (zeros, *(load(0) if product.loads_ahead else ())))[0]
 
 
 def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
@@ -392,16 +364,24 @@ def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
     problem, gmem, ops = block.problem, block.gmem, block.problem.ops
 
     def vector(ref):
-        return _vector(block, item, ref, first_output, _int(0)).astype(jnp.float32)
+        return ops.outputs_vector(
+            ref,
+            item.group * (problem.halves * problem.num_outputs),
+            first_output,
+            _int(0),
+            num_outputs=problem.num_outputs,
+            is_gated=problem.halves == 2,
+        ).astype(jnp.float32)
 
-    scale = None if problem.scales_of_block else vector(gmem.scales)
+    scales, factor = problem.scaling.output_scales, problem.scaling.factor_of_sums(problem.rows)
+    scale = None if scales is None else vector(gmem.vectors[scales.name])
     bias = None if gmem.bias is None else vector(gmem.bias)
     for chunk in range(problem.rows // CHUNK):
 
         @pl.when(chunk * CHUNK < item.num_rows)
         def _(chunk=chunk):
             y = sums[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-            y = y if problem.factor_of_sums == 1 else y * problem.factor_of_sums
+            y = y if factor == 1 else y * factor
             y = y if scale is None else y * scale
             y = y if bias is None else y + bias
             if problem.activation is not None:

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_codes.sm90 import SIZES, grouped_codes_sm90, tile_rows
-from pallas_kernels.grouped_codes.sm90 import why_not as why_not_sm90
+from pallas_kernels.grouped_codes.sm90 import why_not as why_not_format
 from pallas_kernels.grouped_codes.sm90_wide import heuristic, wide_sm90
 from pallas_kernels.grouped_codes.sm90_wide import why_not as why_not_wide
 from pallas_kernels.grouped_matmul import Plan
@@ -16,14 +16,13 @@ from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why no kernel multiplies such rows by such weights, or None if one does: arrays, or their shapes.
-
-    Few rows a group have a kernel of their own, which takes fewer formats; what it takes, many rows may have too.
-    """
+    """Return why no kernel multiplies such rows by such weights, or None if one does: arrays, or their shapes."""
     if num_sms() < NUM_SMS:
         return f"a GPU of {NUM_SMS} multiprocessors: {num_sms()}"
+    if reason := why_not_format(x, weight):
+        return reason
     is_wide = tile_rows(x.shape[0], weight.shape[0]) > SIZES[-1]
-    return why_not_wide(x, weight) if is_wide else why_not_sm90(x, weight)
+    return why_not_wide(x, weight) if is_wide else None
 
 
 def grouped_matmul_of_codes(
@@ -40,10 +39,10 @@ def grouped_matmul_of_codes(
 
     They are Mosaic kernels for Hopper GPUs, one for few rows a group and one for many, that read the codes of groups
     with rows and convert them in registers; rows stay in bfloat16, sums are in float32, the result in x's dtype or
-    another. A dense matrix is that of a single group. Scales are of 16 or 32 bits, or powers of two (e8m0); with many
-    rows also of groups of 16 columns, of 8 bits, in two levels, and with minimums. `tiles` is the result of `plan` for
-    these sizes and tiles of `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together,
-    NotImplementedError with the reason of `why_not` for what the kernels cannot do.
+    another. A dense matrix is that of a single group. Scales are of 8, 16 or 32 bits or powers of two (e8m0), and of 16
+    columns or more, also in two levels and with minimums. `tiles` is the result of `plan` for these sizes and tiles of
+    `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together, NotImplementedError with the reason of
+    `why_not` for what the kernels cannot do.
     """
     num_axes = 3 if activation is None else 4
     if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):

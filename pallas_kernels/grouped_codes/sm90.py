@@ -16,12 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, UNIT
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.quantized_matmuls.matrix import scaling_of, vectors_of_outputs
 
 SIZES = (8, 16, 32)
 """Rows that a tile may have; those of the wide kernel have more."""
@@ -31,7 +32,6 @@ SPARE = 1.5
 ROW_BYTES = 32 * 1024
 """Most bytes of the rows of a step."""
 X_SLOTS = 3
-SMALLEST_GROUP = UNIT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,37 +80,33 @@ def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     return Config(rows=rows, across=across)
 
 
-def why_not_shapes(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why neither this kernel nor the wide one can multiply rows and weights of such shapes, or None."""
+def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why neither this kernel nor the wide one multiplies such rows by such weights, [X, N, K] or [X, 2, N, K],
+    or None if both do.
+    """
     if x.dtype != jnp.bfloat16:
         return f"rows of bfloat16, got {x.dtype}"
     if weight.code in MULTIPLIERS:
         return f"codes that are no indices of a table, got {weight.code}"
-    depth, outputs = weight.shape[-1], weight.shape[-2]
-    if depth % (16 * codes_per_byte(weight.code)) or outputs % CHUNK or outputs < OUTPUTS:
+    depth, outputs, group = weight.shape[-1], weight.shape[-2], weight.group_size
+    block = BYTES * codes_per_byte(weight.code)
+    if depth % (block // 8) or outputs % CHUNK or outputs < OUTPUTS:
         return (
-            f"K in multiples of {16 * codes_per_byte(weight.code)} and outputs in multiples of {CHUNK}, at least "
-            f"{OUTPUTS}, got a weight of shape {weight.shape}"
+            f"K in multiples of {block // 8} and outputs in multiples of {CHUNK}, at least {OUTPUTS}, "
+            f"got a weight of shape {weight.shape}"
         )
-    return None
-
-
-def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can."""
-    if reason := why_not_shapes(x, weight):
-        return reason
-    depth, block = weight.shape[-1], BYTES * codes_per_byte(weight.code)
-    if weight.minimums is not None or weight.factors is not None:
-        return "scales alone, got minimums or factors of scales"
-    if weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn):
-        return f"scales of 16 or 32 bits, or powers of two, got {weight.scales.dtype}"
-    group = weight.group_size
-    if group != depth and (group % UNIT or block % group):
-        return f"scales of all columns, or of {UNIT} to {block} that are a power of two, got {group}"
-    if (weight.zeros is not None) != (weight.code == "uint4"):
+    if group != depth and (group % SMALLEST_GROUP or block % group):
+        return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
+    if group == SMALLEST_GROUP and depth % (2 * group):
+        return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
+    if weight.factors is not None and (factored := depth // weight.factors.shape[-1]) != depth and factored % block:
+        return f"factors of scales of all columns or of multiples of {block}, got {factored}"
+    if weight.zeros is not None and weight.code != "uint4":
         return f"zero points of uint4, and of no other codes, got {weight.code}"
-    if weight.zeros is not None and group == depth:
-        return f"zero points of groups of columns, got those of all {group}"
+    if group == depth and (weight.zeros is not None or weight.minimums is not None):
+        return f"zero points and minimums of groups of columns, got those of all {group}"
+    if weight.zeros is None and weight.minimums is None and weight.code == "uint4":
+        return "uint4 with zero points or minimums"
     return None
 
 
@@ -127,21 +123,18 @@ def grouped_codes_sm90(
     ops: Any = device,
 ) -> Float[Array, "M N"]:
     """Run the kernel, see `grouped_matmul_of_codes`. `ops` replaces what the interpreter lacks."""
-    num_groups, *halves, num_outputs, depth = weight.shape
-    num_rows = len(x)
+    num_groups, *halves, num_outputs, _ = weight.shape
+    num_rows, scaling = len(x), scaling_of(weight, "w")
     if num_rows == 0:
         return jnp.zeros((0, num_outputs), output_dtype or x.dtype)
     config = config or heuristic(num_rows, weight)
     matrices = num_groups * (1 + len(halves))
     empty = Problem(
-        code=weight.code,
+        scaling=scaling,
         rows=config.rows,
         across=config.across,
         halves=1 + len(halves),
-        depth=depth,
         num_outputs=num_outputs,
-        num_scales=weight.scales.shape[-1],
-        has_zeros=weight.zeros is not None,
         w_slots=0,
         x_slots=X_SLOTS,
         num_blocks=config.num_blocks,
@@ -153,19 +146,11 @@ def grouped_codes_sm90(
     if tiles is None:
         tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
 
-    def by_output(values: Array | None) -> Array | None:
-        return None if values is None else values.reshape(matrices * num_outputs, -1)
-
-    scales = by_output(weight.scales)
-    assert scales is not None
-    if scales.dtype == jnp.float8_e8m0fnu:
-        scales = lax.bitcast_convert_type(scales, jnp.int8)
     y = _call(
         jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
         lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
-        scales,
-        by_output(weight.zeros),
-        by_output(bias),
+        vectors_of_outputs(weight, scaling),
+        None if bias is None else bias.reshape(matrices * num_outputs, 1),
         tiles,
         problem=problem,
         output_dtype=jnp.dtype(output_dtype or x.dtype),
@@ -178,8 +163,7 @@ def grouped_codes_sm90(
 def _call(
     x: Float[Array, "M K"],
     weight: Array,
-    scales: Array,
-    zeros: Array | None,
+    vectors: dict[str, Array],
     bias: Array | None,
     tiles: Plan,
     *,
@@ -195,18 +179,17 @@ def _call(
         tiled = plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), by_rows))
         return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(by_rows,)))
 
-    optional = [array for array in (zeros, bias) if array is not None]
+    optional = [*vectors.values(), *([] if bias is None else [bias])]
 
     def body(*refs):
         *gmem, y, weights, rows, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free = refs
-        group, row, num_rows, first, x, weight, scales = gmem[:7]
-        rest = list(gmem[7:])
-        zeros = rest.pop(0) if problem.has_zeros else None
+        group, row, num_rows, first, x, weight, *rest = gmem
+        found = dict(zip(vectors, rest, strict=False))
         (w_tiled, w_boxes), (x_tiled, x_boxes) = weights, rows
         if is_emulated:  # where views do not alias
             w_tiled, x_tiled = w_boxes, x_boxes
-        bias = rest[0] if rest else None
-        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, bias, y)
+        bias = rest[len(vectors)] if len(rest) > len(vectors) else None
+        arrays = Global(group, row, num_rows, first, x, weight, found, bias, y)
         rings = (w_tiled, w_boxes, x_tiled, x_boxes)
         kernel(problem, arrays, Shared(*rings, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free))
 
@@ -236,4 +219,4 @@ def _call(
             reduction_scratch_bytes=0,  # nothing is reduced
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-    )(*tiles, x, weight, scales, *optional)
+    )(*tiles, x, weight, *optional)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import wide_device
-from pallas_kernels.grouped_codes.sm90 import why_not_shapes
 from pallas_kernels.grouped_codes.wide_kernel import (
     STAGED_PITCH,
     STAGED_ROWS,
@@ -80,27 +79,16 @@ def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
 
 
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel cannot multiply such rows by such weights [X, N, K] or [X, 2, N, K], or None if it can and
-    is not known to be slower than XLA.
+    """Return why the kernel is known to be slower than XLA for such rows and weights, or None if it is not.
+
+    XLA multiplies by the experts one after the other, which is slower in any case.
     """
-    if reason := why_not_shapes(x, weight):
-        return reason
-    if x.shape[0] > MAX_ROWS_IN_LEVELS and (weight.minimums is not None or not _is_in_one_level(weight)):
+    has_levels = weight.minimums is not None or not _is_in_one_level(weight)
+    if x.shape[0] > MAX_ROWS_IN_LEVELS and weight.shape[0] == 1 and has_levels:
         return (
             f"at most {MAX_ROWS_IN_LEVELS} rows with minimums, scales in two levels or of {SMALLEST_GROUP} columns, "
             f"got {x.shape[0]}"
         )
-    block, group, depth = BYTES * codes_per_byte(weight.code), weight.group_size, weight.shape[-1]
-    if group != depth and (group % SMALLEST_GROUP or block % group):
-        return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
-    if group == SMALLEST_GROUP and depth % (2 * group):
-        return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
-    if weight.zeros is not None and weight.code != "uint4":
-        return f"zero points of uint4, and of no other codes, got {weight.code}"
-    if group == depth and (weight.zeros is not None or weight.minimums is not None):
-        return f"zero points and minimums of groups of columns, got those of all {group}"
-    if group == depth and weight.code == "uint4":
-        return f"uint4 with zero points or minimums of groups of columns, got scales of all {group}"
     return None
 
 

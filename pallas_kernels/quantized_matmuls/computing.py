@@ -1,6 +1,6 @@
 """The warpgroups that multiply, add up the parts of a tile and finish its pieces, see kernel.py."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,20 +9,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
-from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE, add_product, factor_of_sums
+from pallas_kernels.device.product_of_codes import OUTPUTS
 from pallas_kernels.device.registers import halves
+from pallas_kernels.device.scaling import ScaledProduct
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import (
     MAX_ROWS_IN_REGISTERS,
-    MAX_ROWS_TO_LOAD_AHEAD,
-    MAX_WORDS_TO_LOAD_AHEAD,
     NUM_COMPUTE,
     PARTS_AT_A_TIME,
     PARTS_OF_MANY_ROWS,
-    VECTORS_OF_A_PART,
     Block,
     Matmul,
-    Vectors,
     units,
 )
 
@@ -139,99 +136,32 @@ def _multiply(block: Block, matmul: Matmul, tile: Any, first_k: Any, first: Any,
     """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
     problem, smem, gmem = block.problem, block.smem, block.gmem
     piece = _piece(block, matmul, tile)
-    vectors = matmul.vectors_of_blocks
-    counts = [each.count(matmul.block_k) for each in vectors]
-    sizes = [count * jnp.dtype(each.dtype).itemsize for count, each in zip(counts, vectors, strict=True)]
-    num_words = sum(-(-size // 4) for size in sizes)
-    loads_ahead = problem.rows <= MAX_ROWS_TO_LOAD_AHEAD and num_words <= MAX_WORDS_TO_LOAD_AHEAD
-    num_scales = counts[0] if matmul.scales in vectors else 0
-    has_zeros = matmul.zeros is not None and matmul.code == "uint4"
-    has_minimums = matmul.minimums is not None or (matmul.zeros is not None and matmul.code == "int8")
-    num_vectors = num_scales * (1 + has_zeros + has_minimums)
-    num_parts = num_vectors // VECTORS_OF_A_PART
-    num_parts = min(1 << max(0, num_parts.bit_length() - 1), matmul.block_k // PIECE)
-    add = [
-        add_product(
-            "int4" if _is_centred(matmul) else matmul.code,
-            rows=problem.rows,
-            is_gated=matmul.is_gated,
-            num_scales=num_scales // num_parts,
-            has_zeros=has_zeros,
-            has_minimums=has_minimums,
-            part_of_k=(part, num_parts),
-        )
-        for part in range(num_parts)
-    ]
+    product = ScaledProduct(matmul.scaling, rows=problem.rows, is_gated=matmul.is_gated)
 
-    def own_part(count, part):
-        """Return the indices of a part's numbers among those of a block; a single one is for all parts."""
-        return range(1) if count == 1 else range(count * part // num_parts, count * (part + 1) // num_parts)
+    def load_words(vectors, column, count):
+        return device.load_words(gmem[vectors.name], piece, column, count=count, up=matmul.up)
 
     def load(number, part=None):
         """Load the scales of a step or a part of it, and what belongs to them."""
-        words = []
-        for each, count in zip(vectors, counts, strict=True):
-            own = range(count) if part is None else own_part(count, part)
-            column = each.first(first_k + number, matmul.block_k) + own.start
-            words.append(device.load_words(gmem[each.name], piece, column, count=len(own), up=matmul.up))
-        return tuple(words)
+        return product.load(load_words, first_k + number, part)
 
     def step(number, carry):
         sums, *words = carry
-        following = load(number + 1) if loads_ahead else ()
-        loaded = words if loads_ahead else load(number, 0)
+        following = load(number + 1) if product.loads_ahead else ()
+        words = words if product.loads_ahead else load(number, 0)
         position = first + number
         w_slot, x_slot = lax.rem(position, _int(problem.w_slots)), lax.rem(position, _int(problem.x_slots))
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         plgpu.barrier_wait(smem.x_ready.at[x_slot])
         slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
-        for part in range(num_parts):
-            found = {}
-            loaded = loaded if loads_ahead or part == 0 else load(number, part)
-            for each, own, count in zip(vectors, loaded, counts, strict=True):
-                indices = own_part(count, part)
-                indices = indices if loads_ahead else range(len(indices))
-                found[each.name] = device.vectors_of(own, indices, each.dtype)
-            scaling = _scaling(matmul, found)
-            sums = add[part](sums, smem.weights, slot, warpgroup, smem.rows, rows_slot, *scaling)
+        operands = (smem.weights, slot, warpgroup, smem.rows, rows_slot)
+        sums = product.add(sums, words, functools.partial(load, number), *operands)
         plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
         return sums, *following
 
     zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, problem.rows), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(load(0) if loads_ahead else ())))[0]
-
-
-def _scaling(matmul: Matmul, found: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-    """Return the scales, zero points and minimums of a block as `add_product` takes them, of vectors by their names."""
-
-    def of(vectors: Vectors | None, factors: Vectors | None = None) -> list[Any]:
-        values = found.get(vectors.name, ()) if vectors is not None else ()
-        factor = found.get(factors.name) if factors is not None else None
-        return [value if factor is None else value * factor[0] for value in values]
-
-    scales, zeros, minimums = (
-        of(matmul.scales, matmul.factors),
-        of(matmul.zeros),
-        of(matmul.minimums, matmul.minimum_factors),
-    )
-    if matmul.code == "int8" and zeros:
-        products = [zero * scale for zero, scale in zip(zeros, scales, strict=True)]
-        zeros, minimums = [], [a + b for a, b in zip(minimums, products, strict=True)] if minimums else products
-    elif _is_centred(matmul):
-        minimums = [minimum - 8.0 * scale for minimum, scale in zip(minimums, scales, strict=True)]
-    return [*scales, *zeros, *minimums]
-
-
-def _factor_of_sums(rows: int, matmul: Matmul) -> float:
-    num_scales = matmul.scales.count(matmul.block_k) if matmul.scales in matmul.vectors_of_blocks else 0
-    size = matmul.block_k // max(1, num_scales)
-    return factor_of_sums(matmul.code, rows=rows, num_scales=num_scales, group_size=size)
-
-
-def _is_centred(matmul: Matmul) -> bool:
-    """Return true if codes are converted as those less 8: products and minimums, rounded to bfloat16, are smaller."""
-    return matmul.code == "uint4" and matmul.zeros is None
+    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(load(0) if product.loads_ahead else ())))[0]
 
 
 def _piece(block: Block, matmul: Matmul, tile: Any) -> Any:
@@ -257,7 +187,7 @@ def _load_operands(block: Block, index: int, matmul: Matmul, tile: Any, chunk: A
     def vector(name: str, up: int | None = None, dtype: str | None = None) -> Any:
         return device.outputs_vector(gmem[name], piece, up=up, dtype=dtype)
 
-    scales = matmul.output_scales
+    scales = matmul.scaling.output_scales
     return _Operands(
         scale=None if scales is None else vector(scales.name, matmul.up, scales.dtype),
         factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
@@ -275,7 +205,7 @@ def _finish(block: Block, matmul: Matmul, tile: Any, chunk: Any, sums: Any, oper
 
     @pl.when(first < matmul.outputs)
     def _():
-        factor = _factor_of_sums(block.problem.rows, matmul)
+        factor = matmul.scaling.factor_of_sums(block.problem.rows)
         y = sums if factor == 1 else sums * factor
         for factor in (operands.scale, operands.factor):
             y = y if factor is None else y * factor

@@ -74,7 +74,7 @@ def copy_rows(block: Block, index: int, matmul: Matmul, first: Any) -> Any:
     def interleave(unit, _):
         slot = lax.rem(first + unit - start, _int(problem.x_slots))
         plgpu.barrier_wait(smem.x_full.at[slot])
-        interleave_rows(smem.rows, slot, matmul.code)
+        interleave_rows(smem.rows, slot, matmul.scaling.code)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.x_ready.at[slot])
 
@@ -103,7 +103,7 @@ def copy_rows(block: Block, index: int, matmul: Matmul, first: Any) -> Any:
                         squares,
                         chunk,
                         smem.scratch.at[NUM_COMPUTE],
-                        size=matmul.depth,
+                        size=matmul.scaling.depth,
                         eps=problem.eps,
                     )
 

@@ -5,16 +5,15 @@ function is executed by one warpgroup. If `half` is given, only the outputs of t
 up).
 """
 
-import math
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import float_of
+from pallas_kernels.device import scaling
 from pallas_kernels.device.mlir import (
     REF,
     SCALAR,
@@ -116,82 +115,22 @@ def outputs_vector(ref: Any, piece: Any, *, up: int | None = None, dtype: str | 
     The outputs are 64 in a row, or 32 of gate and the same of up in turns of eight, if `up` is where up begins.
     """
     words = load_words(ref, piece, 0, count=1, up=up)
-    [vector] = vectors_of(words, range(1), dtype or jnp.dtype(ref.dtype).name)
+    [vector] = scaling.vectors_of(words, range(1), dtype or jnp.dtype(ref.dtype).name)
     return vector
 
 
 def load_words(ref: Any, piece: Any, column: Any, *, count: int, up: int | None = None) -> tuple[Any, ...]:
-    """Return ref[outputs of a piece, column : column + count] in as few registers as hold them, for `vectors_of`.
-
-    Each array has two words of a thread's either output. `column` is a multiple of `count`; where it is beyond the last
-    one, there are others' numbers.
-    """
-    itemsize, row_bytes = jnp.dtype(ref.dtype).itemsize, ref.shape[1] * jnp.dtype(ref.dtype).itemsize
-    num_bytes = count * itemsize
-    size = math.gcd(num_bytes, row_bytes, 16)
-    num_arrays = -(-num_bytes // 8)
-    out = (plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), jnp.int32, layout=_LAYOUT),) * num_arrays
-
-    def run(_, ref, piece, column):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        if size > 4:
-            loaded_type = ir.VectorType.get((size // 4,), i32)
-        else:
-            loaded_type = ir.IntegerType.get_signless(8 * size)
-        pointer = utils.memref_ptr(ref)
-        base = llvm.ptrtoint(i64, pointer)
-        first_byte = arith.muli(value_of(column), const_i32(itemsize))
-        arrays = [np.empty((1, 1, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(num_arrays)]
-        for half in range(2):
-            row = arith.muli(arith.extui(i64, _output(piece, half, up)), mgpu.c(row_bytes, i64))
-            words = [const_i32(0)] * (2 * num_arrays)
-            for start in range(0, num_bytes, size):
-                byte = arith.minsi(arith.addi(first_byte, const_i32(start)), const_i32(row_bytes - size))
-                address = arith.addi(arith.addi(base, row), arith.extui(i64, byte))
-                found = llvm.load(loaded_type, llvm.inttoptr(pointer.type, address), alignment=size)
-                place = start // 4
-                if size > 4:
-                    words[place : place + size // 4] = elements_of(found, size // 4)
-                elif size == 4:
-                    words[place] = found
-                else:
-                    shifted = arith.shli(arith.extui(i32, found), const_i32(8 * (start % 4)))
-                    words[place] = arith.ori(words[place], shifted)
-            for index, array in enumerate(arrays):
-                array[at(0, half)] = vector_of(words[2 * index : 2 * index + 2])
-        return tuple(
-            mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True) for array in arrays
-        )
-
-    return inline(run, REF, SCALAR, SCALAR, out=out)(ref, splat(piece), splat(column))
+    """Return ref[outputs of a piece, column : column + count], see `scaling.load_words`."""
+    return scaling.load_words(ref, (piece,), column, count=count, output=functools.partial(_output, up=up))
 
 
-def vectors_of(words: tuple[Any, ...], indices: range, dtype: str) -> tuple[Any, ...]:
-    """Return the numbers at these indices of those that `load_words` has loaded, of a type: [64, 8] of float32 each."""
-
-    def run(_, *words):
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
-        chunks = []
-        for index in indices:
-            per_word = 4 // jnp.dtype(dtype).itemsize
-            registers = []
-            for half in range(2):
-                array = words[index // per_word // 2].registers[at(0, half)]
-                word = vector.extract(array, [], [index // per_word % 2])
-                registers.append(vector.broadcast(pair, float_of(word, index % per_word, dtype)))
-            chunks.append(chunk_of(registers))
-        return tuple(chunks)
-
-    return inline(run, *[_LAYOUT] * len(words), out=(_CHUNK,) * len(indices))(*words)
-
-
-def _output(piece: Any, half: int, up: int | None) -> Any:
-    """Return the index of a thread's output in a half of its registers."""
+def _output(half: int, piece: Any, *, up: int | None) -> Any:
+    """Return the index of a thread's output of a piece in a half of its registers."""
     row, _ = row_and_quarter()
     if up is None:
-        return arith.addi(arith.addi(arith.muli(value_of(piece), const_i32(OUTPUTS)), row), const_i32(8 * half))
+        return arith.addi(arith.addi(arith.muli(piece, const_i32(OUTPUTS)), row), const_i32(8 * half))
     warp, lane_row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
-    first = arith.addi(arith.muli(value_of(piece), const_i32(OUTPUTS // 2)), arith.muli(warp, const_i32(8)))
+    first = arith.addi(arith.muli(piece, const_i32(OUTPUTS // 2)), arith.muli(warp, const_i32(8)))
     return arith.addi(arith.addi(first, lane_row), const_i32(up * half))
 
 

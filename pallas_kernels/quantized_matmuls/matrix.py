@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import Code, codes_per_byte, values_of
+from pallas_kernels.device.scaling import Scaling, Vectors
 
 
 @jax.tree_util.register_dataclass
@@ -79,3 +81,27 @@ def _factored(small: Array, factors: Array | None) -> Float[Array, "..."]:
     if factors is None:
         return values
     return (values.reshape(*factors.shape, -1) * factors.astype(jnp.float32)[..., None]).reshape(values.shape)
+
+
+def scaling_of(weight: QuantizedMatrix, name: str) -> Scaling:
+    """Return what the codes of a weight are scaled by, as kernels are compiled for it; arrays' names end in `name`."""
+
+    def vectors(kind: str) -> Vectors | None:
+        array = getattr(weight, kind)
+        if array is None:
+            return None
+        return Vectors(f"{kind}_{name}", jnp.dtype(array.dtype).name, weight.depth // array.shape[-1])
+
+    scales, *others = map(vectors, ("scales", "zeros", "minimums", "factors", "minimum_factors"))
+    assert scales is not None
+    return Scaling(weight.code, weight.depth, scales, *others)
+
+
+def vectors_of_outputs(weight: QuantizedMatrix, scaling: Scaling) -> dict[str, Array]:
+    """Return the arrays of `scaling_of` by name, [outputs, groups]; numbers of a byte are int8, others as they are."""
+    arrays = (weight.scales, weight.zeros, weight.minimums, weight.factors, weight.minimum_factors)
+    found = [array.reshape(-1, array.shape[-1]) for array in arrays if array is not None]
+    return {
+        each.name: lax.bitcast_convert_type(array, jnp.int8) if array.dtype.itemsize == 1 else array
+        for each, array in zip(scaling.all_vectors, found, strict=True)
+    }

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import counters
-from pallas_kernels.device.codes import Code, codes_per_byte
-from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS
+from pallas_kernels.device.product_of_codes import OUTPUTS
+from pallas_kernels.device.scaling import Scaling
 from pallas_kernels.quantized_matmuls import device
 
 NUM_COMPUTE = 4
@@ -20,12 +20,6 @@ with 480 for its six warpgroups' threads together.
 """
 MAX_ROWS_IN_REGISTERS = 16
 """With more rows the sums of a whole tile, too, are finished from memory: there are too few registers."""
-MAX_ROWS_TO_LOAD_AHEAD, MAX_WORDS_TO_LOAD_AHEAD = 32, 8
-"""With more rows, or more words of scales, zero points and minimums of an output in a step, there are no registers for
-those of the next step.
-"""
-VECTORS_OF_A_PART = 4
-"""With more scales, zero points and minimums a step, parts of its columns are multiplied one after the other."""
 PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 6, 3
 """Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
@@ -43,25 +37,6 @@ class Norm(NamedTuple):
     """Sums of the squares of the sum's parts, [parts, rows]."""
 
 
-class Vectors(NamedTuple):
-    """An array in global memory that has a number for each group of columns of an output: [outputs, groups]."""
-
-    name: str
-    dtype: str
-    """Name of the type; those of a byte are stored as int8."""
-    group_size: int
-
-    def count(self, block_k: int) -> int:
-        """Return how many numbers of an output belong to a block of so many columns."""
-        return max(1, block_k // self.group_size)
-
-    def first(self, k: Any, block_k: int) -> Any:
-        """Return the index of the first number that belongs to a block's columns, block `k` of K."""
-        if self.group_size <= block_k:
-            return k * self.count(block_k)
-        return lax.div(k, _int(self.group_size // block_k))
-
-
 class Matmul(NamedTuple):
     """One of the matmuls of a kernel, and how it is divided."""
 
@@ -69,16 +44,11 @@ class Matmul(NamedTuple):
     """Name of its weight's values among the arrays in global memory, as are the next ones."""
     x: str
     y: str
-    depth: int
     outputs: int
     """Outputs of the weight, gate and up together."""
-    code: Code
     is_gated: bool
-    scales: Vectors
-    zeros: Vectors | None
-    minimums: Vectors | None
-    factors: Vectors | None
-    minimum_factors: Vectors | None
+    scaling: Scaling
+    """Of the weight, whose vectors are among those arrays, too."""
     bias: str | None
     norm: Norm | None
     squares: str | None
@@ -89,26 +59,7 @@ class Matmul(NamedTuple):
     @property
     def block_k(self) -> int:
         """Columns of K a step."""
-        return BYTES * codes_per_byte(self.code)
-
-    @property
-    def all_vectors(self) -> list[Vectors]:
-        """Scales and what belongs to them."""
-        found = (self.scales, self.zeros, self.minimums, self.factors, self.minimum_factors)
-        return [vectors for vectors in found if vectors is not None]
-
-    @property
-    def output_scales(self) -> Vectors | None:
-        """Those of the vectors that an output's sum is multiplied by, because all of its columns have one of them."""
-        if self.zeros is not None or self.minimums is not None:
-            return None
-        vectors = self.scales if self.factors is None else self.factors
-        return vectors if vectors.group_size == self.depth else None
-
-    @property
-    def vectors_of_blocks(self) -> list[Vectors]:
-        """Those of the vectors that are loaded for each block of columns."""
-        return [vectors for vectors in self.all_vectors if vectors != self.output_scales]
+        return self.scaling.block_k
 
     @property
     def up(self) -> int | None:
@@ -118,7 +69,7 @@ class Matmul(NamedTuple):
     @property
     def steps(self) -> int:
         """Steps of K of a tile."""
-        return -(-self.depth // self.block_k)
+        return -(-self.scaling.depth // self.block_k)
 
     @property
     def num_tiles(self) -> int:

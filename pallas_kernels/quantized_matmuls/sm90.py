@@ -20,8 +20,8 @@ from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLE
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
-from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared, Vectors
+from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs
+from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4
@@ -44,28 +44,14 @@ def cut(product: Product) -> Matmul:
     weight = product.weight
     block_k = BYTES * codes_per_byte(weight.code)
 
-    def vectors(name: str) -> Vectors | None:
-        array = getattr(weight, name)
-        if array is None:
-            return None
-        return Vectors(f"{name}_{product.name}", jnp.dtype(array.dtype).name, weight.depth // array.shape[-1])
-
-    scales = vectors("scales")
-    assert scales is not None
     units = -(-weight.num_outputs // TILE) * -(-weight.depth // block_k)
     return Matmul(
         name=product.name,
         x=product.x,
         y=product.y,
-        depth=weight.depth,
         outputs=weight.num_outputs,
-        code=weight.code,
         is_gated=weight.is_gated,
-        scales=scales,
-        zeros=vectors("zeros"),
-        minimums=vectors("minimums"),
-        factors=vectors("factors"),
-        minimum_factors=vectors("minimum_factors"),
+        scaling=scaling_of(weight, product.name),
         bias=product.bias,
         norm=product.norm,
         squares=product.squares,
@@ -98,9 +84,7 @@ def run_products(
     outputs: dict[str, jax.ShapeDtypeStruct] = {}
     for product, matmul in zip(products, matmuls, strict=True):
         weight = product.weight
-        arrays = (weight.scales, weight.zeros, weight.minimums, weight.factors, weight.minimum_factors)
-        found = [array.reshape(matmul.outputs, -1) for array in arrays if array is not None]
-        vectors = {each.name: _as_integers(x) for each, x in zip(matmul.all_vectors, found, strict=True)}
+        vectors = vectors_of_outputs(weight, matmul.scaling)
         values = values | vectors | {matmul.name: lax.bitcast_convert_type(weight.codes, jnp.int8)}
         names = [matmul.x, matmul.name, *vectors, matmul.bias, matmul.squares]
         if matmul.norm is not None:
@@ -146,11 +130,6 @@ def run_products(
         ),
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
-
-
-def _as_integers(vectors: Array) -> Array:
-    """Return numbers of a byte as int8, others as they are."""
-    return lax.bitcast_convert_type(vectors, jnp.int8) if vectors.dtype.itemsize == 1 else vectors
 
 
 def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:

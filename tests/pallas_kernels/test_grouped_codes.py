@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from codes_cases import (
+    E4M3,
     E8M0,
     ON_A_GPU,
     OSS_DOWN,
     OSS_UP,
     QWEN_DOWN,
     QWEN_UP,
+    WEIGHTS_IN_LEVELS,
     WEIGHTS_ON_A_GPU,
     check,
     make_case,
@@ -45,6 +47,18 @@ INTERPRETED = {
     "uint4": (
         {"code": "uint4", "group": 128, "sizes": [9, 2], "num_rows": 16, "outputs": 264, "depth": 512},
         Config(rows=16, across=4, num_blocks=2),
+    ),
+    # Q4_K: minimums, and scales in two levels, parts of whose columns are multiplied one after the other.
+    "minimums": (
+        {"code": "uint4", "group": 32, "has_minimums": True, "levels": jnp.int8, "sizes": [9, 2], "num_rows": 11}
+        | {"outputs": 64, "depth": 512},
+        Config(rows=8, across=2, num_blocks=1),
+    ),
+    # NVFP4: scales of 16 columns, and a factor of each output, which its sum is multiplied by.
+    "two levels": (
+        {"code": "e2m1", "group": 16, "levels": E4M3, "sizes": [0, 3], "num_rows": 3, "outputs": 64, "depth": 288}
+        | {"is_gated": True},
+        Config(rows=8, across=1, num_blocks=1),
     ),
 }
 
@@ -96,9 +110,9 @@ def test_few_experts_keep_most_multiprocessors_reading():
         (("int8", None, 2, 56, 128), jnp.bfloat16, "outputs in multiples of 8, at least 64"),
         (("int8", None, 2, 64, 120), jnp.bfloat16, "K in multiples of 16"),
         (("int4", None, 2, 64, 112), jnp.bfloat16, "K in multiples of 32"),
-        (("e2m1", 16, 2, 64, 256), jnp.bfloat16, "scales of all columns, or of 32 to 256 that are a power of two"),
-        (("fp8", 96, 2, 64, 192), jnp.bfloat16, "scales of all columns, or of 32 to 128 that are a power of two"),
-        (("uint4", None, 2, 64, 256), jnp.bfloat16, "zero points of groups of columns"),
+        (("e2m1", 8, 2, 64, 256), jnp.bfloat16, "scales of all columns, or of 16 to 256 that are a power of two"),
+        (("fp8", 96, 2, 64, 192), jnp.bfloat16, "scales of all columns, or of 16 to 128 that are a power of two"),
+        (("uint4", None, 2, 64, 256), jnp.bfloat16, "zero points and minimums of groups of columns"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(matrix, dtype, reason):
@@ -126,24 +140,35 @@ def test_what_does_not_fit_is_refused(shape, activation, reason):
 
 
 COMPILED = [
-    (4, "e2m1", 32, OSS_UP, E8M0),
-    (8, "fp8", 128, QWEN_UP, jnp.bfloat16),
-    (2048, "fp8", 128, QWEN_UP, jnp.float32),
-    (4, "e2m1", 32, OSS_DOWN, E8M0),
-    (256, "e2m1", 32, OSS_UP, E8M0),
-    (8, "int4", 128, QWEN_UP, jnp.bfloat16),
-    (4096, "int4", 128, QWEN_DOWN, jnp.bfloat16),
-    (8, "uint4", 32, QWEN_DOWN, jnp.bfloat16),
-    (2048, "uint4", 128, QWEN_UP, jnp.bfloat16),
-    (512, "int8", None, QWEN_UP, jnp.float32),
-    (1024, "int8", 32, QWEN_UP, jnp.bfloat16),
+    (8, "uint4", 32, QWEN_UP, jnp.int8, True),
+    (8, "e2m1", 16, QWEN_UP, E4M3, False),
+    (8, "int8", 16, QWEN_DOWN, jnp.int8, False),
+    (8, "uint4", 16, QWEN_DOWN, jnp.int8, True),
+    (8, "int4", 16, QWEN_UP, jnp.int8, False),
+    (8, "int8", 32, QWEN_UP, jnp.int8, True),
+    (8, "uint4", 32, QWEN_UP, jnp.float16, True),
+    (2048, "uint4", 32, QWEN_DOWN, jnp.int8, True),
+    (2048, "e2m1", 16, QWEN_UP, E4M3, False),
+    (2048, "int8", 16, QWEN_UP, jnp.int8, False),
+    (2048, "int8", 32, QWEN_UP, jnp.int8, True),
+    (4, "e2m1", 32, OSS_UP, E8M0, False),
+    (8, "fp8", 128, QWEN_UP, jnp.bfloat16, False),
+    (2048, "fp8", 128, QWEN_UP, jnp.float32, False),
+    (4, "e2m1", 32, OSS_DOWN, E8M0, False),
+    (256, "e2m1", 32, OSS_UP, E8M0, False),
+    (8, "int4", 128, QWEN_UP, jnp.bfloat16, False),
+    (4096, "int4", 128, QWEN_DOWN, jnp.bfloat16, False),
+    (8, "uint4", 32, QWEN_DOWN, jnp.bfloat16, False),
+    (2048, "uint4", 128, QWEN_UP, jnp.bfloat16, False),
+    (512, "int8", None, QWEN_UP, jnp.float32, False),
+    (1024, "int8", 32, QWEN_UP, jnp.bfloat16, False),
 ]
 
 
-@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales"), quick_first(COMPILED, 2))
-def test_compiles_without_spilling(num_rows, code, group, shape, scales):
+@pytest.mark.parametrize(("num_rows", "code", "group", "shape", "scales", "has_minimums"), quick_first(COMPILED, 2))
+def test_compiles_without_spilling(num_rows, code, group, shape, scales, has_minimums):
     of = jax.ShapeDtypeStruct
-    weight = shape_of(code, group, *shape, scales=scales)
+    weight = shape_of(code, group, *shape, scales=scales, has_minimums=has_minimums)
     is_gated = len(shape) == 4
 
     def layer(x, weight, bias, sizes, tiles):
@@ -162,7 +187,7 @@ def test_compiles_without_spilling(num_rows, code, group, shape, scales):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("across", [None, 1, 2, 4])
-@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU + WEIGHTS_IN_LEVELS, ids=str)
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case, weight, across):
     arguments, options, want = make_case(**ON_A_GPU[case], **weight)

@@ -16,8 +16,8 @@ from codes_cases import (
     OSS_UP,
     QWEN_DOWN,
     QWEN_UP,
+    WEIGHTS_IN_LEVELS,
     WEIGHTS_ON_A_GPU,
-    WIDE_WEIGHTS_ON_A_GPU,
     check,
     make_case,
     shape_of,
@@ -197,7 +197,7 @@ def test_tiles():
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("config", [Config(rows=128, blocks=2), Config(rows=48, blocks=2), Config(rows=256, blocks=1)])
-@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU + WIDE_WEIGHTS_ON_A_GPU, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU + WEIGHTS_IN_LEVELS, ids=str)
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_on_a_gpu(case, weight, config):
     arguments, options, want = make_case(**ON_A_GPU[case], **weight)
@@ -208,7 +208,7 @@ def test_on_a_gpu(case, weight, config):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [72, 128, 200])
-@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6] + WIDE_WEIGHTS_ON_A_GPU, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS_ON_A_GPU[:6] + WEIGHTS_IN_LEVELS, ids=str)
 def test_parts_of_k_on_a_gpu(weight, num_rows):
     arguments, options, want = make_case([num_rows], num_rows=num_rows, **weight)
     config = Config(rows=num_rows, blocks=2 if num_rows <= 128 else 1, parts=3)

@@ -141,7 +141,7 @@ WEIGHTS_ON_A_GPU = [
     {"code": "int8", "group": 32, "outputs": 72, "depth": 64, "has_bias": True},
 ]
 _K = {"levels": jnp.int8, "outputs": 768, "depth": 2048}
-WIDE_WEIGHTS_ON_A_GPU = [
+WEIGHTS_IN_LEVELS = [
     {"code": "e2m1", "group": 16, "levels": E4M3, "outputs": 768, "depth": 2048, "is_gated": True, "has_bias": True},
     {"code": "uint4", "group": 32, "has_minimums": True, "is_gated": True} | _K,
     {"code": "uint4", "group": 16, "has_minimums": True} | _K,
@@ -150,4 +150,4 @@ WIDE_WEIGHTS_ON_A_GPU = [
     {"code": "int8", "group": 16} | _K,
     {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 2048, "depth": 768},
 ]
-"""Formats that only the kernel of many rows takes: NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1."""
+"""NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1."""

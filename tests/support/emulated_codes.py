@@ -18,11 +18,15 @@ def zeros(rows):
     return jnp.zeros((OUTPUTS, rows), jnp.float32)
 
 
-def add_product(code, *, rows, is_gated, num_scales, has_zeros, has_pieces_apart):
+def add_product(
+    code, *, rows, is_gated, num_scales, has_zeros, has_minimums, has_pieces_apart, part_of_k: tuple[int, int]
+):
     assert has_pieces_apart
-    columns = BYTES * codes_per_byte(code)
+    part, num_parts = part_of_k
+    columns = BYTES * codes_per_byte(code) // num_parts
     size = columns // max(1, num_scales)
-    factor = factor_of_sums(code, rows=rows, num_scales=num_scales, group_size=size)
+    options = {"group_size": size, "has_minimums": has_minimums}
+    factor = factor_of_sums(code, rows=rows, num_scales=num_scales, **options)
 
     def add(sums, codes, slot, warpgroup, x, first_piece, *vectors):
         slot, warpgroup, first_piece = slot[0], warpgroup[0], first_piece[0]
@@ -33,18 +37,38 @@ def add_product(code, *, rows, is_gated, num_scales, has_zeros, has_pieces_apart
             stored = codes[slot, pl.ds(64 * warpgroup, 64)]
         stored = lax.bitcast_convert_type(stored, TYPES.get(code, jnp.uint8))
         values = e2m1_values(stored) if code == "e2m1" else values_of(stored, code)
+        values = values[:, part * columns : (part + 1) * columns]
         if num_scales:
-            scales, minus = vectors[:num_scales], vectors[num_scales:]
+            groups = [
+                jnp.stack([each[:, 0] for each in vectors[i : i + num_scales]], axis=1)[..., None]
+                for i in range(0, len(vectors), num_scales)
+            ]
             of_group = values.reshape(OUTPUTS, num_scales, -1)
             if has_zeros:
-                of_group -= jnp.stack([each[:, 0] for each in minus], axis=1)[..., None]
-            of_group *= jnp.stack([each[:, 0] for each in scales], axis=1)[..., None]
+                of_group -= groups[1]
+            of_group *= groups[0]
+            if has_minimums:
+                of_group -= groups[-1]
             values = of_group.reshape(OUTPUTS, columns)
+        first_piece += part * columns // PIECE
         pieces = [x[first_piece + piece] for piece in range(columns // PIECE)]
         plgpu.commit_smem()  # wgmma, which reads asynchronously, needs none
         return sums + values / factor @ jnp.concatenate(pieces, axis=1).astype(jnp.float32).T
 
     return add
+
+
+def load_words(ref, places, column, *, count, num_outputs, is_gated):
+    """Return numbers instead of words that hold several."""
+    columns = [jnp.minimum(column + index, ref.shape[1] - 1) for index in range(count)]
+    return tuple(_of_outputs(ref, *places, each, num_outputs=num_outputs, is_gated=is_gated) for each in columns)
+
+
+def vectors_of(words, indices, dtype):
+    words = [words[index] for index in indices]
+    if jnp.dtype(dtype).itemsize == 1:
+        words = [lax.bitcast_convert_type(word, dtype) for word in words]
+    return tuple(jnp.broadcast_to(word.astype(jnp.float32)[:, None], (OUTPUTS, 8)) for word in words)
 
 
 def e2m1_values(stored):
@@ -61,14 +85,18 @@ def interleave_rows(ref, slot, code, *, pieces):
 
 
 def outputs_vector(ref, base, first, column, *, num_outputs, is_gated):
+    values = _of_outputs(ref, base, first, column, num_outputs=num_outputs, is_gated=is_gated)
+    if jnp.dtype(ref.dtype).itemsize == 1:
+        values = lax.bitcast_convert_type(values, jnp.float8_e8m0fnu).astype(jnp.float32)
+    return jnp.broadcast_to(values[:, None], (OUTPUTS, 8))
+
+
+def _of_outputs(ref, base, first, column, *, num_outputs, is_gated):
     size = OUTPUTS // 2 if is_gated else OUTPUTS
     start = jnp.minimum(first, num_outputs - size)
     own = jnp.minimum(first + jnp.arange(size), num_outputs - 1) - start
     found = [ref[pl.ds(base + half * num_outputs + start, size), column][own] for half in range(1 + is_gated)]
-    values = jnp.concatenate(found)
-    if jnp.dtype(ref.dtype).itemsize == 1:
-        values = lax.bitcast_convert_type(values, jnp.float8_e8m0fnu).astype(jnp.float32)
-    return jnp.broadcast_to(values[:, None], (OUTPUTS, 8))
+    return jnp.concatenate(found)
 
 
 def halves(y):
