@@ -123,6 +123,7 @@ NO_JAX = (
     "jaxserve.vllm_flags",
     "jaxserve.tokenizer",
     "jaxserve.values",
+    "pallas_kernels.device.code_values",
 )
 RUN_ELSEWHERE = "jaxserve.bench.peers."  # scripts for other interpreters, with packages that are not installed here
 JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}

@@ -135,8 +135,8 @@ class Scaling(NamedTuple):
 class ScaledProduct:
     """The products of a warpgroup's blocks of codes and rows, scaled.
 
-    `words_ahead` are those of an output that there are registers for while the block before is multiplied. `add_product`
-    and `vectors_of` are those of this package, or what a test emulates them by.
+    `words_ahead` are those of an output for which there are registers while the block before is multiplied.
+    `add_product` and `vectors_of` are those of this package, or what a test emulates them by.
     """
 
     def __init__(

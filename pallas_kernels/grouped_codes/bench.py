@@ -60,6 +60,7 @@ _IN_LEVELS: dict[str, tuple[Code, int, jnp.dtype, bool]] = {
     "Q6_K": ("int8", 16, jnp.dtype(jnp.int8), False),
 }
 """Formats with scales in two levels: codes, columns of a scale, its type, and whether there are minimums."""
+_OF_EXPERTS = ("NVFP4", "Q4_K", "Q6_K")
 _TOKENS = (1, 16, 64, 256, 8192)
 _DENSE_TOKENS = (96, 128, 256, 512, 2048, 8192)
 _TOKENS_IN_LEVELS = (128, 512)
@@ -83,6 +84,10 @@ def grouped_codes_rows() -> Iterator[Row]:
             for num_tokens in _TOKENS_IN_LEVELS:
                 yield _row(f"{num_tokens} of {matrix.name}, {name}", matrix, codes, num_tokens)
                 yield _row(f"{num_tokens} of {matrix.name}, {name}", matrix, codes, num_tokens, by_xla=True)
+        for experts in _QWEN if name in _OF_EXPERTS else ():
+            codes = _codes_in_levels(experts, *format_)
+            for num_tokens in _TOKENS:
+                yield _row(f"{num_tokens} of {experts.name}, {name}", experts, codes, num_tokens)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -21,8 +21,7 @@ from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
-from pallas_kernels.quantized_matmuls import QuantizedMatrix
-from pallas_kernels.quantized_matmuls.matrix import scaling_of, vectors_of_outputs
+from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs
 
 SIZES = (8, 16, 32)
 """Rows that a tile may have; those of the wide kernel have more."""

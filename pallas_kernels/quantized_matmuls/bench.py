@@ -21,6 +21,7 @@ _FORMATS: dict[str, tuple[Code, int | None]] = {
     "int4, groups of 128": ("int4", 128),
     "e2m1, groups of 32": ("e2m1", 32),
     "NVFP4": ("e2m1", 16),
+    "NF4": ("nf4", 64),
     "Q4_K": ("uint4", 32),
     "Q6_K": ("int8", 16),
     "fp8": ("fp8", None),

@@ -10,6 +10,8 @@ from jaxserve.bench.workloads import LLAMA_100M, write_config
 from jaxserve.execution.programs import model
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
+from jaxserve.quantization import ggml
+from jaxserve.quantization.scheme import SCHEMES, Scheme
 from jaxserve.request import SamplingParams
 
 NUM_TOKENS = 24
@@ -72,6 +74,12 @@ SMALL = LLAMA_100M | {
     "dtype": "bfloat16",
 }
 
+OTHER_CODES = {
+    "nf4": Scheme(codes="nf4", group_size=64),
+    "nvfp4": Scheme(codes="e2m1", group_size=16, scale_dtype="float8_e4m3fn", factor_dtype="float32"),
+    **{name: ggml.SCHEMES[name] for name in ("Q4_K", "Q6_K")},
+}
+
 
 @pytest.fixture(autouse=True)
 def _prompts_are_two_programs(monkeypatch):
@@ -96,6 +104,23 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
 @pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
 def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, quantization, shape, max_num_seqs):
     compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, quantization=quantization)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("nf4", "llama"),
+        ("nvfp4", "llama"),
+        ("Q4_K", "llama"),
+        *((name, "experts") for name in ("nvfp4", "Q4_K", "Q6_K")),
+    ],
+)
+def test_kernels_of_other_codes_choose_what_xla_finds_as_likely(tmp_path, monkeypatch, name, shape):
+    """They take int4's place: `--quantization` does not round to them."""
+    monkeypatch.setitem(SCHEMES, "int4", OTHER_CODES[name])
+    sizes = SHAPES[shape] | ({"moe_intermediate_size": 256} if shape == "experts" else {})
+    compare_with_xla(tmp_path, sizes, max_num_seqs=32, quantization="int4")
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")

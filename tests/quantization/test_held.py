@@ -355,14 +355,16 @@ def test_what_is_held_where_nobody_has_said_it():
     gpu = {"dtype": np.dtype(jnp.bfloat16), "kernels": "sm90", "is_cpu": False, "mesh": abstract_mesh(1)}
     cpu = gpu | {"kernels": "xla", "is_cpu": True}
     for name in HELD:
-        reason = why_not_held(spec, HELD[name], **gpu)
-        assert ("no kernel converts" in reason) if name in ("nf4", "fp4") else reason is None
+        assert why_not_held(spec, HELD[name], **gpu) is None
         assert (why_not_held(spec, HELD[name], **cpu) is None) == (HELD[name].codes != "fp8")
     assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
-    for name in ("int8", "fp8 of blocks", "int4", "uint4", "Q8_0", "Q4_0", "MXFP4"):
-        assert why_not_held(experts, HELD[name], **gpu) is None
-    assert "no kernel converts" in why_not_held(experts, HELD["nf4"], **gpu)
-    assert "32 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
+    reasons = {name: why_not_held(experts, scheme, **gpu) for name, scheme in HELD.items()}
+    assert {name: reason for name, reason in reasons.items() if reason is not None} == {
+        "nf4": "codes that are no indices of a table, got nf4",
+        "fp4": "codes that are no indices of a table, got fp4",
+        "int8 with zero points": "zero points of uint4, and of no other codes, got int8",
+    }
+    assert "16 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
     on_eight = gpu | {"mesh": abstract_mesh(8)}
     for name in ("int8", "uint4", "nvfp4", "Q4_K"):
