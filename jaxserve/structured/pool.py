@@ -179,8 +179,10 @@ class _Lane:
         self._thread.start()
 
     def put(self, ticket: _Ticket) -> bool:
-        """Queue a job. Returns false if the queue is full or closed."""
+        """Queue a job. Returns false if the queue is closed, or full of jobs that somebody waits for."""
         with self._condition:
+            if len(self._queue) >= MAX_QUEUED:
+                self._queue = collections.deque(queued for queued in self._queue if not queued.future.cancelled())
             if self._is_closed or len(self._queue) >= MAX_QUEUED:
                 return False
             self._queue.append(ticket)
