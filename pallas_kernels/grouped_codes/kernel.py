@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     """Compile-time parameters of the kernel."""
 
     scaling: Scaling
-    """Of the weight: names of the arrays in global memory."""
+    """What codes are scaled by, with the names of arrays in `Global.vectors`."""
     rows: int
     """Rows of a tile: 8, 16, 32 or 64."""
     across: int

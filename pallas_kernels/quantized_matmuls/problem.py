@@ -48,7 +48,7 @@ class Matmul(NamedTuple):
     """Outputs of the weight, gate and up together."""
     is_gated: bool
     scaling: Scaling
-    """Of the weight, whose vectors are among those arrays, too."""
+    """What its codes are scaled by: these arrays are in global memory, too."""
     bias: str | None
     norm: Norm | None
     squares: str | None
