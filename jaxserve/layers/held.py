@@ -1,6 +1,7 @@
 """Decide which weights of a quantized checkpoint an engine holds as codes, unless configured."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,43 +30,33 @@ def why_not_held(
         return "no kernel of a whole layer takes inputs in an order of their own (act-order)"
     if kernels == "xla":
         return "XLA would make floats of them in every step"
-    if spec.expert_size is not None:
-        return _why_no_kernel_of_experts(spec.shape, scheme, dtype)
-    return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, scheme, dtype, mesh)
+    return _why_no_kernel(spec.shape, spec.axes, spec.num_inputs, spec.expert_size, scheme, dtype, mesh)
 
 
 @functools.cache  # layers are alike
-def _why_no_kernel_of_experts(shape: tuple[int, ...], scheme: Scheme, dtype: np.dtype) -> str | None:
-    """Return why no kernel multiplies by codes of experts, [X, *outputs, inputs], or None if one does."""
-    weight = _declared(shape, (None,) * len(shape), 1, scheme, dtype).leaves
-    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weight)
-    found = jax.eval_shape(lambda weight: weight.quantized_entries(), stored)
-    if found is None:
-        return f"no kernel converts {scheme}"
-    return grouped_codes.why_not(jax.ShapeDtypeStruct((1, shape[-1]), jnp.dtype(dtype)), found)
-
-
-@functools.cache
 def _why_no_kernel(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     num_inputs: int,
+    expert_size: int | None,
     scheme: Scheme,
     dtype: np.dtype,
     mesh: Mesh | AbstractMesh,
 ) -> str | None:
     """Return why no kernel multiplies by a device's codes of such a weight, or None if one does."""
-    spec = _declared(shape, axes, num_inputs, scheme, dtype)
+    spec = ParamSpec(
+        shape=shape,
+        axes=axes,
+        num_inputs=num_inputs,
+        expert_size=expert_size,
+        source=("",),
+        scheme=scheme,
+        dtype=dtype,
+    )
     if with_divisible_codes({"": spec}, mesh)[""].scheme is None:
         return "a byte of two codes would be on two devices"
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
-    found = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
-    if found is None:
-        return f"no kernel converts {scheme}"
-    return quantized_matmuls.why_not(jax.ShapeDtypeStruct((1, found.depth), jnp.dtype(dtype)), found)
-
-
-def _declared(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int, scheme: Scheme, dtype: np.dtype
-) -> ParamSpec:
-    return ParamSpec(shape=shape, axes=axes, num_inputs=num_inputs, source=("",), scheme=scheme, dtype=dtype)
+    row = jax.ShapeDtypeStruct((1, math.prod(weight.shape[weight.ndim - num_inputs :])), jnp.dtype(dtype))
+    if expert_size is not None:
+        return grouped_codes.why_not(row, jax.eval_shape(lambda weight: weight.quantized_entries(), weight))
+    return quantized_matmuls.why_not(row, jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight))

@@ -63,16 +63,15 @@ class Weight(abc.ABC):
         """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
 
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
-        """Return codes and scales as kernels for quantized matrices take them, or None if no kernel does.
+        """Return codes and scales as kernels for quantized matrices take them, or None if it has none.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
         """
         return None
 
     def quantized_entries(self) -> QuantizedMatrix | None:
-        """Return codes and scales of all entries of the first axis as kernels for groups of rows take them, or None.
-
-        None if no kernel converts them.
+        """Return codes and scales of all entries of the first axis as kernels for groups of rows take them, or None if
+        there are none.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Codes of 8 and 4 bits: their values, and how registers of them are converted to pairs of bfloat16.
 
-bfloat16 represents every code exactly, but for nf4. Two codes of 4 bits are stored per byte, the first of them in the
-lower half.
+bfloat16 represents every code exactly, fp4 times 12, but for those of nf4. Two codes of 4 bits are stored per byte, the
+first of them in the lower half.
 """
 
 from typing import Any, Literal
@@ -17,8 +17,8 @@ from pallas_kernels.device.code_values import E2M1, FP4, NF4
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 Code = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4", "fp4"]
-"""fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has a zero point for each scale; nf4 and fp4
-are indices of tables.
+"""fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has zero points or minimums; nf4 and fp4 are
+indices of tables.
 """
 E2M1_EXPONENT = 126
 """The bias of bfloat16's exponent less that of e2m1."""
@@ -97,25 +97,33 @@ def pairs_of_table(word: Any, code: Code) -> list[Any]:
     A byte of four values at a time is one of eight of the table, for codes below 8 and for the others, and then one of
     these two.
     """
-    entries = np.asarray(TABLES[code]) * MULTIPLIERS[code]
-    entries = entries.astype(ml_dtypes.bfloat16).view(np.uint8).reshape(16, 2)
-    planes = [[int(entry) for entry in entries[:, byte].copy().view(np.uint32)] for byte in range(2)]
     halves = []
     for bits in (0, 16):
-        selectors = "{ .reg .b32 a; " + f"shr.u32 a, $1, {bits}; " + "and.b32 $0, a, 0x7777; }"
-        index = _asm([word], selectors)
-        choices = "{ .reg .b32 a; " + f"shr.u32 a, $1, {bits + 1}; " + "lop3.b32 $0, a, 0x4444, 0x3210, 0xea; }"
-        choice = _asm([word], choices)
-
-        def chosen(plane: list[int], index=index, choice=choice) -> Any:
-            below = _asm([index], f"prmt.b32 $0, {plane[0]}, {plane[1]}, $1;")
-            above = _asm([index], f"prmt.b32 $0, {plane[2]}, {plane[3]}, $1;")
-            return _asm([below, above, choice], "prmt.b32 $0, $1, $2, $3;")
-
-        low, high = map(chosen, planes)
+        low, high = _bytes_of_table(word, bits, code)
         halves.append([rearranged(low, high, selector) for selector in ("0x5140", "0x7362")])
     selectors = ("0x5410", "0x7632")
     return [rearranged(halves[0][i // 2], halves[1][i // 2], selectors[i % 2]) for i in range(4)]
+
+
+def pair_of_table(byte: Any, code: Code) -> Any:
+    """Return in a register the values of both codes of a byte, times MULTIPLIERS."""
+    return rearranged(*_bytes_of_table(byte, 0, code), "0x5140")
+
+
+def _bytes_of_table(word: Any, bits: int, code: Code) -> tuple[Any, Any]:
+    """Return the lower bytes of the values of four codes, those from `bits` on of a word, and the upper ones."""
+    entries = np.asarray(TABLES[code]) * MULTIPLIERS[code]
+    entries = entries.astype(ml_dtypes.bfloat16).view(np.uint8).reshape(16, 2)
+    index = _asm([word], f"{{ .reg .b32 a; shr.u32 a, $1, {bits}; and.b32 $0, a, 0x7777; }}")
+    choice = _asm([word], f"{{ .reg .b32 a; shr.u32 a, $1, {bits + 1}; lop3.b32 $0, a, 0x4444, 0x3210, 0xea; }}")
+
+    def chosen(plane: Any) -> Any:
+        first, second, third, fourth = map(int, plane.copy().view(np.uint32))
+        below = _asm([index], f"prmt.b32 $0, {first}, {second}, $1;")
+        above = _asm([index], f"prmt.b32 $0, {third}, {fourth}, $1;")
+        return _asm([below, above, choice], "prmt.b32 $0, $1, $2, $3;")
+
+    return chosen(entries[:, 0]), chosen(entries[:, 1])
 
 
 def pair_of_bytes(word: Any, index: int, code: Code) -> Any:

@@ -116,8 +116,10 @@ class Scaling(NamedTuple):
 
         def of(vectors: Vectors | None, factors: Vectors | None = None) -> list[Any]:
             values = found.get(vectors.name, ()) if vectors is not None else ()
-            factor = found.get(factors.name) if factors is not None else None
-            return [value if factor is None else value * factor[0] for value in values]
+            by = found.get(factors.name) if factors is not None else None
+            if by is None:
+                return list(values)
+            return [value * by[index * len(by) // len(values)] for index, value in enumerate(values)]
 
         scales, zeros, minimums = (
             of(self.scales, self.factors),
@@ -136,7 +138,7 @@ class ScaledProduct:
     """The products of a warpgroup's blocks of codes and rows, scaled.
 
     `words_ahead` are those of an output for which there are registers while the block before is multiplied.
-    `add_product` and `vectors_of` are those of this package, or what a test emulates them by.
+    `add_product` and `vectors_of` are those of this folder, or what a test emulates them by.
     """
 
     def __init__(
@@ -148,10 +150,9 @@ class ScaledProduct:
         has_pieces_apart: bool = False,
         words_ahead: int = MAX_WORDS_TO_LOAD_AHEAD,
         add_product: Callable[..., Any] = add_product,
-        vectors_of: Callable[..., Any] | None = None,
+        vectors_of: Callable[..., Any],
     ) -> None:
-        self.scaling = scaling
-        self.vectors_of = vectors_of or globals()["vectors_of"]
+        self.scaling, self.vectors_of = scaling, vectors_of
         self.vectors = scaling.vectors_of_blocks
         self.counts = [each.count(scaling.block_k) for each in self.vectors]
         sizes = [count * jnp.dtype(each.dtype).itemsize for count, each in zip(self.counts, self.vectors, strict=True)]
@@ -200,8 +201,9 @@ class ScaledProduct:
         return sums
 
     def _own_part(self, count: int, part: int) -> range:
-        """Return the indices of a part's numbers among those of a block; a single one is for all parts."""
-        return range(1) if count == 1 else range(count * part // self.num_parts, count * (part + 1) // self.num_parts)
+        """Return the indices of a part's numbers among those of a block; one may be for several parts."""
+        first = count * part // self.num_parts
+        return range(first, max(first + 1, count * (part + 1) // self.num_parts))
 
 
 def load_words(

@@ -28,8 +28,10 @@ CHUNK = 8
 """Rows that are finished at a time."""
 ROWS_AT_A_TIME = 64
 """Rows whose columns in a piece the threads of a warpgroup put in order together."""
-WORDS_AHEAD = 8
-"""Words of scales and zero points that are loaded a step ahead; with minimums there are no registers for any."""
+WORDS_AHEAD, WORDS_OF_32_ROWS = 4, 2
+"""Words of scales that are loaded a step ahead, of up to 16 rows and of 32; with zero points or minimums there are no
+registers for any.
+"""
 
 _int = jnp.int32
 
@@ -319,12 +321,15 @@ def _multiply(block: _Block, item: Item, first_output: Any, first_step: Any) -> 
     """Return this warpgroup's sums [64, rows]."""
     problem, smem, ops = block.problem, block.smem, block.problem.ops
     is_gated = problem.halves == 2
+    words_ahead = WORDS_AHEAD if problem.rows <= 16 else WORDS_OF_32_ROWS
+    if problem.scaling.has_minimums or problem.scaling.zeros is not None:
+        words_ahead = 0
     product = ScaledProduct(
         problem.scaling,
         rows=problem.rows,
         is_gated=is_gated,
         has_pieces_apart=True,
-        words_ahead=0 if problem.scaling.has_minimums else WORDS_AHEAD,
+        words_ahead=words_ahead,
         add_product=ops.add_product,
         vectors_of=ops.vectors_of,
     )
@@ -363,19 +368,16 @@ def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
     """Scale the sums of 64 outputs, add the bias, apply the activation and store the rows that the item has."""
     problem, gmem, ops = block.problem, block.gmem, block.problem.ops
 
-    def vector(ref):
-        return ops.outputs_vector(
-            ref,
-            item.group * (problem.halves * problem.num_outputs),
-            first_output,
-            _int(0),
-            num_outputs=problem.num_outputs,
-            is_gated=problem.halves == 2,
-        ).astype(jnp.float32)
+    places = item.group * (problem.halves * problem.num_outputs), first_output
+    options = {"num_outputs": problem.num_outputs, "is_gated": problem.halves == 2}
+
+    def vector(ref, dtype):
+        [found] = ops.vectors_of(ops.load_words(ref, places, _int(0), count=1, **options), range(1), dtype)
+        return found
 
     scales, factor = problem.scaling.output_scales, problem.scaling.factor_of_sums(problem.rows)
-    scale = None if scales is None else vector(gmem.vectors[scales.name])
-    bias = None if gmem.bias is None else vector(gmem.bias)
+    scale = None if scales is None else vector(gmem.vectors[scales.name], scales.dtype)
+    bias = None if gmem.bias is None else vector(gmem.bias, jnp.dtype(gmem.bias.dtype).name)
     for chunk in range(problem.rows // CHUNK):
 
         @pl.when(chunk * CHUNK < item.num_rows)

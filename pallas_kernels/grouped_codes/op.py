@@ -8,21 +8,24 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_codes.sm90 import SIZES, grouped_codes_sm90, tile_rows
 from pallas_kernels.grouped_codes.sm90 import why_not as why_not_format
-from pallas_kernels.grouped_codes.sm90_wide import heuristic, wide_sm90
-from pallas_kernels.grouped_codes.sm90_wide import why_not as why_not_wide
+from pallas_kernels.grouped_codes.sm90_wide import heuristic, why_slower, wide_sm90
 from pallas_kernels.grouped_matmul import Plan
 from pallas_kernels.hopper import NUM_SMS, num_sms
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why no kernel multiplies such rows by such weights, or None if one does: arrays, or their shapes."""
+    """Return why no kernel is to multiply such rows by such weights, or None if one is: arrays, or their shapes.
+
+    Some could, but would be slower than XLA.
+    """
+    return _why_no_kernel(x, weight) or why_slower(x, weight)
+
+
+def _why_no_kernel(x: Any, weight: QuantizedMatrix) -> str | None:
     if num_sms() < NUM_SMS:
         return f"a GPU of {NUM_SMS} multiprocessors: {num_sms()}"
-    if reason := why_not_format(x, weight):
-        return reason
-    is_wide = tile_rows(x.shape[0], weight.shape[0]) > SIZES[-1]
-    return why_not_wide(x, weight) if is_wide else None
+    return why_not_format(x, weight)
 
 
 def grouped_matmul_of_codes(
@@ -41,8 +44,8 @@ def grouped_matmul_of_codes(
     with rows and convert them in registers; rows stay in bfloat16, sums are in float32, the result in x's dtype or
     another. A dense matrix is that of a single group. Scales are of 8, 16 or 32 bits or powers of two (e8m0), and of 16
     columns or more, also in two levels and with minimums. `tiles` is the result of `plan` for these sizes and tiles of
-    `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together, NotImplementedError with the reason of
-    `why_not` for what the kernels cannot do.
+    `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together, NotImplementedError with a reason
+    for what the kernels cannot do.
     """
     num_axes = 3 if activation is None else 4
     if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):
@@ -54,7 +57,7 @@ def grouped_matmul_of_codes(
         raise ValueError(f"group_sizes must have {weight.shape[0]} entries, one a group, got {group_sizes.shape}")
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
-    if reason := why_not(x, weight):
+    if reason := _why_no_kernel(x, weight):
         raise NotImplementedError(f"the grouped matmul of codes takes {reason}")
     options = {"bias": bias, "activation": activation, "tiles": tiles, "output_dtype": output_dtype}
     if (rows := tile_rows(len(x), len(group_sizes))) > SIZES[-1]:

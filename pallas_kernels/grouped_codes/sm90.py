@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
+from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
-from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs
+from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 
 SIZES = (8, 16, 32)
 """Rows that a tile may have; those of the wide kernel have more."""
@@ -85,8 +85,6 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
     """
     if x.dtype != jnp.bfloat16:
         return f"rows of bfloat16, got {x.dtype}"
-    if weight.code in MULTIPLIERS:
-        return f"codes that are no indices of a table, got {weight.code}"
     depth, outputs, group = weight.shape[-1], weight.shape[-2], weight.group_size
     block = BYTES * codes_per_byte(weight.code)
     if depth % (block // 8) or outputs % CHUNK or outputs < OUTPUTS:
@@ -98,8 +96,10 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
         return f"scales of all columns, or of {SMALLEST_GROUP} to {block} that are a power of two, got {group}"
     if group == SMALLEST_GROUP and depth % (2 * group):
         return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
-    if weight.factors is not None and (factored := depth // weight.factors.shape[-1]) != depth and factored % block:
-        return f"factors of scales of all columns or of multiples of {block}, got {factored}"
+    if reason := why_not_factors(weight, block):
+        return reason
+    if weight.minimums is not None and weight.code in TABLES:
+        return f"minimums of integers, got {weight.code}"
     if weight.zeros is not None and weight.code != "uint4":
         return f"zero points of uint4, and of no other codes, got {weight.code}"
     if group == depth and (weight.zeros is not None or weight.minimums is not None):

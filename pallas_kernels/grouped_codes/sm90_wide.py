@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import wide_device
 from pallas_kernels.grouped_codes.wide_kernel import (
@@ -78,16 +78,16 @@ def heuristic(num_rows: int, weight: QuantizedMatrix, *, rows: int) -> Config:
     return Config(rows=rows, blocks=blocks, parts=min(range(1, 1 + min(MAX_PARTS, steps)), key=nanoseconds))
 
 
-def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
-    """Return why the kernel is known to be slower than XLA for such rows and weights, or None if it is not.
+def why_slower(x: Any, weight: QuantizedMatrix) -> str | None:
+    """Return why the kernel is slower than XLA for such rows and a dense matrix, or None if it is not known to be.
 
-    XLA multiplies by the experts one after the other, which is slower in any case.
+    XLA multiplies by experts one after the other, which is slower in any case.
     """
     has_levels = weight.minimums is not None or not _is_in_one_level(weight)
     if x.shape[0] > MAX_ROWS_IN_LEVELS and weight.shape[0] == 1 and has_levels:
         return (
-            f"at most {MAX_ROWS_IN_LEVELS} rows with minimums, scales in two levels or of {SMALLEST_GROUP} columns, "
-            f"got {x.shape[0]}"
+            f"at most {MAX_ROWS_IN_LEVELS} rows with tables, minimums, scales in two levels or of {SMALLEST_GROUP} "
+            f"columns, got {x.shape[0]}"
         )
     return None
 
@@ -103,6 +103,8 @@ def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array,
         return weight, None
     group, factors = weight.group_size, weight.factors
     of_groups = jnp.float32 if group == weight.shape[-1] else jnp.bfloat16
+    if weight.code in MULTIPLIERS:
+        return _with(weight, of_groups, weight.scales.astype(jnp.float32) / MULTIPLIERS[weight.code], None, None), None
     if factors is None:
         return _with(weight, of_groups, *(weight.scales, weight.zeros, weight.minimums)), None
     if factors.shape[-1] == 1 and weight.minimums is None and group != weight.shape[-1]:
@@ -116,7 +118,8 @@ def in_one_level(weight: QuantizedMatrix) -> tuple[QuantizedMatrix, Float[Array,
 def _is_in_one_level(weight: QuantizedMatrix) -> bool:
     """Return true if the kernel takes the scales as they are."""
     is_small = weight.scales.dtype in (jnp.int8, jnp.float8_e4m3fn)
-    return weight.factors is None and not is_small and weight.group_size > SMALLEST_GROUP
+    is_plain = weight.factors is None and weight.code not in MULTIPLIERS
+    return is_plain and not is_small and weight.group_size > SMALLEST_GROUP
 
 
 def _with(

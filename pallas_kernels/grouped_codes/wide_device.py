@@ -12,7 +12,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import Code, codes_per_byte, pair_of_bytes, pair_of_nibbles, rearranged, times
+from pallas_kernels.device.codes import (
+    MULTIPLIERS,
+    Code,
+    codes_per_byte,
+    pair_of_bytes,
+    pair_of_nibbles,
+    pair_of_table,
+    rearranged,
+    times,
+)
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, thread, value_of, vector_of
 from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE
 from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
@@ -191,6 +200,8 @@ def _value(codes: Any, slot: Any, output: Any, place: Any, code: Code, minus: An
         byte = arith.extui(i32, vector.extract(vector.load(ir.VectorType.get((1,), i8), codes, indices), [], [0]))
         if code == "e2m1":
             return llvm.inline_asm(i32, [byte], _E2M1, "=r,r")
+        if code in MULTIPLIERS:
+            return pair_of_table(byte, code)
         if code == "uint4" and minus is None:
             minus = const_i32(0x43004300)  # 128, without zero points
         return pair_of_nibbles(arith.muli(byte, const_i32(0x1001)), 0, code, minus)

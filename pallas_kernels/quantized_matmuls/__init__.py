@@ -1,7 +1,7 @@
 """Matmuls of a decode step's few rows and weights of 8 or 4 bits, which are dequantized in registers."""
 
 from pallas_kernels.device.codes import Code
-from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs
+from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 from pallas_kernels.quantized_matmuls.op import (
     Implementation,
     QuantizedWeights,
@@ -22,4 +22,5 @@ __all__ = [
     "vectors_of_outputs",
     "why_no_layer",
     "why_not",
+    "why_not_factors",
 ]

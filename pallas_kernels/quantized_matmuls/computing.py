@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import counters
 from pallas_kernels.device.product_of_codes import OUTPUTS
 from pallas_kernels.device.registers import halves
-from pallas_kernels.device.scaling import ScaledProduct
+from pallas_kernels.device.scaling import ScaledProduct, vectors_of
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import (
     MAX_ROWS_IN_REGISTERS,
@@ -136,7 +136,7 @@ def _multiply(block: Block, matmul: Matmul, tile: Any, first_k: Any, first: Any,
     """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
     problem, smem, gmem = block.problem, block.smem, block.gmem
     piece = _piece(block, matmul, tile)
-    product = ScaledProduct(matmul.scaling, rows=problem.rows, is_gated=matmul.is_gated)
+    product = ScaledProduct(matmul.scaling, rows=problem.rows, is_gated=matmul.is_gated, vectors_of=vectors_of)
 
     def load_words(vectors, column, count):
         return device.load_words(gmem[vectors.name], piece, column, count=count, up=matmul.up)

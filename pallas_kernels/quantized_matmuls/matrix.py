@@ -105,3 +105,13 @@ def vectors_of_outputs(weight: QuantizedMatrix, scaling: Scaling) -> dict[str, A
         each.name: lax.bitcast_convert_type(array, jnp.int8) if array.dtype.itemsize == 1 else array
         for each, array in zip(scaling.all_vectors, found, strict=True)
     }
+
+
+def why_not_factors(weight: QuantizedMatrix, block: int) -> str | None:
+    """Return why kernels that multiply by so many columns at a time do not take the factors of scales, or None."""
+    if weight.factors is None:
+        return None
+    factored = weight.depth // weight.factors.shape[-1]
+    if factored == weight.depth or factored % block == 0 or (block % factored == 0 and factored >= weight.group_size):
+        return None
+    return f"factors of all columns, of parts of {block} or of multiples, got {factored}"

@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.codes import codes_per_byte
+from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
-from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs
+from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared
 
 MAX_ROWS = 64
@@ -227,15 +227,15 @@ def why_not_matrix(weight: QuantizedMatrix) -> str | None:
             f"outputs in multiples of {OUTPUTS} and K of {UNIT}, at least {block}, "
             f"got {weight.num_outputs} and {weight.depth}"
         )
-    group, factored = weight.group_size, weight.depth
+    group = weight.group_size
     if group != weight.depth and group % block and (group % SMALLEST_GROUP or block % group):
         return f"scales of all columns, of {SMALLEST_GROUP} to {block} that divide these, or of multiples, got {group}"
-    if weight.factors is not None:
-        factored = weight.depth // weight.factors.shape[-1]
-    if factored != weight.depth and factored % block:
-        return f"factors of all columns or of multiples of {block}, got {factored}"
+    if reason := why_not_factors(weight, block):
+        return reason
     if weight.zeros is not None and weight.code not in ("uint4", "int8"):
         return f"zero points of uint4 and int8, got {weight.code}"
+    if weight.minimums is not None and weight.code in TABLES:
+        return f"minimums of integers, got {weight.code}"
     if weight.zeros is None and weight.minimums is None and weight.code == "uint4":
         return "uint4 with zero points or minimums"
     return None

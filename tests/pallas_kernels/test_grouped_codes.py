@@ -54,6 +54,17 @@ INTERPRETED = {
         | {"outputs": 64, "depth": 512},
         Config(rows=8, across=2, num_blocks=1),
     ),
+    # A device's part of an expert: factors of half a block of columns.
+    "parts of blocks": (
+        {"code": "uint4", "group": 32, "has_minimums": True, "levels": jnp.int8, "sizes": [2, 0, 3], "num_rows": 5}
+        | {"outputs": 64, "depth": 384, "factored": 128},
+        Config(rows=8, across=2, num_blocks=1),
+    ),
+    "less than a block": (
+        {"code": "uint4", "group": 32, "has_minimums": True, "levels": jnp.int8, "sizes": [4], "num_rows": 4}
+        | {"outputs": 64, "depth": 128, "factored": 128},
+        Config(rows=8, across=4, num_blocks=1),
+    ),
     # NVFP4: scales of 16 columns, and a factor of each output, which its sum is multiplied by.
     "two levels": (
         {"code": "e2m1", "group": 16, "levels": E4M3, "sizes": [0, 3], "num_rows": 3, "outputs": 64, "depth": 288}
@@ -140,6 +151,11 @@ def test_what_does_not_fit_is_refused(shape, activation, reason):
 
 
 COMPILED = [
+    (8, "nf4", 64, QWEN_UP, jnp.float32, False),
+    (2048, "nf4", 64, QWEN_DOWN, jnp.float32, False),
+    (1024, "uint4", 128, QWEN_UP, jnp.float16, False),
+    (2048, "uint4", 32, QWEN_UP, jnp.float16, False),
+    (2048, "int4", 32, QWEN_UP, jnp.float16, False),
     (8, "uint4", 32, QWEN_UP, jnp.int8, True),
     (8, "e2m1", 16, QWEN_UP, E4M3, False),
     (8, "int8", 16, QWEN_DOWN, jnp.int8, False),

@@ -91,6 +91,8 @@ FORMATS = {
     "Q4_K": Format("uint4", 32, "int8", has_minimums=True, factors="float16", factored=256),
     "Q5_K": Format("int8", 32, "int8", has_minimums=True, factors="float16", factored=256),
     "Q6_K": Format("int8", 16, "int8", factors="float16", factored=256),
+    "Q4_K of a shard": Format("uint4", 32, "int8", has_minimums=True, factors="float16", factored=128),
+    "Q6_K of a shard": Format("int8", 16, "int8", factors="float16", factored=64),
     "Q4_0 and Q4_1": Format("uint4", 32, "float16", has_zeros=True, has_minimums=True),
 }
 
@@ -264,9 +266,9 @@ def shape_of(form, *shape):
             "scales of all columns, of 16 to 128 that divide these, or of multiples, got 192",
         ),
         (
-            (2, 512),
-            (Format("int4", 32, "int8", factors="float16", factored=128), 64, 512),
-            "factors of all columns or of multiples of 256, got 128",
+            (2, 768),
+            (Format("int4", 32, "int8", factors="float16", factored=96), 64, 768),
+            "factors of all columns, of parts of 256 or of multiples, got 96",
         ),
         ((2, 512), (Format("uint4", 64), 64, 512), "uint4 with zero points or minimums"),
         ((2, 512), (Format("int4", 64, has_zeros=True), 64, 512), "zero points of uint4 and int8, got int4"),

@@ -127,6 +127,7 @@ def test_compiles_without_spilling(num_rows, code, group, shape, scales):
 FORMATS = {
     "MXFP4": ("e2m1", 32, E8M0, False),
     "NVFP4": ("e2m1", 16, E4M3, False),
+    "NF4": ("nf4", 64, jnp.float32, False),
     "Q4_1": ("uint4", 32, jnp.float16, True),
     "Q5_1": ("int8", 32, jnp.float16, True),
     "Q4_K": ("uint4", 32, jnp.int8, True),
@@ -159,10 +160,11 @@ def test_formats_of_dense_matrices_compile_without_spilling(name, num_rows, shap
         (100, ("fp8", 96, 1, 64, 192), {}, "scales of all columns, or of 16 to 128 that are a power of two"),
         (100, ("int8", 16, 1, 64, 144), {}, "K in multiples of 32 with scales of 16"),
         (100, ("uint4", None, 1, 64, 256), {}, "zero points and minimums of groups of columns"),
-        (513, ("int4", 16, 1, 64, 256), {}, "at most 512 rows with minimums, scales in two levels or of 16 columns"),
+        (513, ("int4", 16, 1, 64, 256), {}, "at most 512 rows with tables, minimums, scales in two levels"),
         (513, ("e2m1", 16, 1, 64, 256), {"scales": E4M3}, "at most 512 rows"),
         (513, ("int8", 32, 1, 64, 256), {"scales": jnp.int8}, "at most 512 rows"),
         (513, ("uint4", 32, 1, 64, 256), {"has_minimums": True}, "at most 512 rows"),
+        (513, ("nf4", 64, 1, 64, 256), {}, "at most 512 rows"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(num_rows, matrix, options, reason):
@@ -170,6 +172,13 @@ def test_what_the_kernel_cannot_do_is_said(num_rows, matrix, options, reason):
     assert reason in (why_not(jax.ShapeDtypeStruct((num_rows, weight.shape[-1]), jnp.bfloat16), weight) or "")
     if num_rows == 513:
         assert why_not(jax.ShapeDtypeStruct((512, weight.shape[-1]), jnp.bfloat16), weight) is None
+
+
+def test_a_device_with_one_expert_multiplies_any_number_of_rows_by_its_codes():
+    of = jax.ShapeDtypeStruct
+    weight = shape_of("e2m1", 16, 1, 64, 256, scales=E4M3)
+    x = of((2048, 256), jnp.bfloat16)
+    assert jax.eval_shape(grouped_matmul_of_codes, x, weight, of((1,), jnp.int32)).shape == (2048, 64)
 
 
 def test_tiles():

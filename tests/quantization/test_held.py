@@ -360,10 +360,13 @@ def test_what_is_held_where_nobody_has_said_it():
     assert "slow" in why_not_held(spec, HELD["fp8 of blocks"], **cpu)
     reasons = {name: why_not_held(experts, scheme, **gpu) for name, scheme in HELD.items()}
     assert {name: reason for name, reason in reasons.items() if reason is not None} == {
-        "nf4": "codes that are no indices of a table, got nf4",
-        "fp4": "codes that are no indices of a table, got fp4",
-        "int8 with zero points": "zero points of uint4, and of no other codes, got int8",
+        "int8 with zero points": "zero points of uint4, and of no other codes, got int8"
     }
+    inner = ParamSpec(
+        shape=(8, 2048, 768), axes=("experts", "embed", "ffn"), num_inputs=1, source=("w",), expert_size=768
+    )
+    for name, num_devices in itertools.product(("Q4_K", "Q2_K", "Q6_K", "nvfp4", "nf4"), (2, 4)):
+        assert why_not_held(inner, HELD[name], **gpu | {"mesh": abstract_mesh(num_devices)}) is None
     assert "16 to 128" in why_not_held(experts, Scheme(codes="int8", group_size=8), **gpu)
     assert why_not_held(experts, HELD["int8"], **cpu) is None
     on_eight = gpu | {"mesh": abstract_mesh(8)}

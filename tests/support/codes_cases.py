@@ -8,7 +8,7 @@ from pallas_kernels.device.codes import codes_per_byte, values_of
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
-STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.uint8, "uint4": jnp.uint8, "e2m1": jnp.uint8}
+STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(["int4", "uint4", "e2m1", "nf4"], jnp.uint8)
 TOLERANCE = 6e-3
 """Largest error relative to the norm: of a result in bfloat16, and of scales that are rounded to it."""
 
@@ -21,11 +21,11 @@ def in_float(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def make_codes(shape, code, group, *, exponents=False, levels=None, has_minimums=False, seed=0):
+def make_codes(shape, code, group, *, exponents=False, levels=None, factored=256, has_minimums=False, seed=0):
     """Return a weight, and its values in float64.
 
-    `levels` is what factors multiply: e4m3 by one of each output, or int8 by those of 256 columns. Minimums are about
-    what makes the mean 0.
+    `levels` is what factors multiply: e4m3 by one of each output, or int8 by those of `factored` columns. Minimums are
+    about what makes the mean 0.
     """
     rng = np.random.default_rng(seed)
     *outputs, depth = shape
@@ -36,7 +36,7 @@ def make_codes(shape, code, group, *, exponents=False, levels=None, has_minimums
         stored = jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
     else:
         stored = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
-    spread = {"int8": 74.0, "fp8": 1.0}.get(code, 5.0) * depth**0.5
+    spread = {"int8": 74.0, "fp8": 1.0, "nf4": 0.6}.get(code, 5.0) * depth**0.5
     if exponents:
         bits = rng.integers(119, 123, (*outputs, groups)).astype(np.uint8)
         scales = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e8m0fnu)
@@ -44,7 +44,7 @@ def make_codes(shape, code, group, *, exponents=False, levels=None, has_minimums
         scales = jnp.asarray(rng.uniform(0.5, 1.5, (*outputs, groups)) / spread, jnp.bfloat16)
     zeros = minimums = factors = minimum_factors = None
     if levels is not None:
-        size = (*outputs, depth // 256 if levels == jnp.int8 else 1)
+        size = (*outputs, depth // factored if levels == jnp.int8 else 1)
         small = rng.integers(16, 64, scales.shape) if levels == jnp.int8 else rng.uniform(8, 448, scales.shape)
         scales = jnp.asarray(small, jnp.float32).astype(levels)
         factors = jnp.asarray(rng.uniform(0.5, 1.5, size) / spread / np.mean(small), jnp.float32)
@@ -112,7 +112,8 @@ def shape_of(code, group, *shape, scales=jnp.bfloat16, has_minimums=False):
     codes = of((*outputs, depth // codes_per_byte(code)), STORED[code])
     minimums = scale if has_minimums else None
     zeros = scale if code == "uint4" and minimums is None else None
-    factor = {jnp.int8: of((*outputs, depth // 256), jnp.float16), E4M3: of((*outputs, 1), jnp.float32)}.get(scales)
+    of_columns = of((*outputs, max(1, depth // 256)), jnp.float16)
+    factor = {jnp.int8: of_columns, E4M3: of((*outputs, 1), jnp.float32)}.get(scales)
     factors = {"factors": factor, "minimum_factors": factor if has_minimums else None}
     return QuantizedMatrix(codes=codes, scales=scale, zeros=zeros, minimums=minimums, **factors, code=code)
 
@@ -141,6 +142,7 @@ WEIGHTS_ON_A_GPU = [
     {"code": "int8", "group": 32, "outputs": 72, "depth": 64, "has_bias": True},
 ]
 _K = {"levels": jnp.int8, "outputs": 768, "depth": 2048}
+_SHARDED = {"levels": jnp.int8, "is_gated": True}
 WEIGHTS_IN_LEVELS = [
     {"code": "e2m1", "group": 16, "levels": E4M3, "outputs": 768, "depth": 2048, "is_gated": True, "has_bias": True},
     {"code": "uint4", "group": 32, "has_minimums": True, "is_gated": True} | _K,
@@ -149,5 +151,12 @@ WEIGHTS_IN_LEVELS = [
     {"code": "int8", "group": 32, "has_minimums": True} | _K,
     {"code": "int8", "group": 16} | _K,
     {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 2048, "depth": 768},
+    {"code": "nf4", "group": 64, "outputs": 768, "depth": 2048, "is_gated": True},
+    {"code": "e2m1", "group": 16, "levels": E4M3, "outputs": 200, "depth": 2880},
+    {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 200, "depth": 128} | _SHARDED | {"factored": 128},
+    {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 200, "depth": 384} | _SHARDED | {"factored": 128},
+    {"code": "int8", "group": 16, "outputs": 200, "depth": 192} | _SHARDED | {"factored": 64},
 ]
-"""NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1."""
+"""NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1, NF4; then blocks that end early, and factors of parts of a block, as
+devices that share an expert have them.
+"""
