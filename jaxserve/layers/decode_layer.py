@@ -6,6 +6,7 @@ Norms, activations and additions are parts of the matmuls around them. `decoder`
 it; the result is the same up to rounding.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.alike import Alike
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.linear import linear_of_few_rows
@@ -50,26 +52,53 @@ def decode_layers(
     `kinds` says how each layer runs, `attends` how it attends; `rotation`, which `attends` know too, is for layers that
     are one kernel.
     """
-    layers = params["layers"]
+    layers, call = params["layers"], Alike()
     y = rms_norm(x, layers[span.start]["attention_norm"], eps)
     y = linear_of_few_rows(y, layers[span.start]["attention"]["qkv"], kernels=batch.kernels)
     for index, kind, attend in zip(span, kinds, attends, strict=True):
-        layer, following = layers[index], layers[index + 1] if index + 1 in span else None
-        after = {"layer": layer, "following": following, "final_norm": params["norm"]}
-        after |= {"activation": activation, "eps": eps}
-        own, cache = batch.of_layer(index), kv_cache.of_layer(index)
+        layer = functools.partial(
+            _decode_layer,
+            kind=kind,
+            attend=attend,
+            batch=batch.of_layer(index),
+            rotation=rotation,
+            activation=activation,
+            eps=eps,
+        )
+        following = layers[index + 1] if index + 1 in span else None
         with jax.named_scope(f"layer_{index}"):
-            if "qkv_bias" in layer["attention"]:
-                y = y + layer["attention"]["qkv_bias"][None]
-            if kind == Kind.LAYER:
-                assert rotation is not None
-                x, y, cache = _whole_layer(y, cache, x, own, rotation, **after)
-            else:
-                heads, cache = attend(layer["attention"], y, cache)
-                x, y = _after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers)
+            x, y, cache = call(layer, x, y, kv_cache.of_layer(index), layers[index], following, params["norm"])
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
     return y if span.stop == len(layers) else x, kv_cache
+
+
+def _decode_layer(
+    x: Float[Array, "T E"],
+    qkv: Float[Array, "T K members D"],
+    cache: Any,
+    layer: Params,
+    following: Params | None,
+    final_norm: Float[Array, " E"],
+    *,
+    kind: Kind,
+    attend: AttendHeads,
+    batch: Batch,
+    rotation: Rotation | None,
+    activation: Callable[[Array], Array],
+    eps: float,
+) -> tuple[Array, Array, Any]:
+    """Return what `_after_attention` does, and the cache after this step, of the layer's own queries, keys and values
+    but for their bias.
+    """
+    after = {"layer": layer, "following": following, "final_norm": final_norm, "activation": activation, "eps": eps}
+    if "qkv_bias" in layer["attention"]:
+        qkv = qkv + layer["attention"]["qkv_bias"][None]
+    if kind == Kind.LAYER:
+        assert rotation is not None
+        return _whole_layer(qkv, cache, x, batch, rotation, **after)
+    heads, cache = attend(layer["attention"], qkv, cache)
+    return *_after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers), cache
 
 
 def _whole_layer(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers import decode_layer
 from jaxserve.layers.activations import ACTIVATIONS, Gate
+from jaxserve.layers.alike import Alike
 from jaxserve.layers.attention import attend_heads, attention_specs, self_attention
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.embedding import embedding_spec
@@ -312,10 +313,10 @@ def run_layers(
     After the model's last layer the first result is the hidden states after the final norm, if it has one. `add_norm`
     adds the last update and normalises in one call, if that is faster.
     """
-    layers, update = params["layers"], None
+    layers, update, call = params["layers"], None, Alike()
     for index, block in zip(span, blocks, strict=True):
         with jax.named_scope(f"layer_{index}"):
-            x, update, cache = block(layers[index], x, update, kv_cache.of_layer(index))
+            x, update, cache = call(block, layers[index], x, update, kv_cache.of_layer(index))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
     if span.stop < len(layers):

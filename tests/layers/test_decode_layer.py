@@ -122,7 +122,8 @@ def test_codes_equal_the_decoder(monkeypatch, num_devices):
     monkeypatch.setattr(quantized_matmuls, kernel, lambda *args, **kwargs: calls.append(args) or plain(*args, **kwargs))
     monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
     got = run()
-    assert len(calls) == (3 if num_devices == 1 else 11)  # the first qkv is not among them
+    # Of three layers two are alike; the first qkv is not among them.
+    assert len(calls) == (2 if num_devices == 1 else 7)
     np.testing.assert_allclose(got[0], want[0], atol=2e-5)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -147,7 +148,7 @@ def test_a_cache_of_its_own_kind_is_asked_to_attend(monkeypatch):
     monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
     family.forward(params, config, make_batch([5, 1]), make_cache([Own(pages)] * 3))
-    assert len(calls) == config.num_layers
+    assert len(calls) == 2  # of three layers two are alike
 
 
 def shapes_of(layers, *, activation="silu", window=None, half=32, cache=None):

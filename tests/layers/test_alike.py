@@ -1,0 +1,65 @@
+"""Layers that are alike are traced once, and none is taken for another one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from decode_cases import make_batch, make_cache, make_model
+
+from jaxserve.layers.alike import Alike
+from jaxserve.layers.paged_kv import PagedKV
+
+TRACED = []
+
+
+def scaled(x, *, by, exponent=1):
+    TRACED.append(exponent)
+    return x * by**exponent
+
+
+def test_what_is_alike_is_traced_once():
+    call = Alike()
+    TRACED.clear()
+
+    @jax.jit
+    def product(x, two, three):
+        for options in ({"by": two}, {"by": two}, {"by": three}, {"by": two, "exponent": 2}, {"by": two}):
+            x = call(functools.partial(scaled, **options), x)
+        return call(functools.partial(scaled, by=two), x[:1]), x
+
+    first, all_of_them = product(jnp.ones(2), jnp.float32(2), jnp.float32(3))
+    assert (first, *all_of_them) == (192, 96, 96)
+    assert TRACED == [1, 1, 2, 1]  # by two, by three, by the square of two, and another shape by two
+
+
+def test_a_function_within_another_is_looked_at_too():
+    call = Alike()
+    TRACED.clear()
+
+    def outer(x, *, inner):
+        return inner(x)
+
+    def run(by):
+        return call(functools.partial(outer, inner=functools.partial(scaled, by=by)), jnp.float32(1))
+
+    assert [run(2), run(2), run(3)] == [2, 2, 3]
+    assert len(TRACED) == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "num_functions"),
+    [
+        ("llama", {}, 2),  # before the first layer there is no update to add
+        ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16}, 3),
+        ("gpt_neox", {"rotary_pct": 0.5}, 2),
+    ],
+)
+def test_a_program_has_one_function_for_each_kind_of_layer(model_type, fields, num_functions):
+    family, config, params = make_model(model_type, num_hidden_layers=5, **fields)
+    pools = [PagedKV(*(jnp.zeros((16, 2, 16, 16)) for _ in range(2))) for _ in range(5)]
+    batch, cache = make_batch([5, 1]), make_cache(pools)
+    traced = jax.make_jaxpr(lambda *args: family.forward(args[0], config, *args[1:]))(params, batch, cache)
+    blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if str(eqn.params.get("name", "")).endswith("_block")]
+    assert len(blocks) == 5
+    assert len(set(map(id, blocks))) == num_functions
