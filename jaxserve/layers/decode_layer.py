@@ -88,8 +88,8 @@ def _decode_layer(
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Array, Array, Any]:
-    """Return what `_after_attention` does, and the cache after this step, of the layer's own queries, keys and values
-    but for their bias.
+    """Run one layer from its queries, keys and values before their bias. Return the results of `_after_attention` and
+    the updated cache.
     """
     after = {"layer": layer, "following": following, "final_norm": final_norm, "activation": activation, "eps": eps}
     if "qkv_bias" in layer["attention"]:

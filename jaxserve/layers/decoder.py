@@ -310,8 +310,9 @@ def run_layers(
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run a range of layers, each by its block; return the residual stream after them and the updated cache.
 
-    After the model's last layer the first result is the hidden states after the final norm, if it has one. `add_norm`
-    adds the last update and normalises in one call, if that is faster.
+    Layers whose blocks are partials with equal values are traced once, see `alike`. After the model's last layer the
+    first result is the hidden states after the final norm, if it has one. `add_norm` adds the last update and
+    normalises in one call, if that is faster.
     """
     layers, update, call = params["layers"], None, Alike()
     for index, block in zip(span, blocks, strict=True):

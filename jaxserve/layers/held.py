@@ -57,6 +57,10 @@ def _why_no_kernel(
         return "a byte of two codes would be on two devices"
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
     row = jax.ShapeDtypeStruct((1, math.prod(weight.shape[weight.ndim - num_inputs :])), jnp.dtype(dtype))
-    if expert_size is not None:
-        return grouped_codes.why_not(row, jax.eval_shape(lambda weight: weight.quantized_entries(), weight))
-    return quantized_matmuls.why_not(row, jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight))
+    is_expert = expert_size is not None
+    codes = jax.eval_shape(
+        lambda weight: weight.quantized_entries() if is_expert else weight.quantized_matrix(num_inputs), weight
+    )
+    if codes is None:
+        return f"no kernel converts {scheme}"
+    return grouped_codes.why_not(row, codes) if is_expert else quantized_matmuls.why_not(row, codes)

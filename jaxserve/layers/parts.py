@@ -142,7 +142,7 @@ def experts_part(weight: Weight, activation: str | Gate | None, *, dtype: Any, k
         kernel = Kernel.GROUPED_CODES
         codes = jax.eval_shape(lambda weight: weight.quantized_entries(), weight)
         if codes is None:
-            return Part(Kernel.XLA, f"their inputs have an order of their own: {stored}")
+            return Part(Kernel.XLA, stored)
         if (reason := grouped_codes.why_not(jax.ShapeDtypeStruct((1, weight.shape[-1]), dtype), codes)) is not None:
             return Part(Kernel.XLA, reason)
     return Part(kernel, None if activation is None or fuses(activation) else why_not_activation(activation))

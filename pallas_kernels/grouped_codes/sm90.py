@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.codes import TABLES, codes_per_byte
+from pallas_kernels.device.codes import MULTIPLIERS, TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
@@ -98,6 +98,8 @@ def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
         return f"K in multiples of {2 * group} with scales of {group}, got {depth}"
     if reason := why_not_factors(weight, block):
         return reason
+    if weight.factors is not None and weight.code in MULTIPLIERS:
+        return f"scales in one level of {weight.code}"
     if weight.minimums is not None and weight.code in TABLES:
         return f"minimums of integers, got {weight.code}"
     if weight.zeros is not None and weight.code != "uint4":

@@ -108,7 +108,7 @@ def vectors_of_outputs(weight: QuantizedMatrix, scaling: Scaling) -> dict[str, A
 
 
 def why_not_factors(weight: QuantizedMatrix, block: int) -> str | None:
-    """Return why kernels that multiply by so many columns at a time do not take the factors of scales, or None."""
+    """Return why a kernel with blocks of `block` columns does not take the factors of scales, or None if it does."""
     if weight.factors is None:
         return None
     factored = weight.depth // weight.factors.shape[-1]

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 from decode_cases import make_batch, make_cache, make_model
 
+from jaxserve.layers import paths
 from jaxserve.layers.alike import Alike
 from jaxserve.layers.paged_kv import PagedKV
+from pallas_kernels import layer_matmuls
 
 TRACED = []
 
@@ -47,12 +49,26 @@ def test_a_function_within_another_is_looked_at_too():
     assert len(TRACED) == 2
 
 
+def test_values_of_other_types_and_without_a_hash_are_not_taken_for_each_other():
+    call = Alike()
+    TRACED.clear()
+    assert [call(functools.partial(scaled, by=by), 1).dtype for by in (2, 2.0)] == [jnp.int32, jnp.float32]
+    unhashable = functools.partial(lambda x, numbers: x + len(numbers), numbers=Unhashable([1, 2]))
+    assert call(unhashable, 1) == 3
+
+
+class Unhashable(list):
+    """A leaf for jax, unlike a list."""
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields", "num_functions"),
     [
         ("llama", {}, 2),  # before the first layer there is no update to add
         ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16}, 3),
         ("gpt_neox", {"rotary_pct": 0.5}, 2),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 2),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, 3),
     ],
 )
 def test_a_program_has_one_function_for_each_kind_of_layer(model_type, fields, num_functions):
@@ -63,3 +79,16 @@ def test_a_program_has_one_function_for_each_kind_of_layer(model_type, fields, n
     blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if str(eqn.params.get("name", "")).endswith("_block")]
     assert len(blocks) == 5
     assert len(set(map(id, blocks))) == num_functions
+
+
+def test_fused_layers_are_of_two_kinds(monkeypatch):
+    """All but the last one also multiply by the next one's weights."""
+    family, config, params = make_model("llama", num_hidden_layers=5)
+    pools = [PagedKV(*(jnp.zeros((16, 2, 16, 16)) for _ in range(2))) for _ in range(5)]
+    monkeypatch.setattr(paths, "why_not_fused", lambda *_: None)
+    for reason in ("why_not", "why_not_attention"):
+        monkeypatch.setattr(layer_matmuls, reason, lambda *_, **__: "not here")
+    batch, cache = make_batch([5, 1]), make_cache(pools)
+    traced = jax.make_jaxpr(lambda *args: family.forward(args[0], config, *args[1:]))(params, batch, cache)
+    layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "_decode_layer"]
+    assert (len(layers), len(set(map(id, layers)))) == (5, 2)

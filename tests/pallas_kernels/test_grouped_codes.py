@@ -153,6 +153,7 @@ def test_what_does_not_fit_is_refused(shape, activation, reason):
 COMPILED = [
     (8, "nf4", 64, QWEN_UP, jnp.float32, False),
     (2048, "nf4", 64, QWEN_DOWN, jnp.float32, False),
+    (8, "fp4", 64, QWEN_UP, jnp.float32, False),
     (1024, "uint4", 128, QWEN_UP, jnp.float16, False),
     (2048, "uint4", 32, QWEN_UP, jnp.float16, False),
     (2048, "int4", 32, QWEN_UP, jnp.float16, False),

@@ -128,6 +128,7 @@ FORMATS = {
     "MXFP4": ("e2m1", 32, E8M0, False),
     "NVFP4": ("e2m1", 16, E4M3, False),
     "NF4": ("nf4", 64, jnp.float32, False),
+    "FP4": ("fp4", 64, jnp.float32, False),
     "Q4_1": ("uint4", 32, jnp.float16, True),
     "Q5_1": ("int8", 32, jnp.float16, True),
     "Q4_K": ("uint4", 32, jnp.int8, True),

@@ -8,7 +8,9 @@ from pallas_kernels.device.codes import codes_per_byte, values_of
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
-STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(["int4", "uint4", "e2m1", "nf4"], jnp.uint8)
+STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(
+    ["int4", "uint4", "e2m1", "nf4", "fp4"], jnp.uint8
+)
 TOLERANCE = 6e-3
 """Largest error relative to the norm: of a result in bfloat16, and of scales that are rounded to it."""
 
@@ -36,7 +38,7 @@ def make_codes(shape, code, group, *, exponents=False, levels=None, factored=256
         stored = jnp.asarray(rng.integers(-128, 128, shape), jnp.int8)
     else:
         stored = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
-    spread = {"int8": 74.0, "fp8": 1.0, "nf4": 0.6}.get(code, 5.0) * depth**0.5
+    spread = {"int8": 74.0, "fp8": 1.0, "nf4": 0.6, "fp4": 0.5}.get(code, 5.0) * depth**0.5
     if exponents:
         bits = rng.integers(119, 123, (*outputs, groups)).astype(np.uint8)
         scales = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e8m0fnu)
@@ -152,11 +154,12 @@ WEIGHTS_IN_LEVELS = [
     {"code": "int8", "group": 16} | _K,
     {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 2048, "depth": 768},
     {"code": "nf4", "group": 64, "outputs": 768, "depth": 2048, "is_gated": True},
+    {"code": "fp4", "group": 64, "outputs": 200, "depth": 320},
     {"code": "e2m1", "group": 16, "levels": E4M3, "outputs": 200, "depth": 2880},
     {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 200, "depth": 128} | _SHARDED | {"factored": 128},
     {"code": "uint4", "group": 32, "has_minimums": True, "outputs": 200, "depth": 384} | _SHARDED | {"factored": 128},
     {"code": "int8", "group": 16, "outputs": 200, "depth": 192} | _SHARDED | {"factored": 64},
 ]
-"""NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1, NF4; then blocks that end early, and factors of parts of a block, as
+"""NVFP4, Q4_K, Q2_K, Q3_K, Q5_K, Q6_K, 4.1, NF4, FP4; then blocks that end early, and factors of parts of a block, as
 devices that share an expert have them.
 """
