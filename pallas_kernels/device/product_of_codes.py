@@ -116,8 +116,9 @@ def add_product(
                         value = pair
                         if factors is not None:
                             value = times(pair, factors[chunk][half], None if less is None else less[chunk][half])
-                        place = at((unit - start) // 8 + chunk, half)
-                        a[place] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
+                        a[at((unit - start) // 8 + chunk, half)] = utils.bitcast(
+                            value, ir.VectorType.get((2,), ir.BF16Type.get())
+                        )
             return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
         batch = PIECE if code in MULTIPLIERS else BATCH  # their tables are in registers
@@ -149,9 +150,9 @@ def add_product(
                 )
             for part, factors in done:
                 values = mgpu.optimization_barrier(part._value).to_layout(mgpu.WGMMA_LAYOUT)
-                for place, register in np.ndenumerate(values.registers):
-                    factor = factors.registers[at(0, place[4])]
-                    registers[place] = mlir_math.fma(register, factor, registers[place])
+                for index, register in np.ndenumerate(values.registers):
+                    factor = factors.registers[at(0, index[4])]
+                    registers[index] = mlir_math.fma(register, factor, registers[index])
         if acc is not None:
             return acc.value
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
@@ -202,7 +203,7 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
                 arith.divui(tile, const_i32(column_tiles)),
             )
 
-            def place(chunk: int, half=half, row=row, row_tile=row_tile, column_tile=column_tile) -> list[Any]:
+            def indices(chunk: int, half=half, row=row, row_tile=row_tile, column_tile=column_tile) -> list[Any]:
                 chunk = arith.xori(arith.addi(arith.muli(half, const_i32(4)), const_i32(chunk)), row)
                 entry, tile = value_of(slot), column_tile
                 if pieces is not None:
@@ -210,7 +211,7 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
                 return [as_index(i) for i in (entry, row_tile, tile, row, arith.muli(chunk, const_i32(8)))]
 
             def interleave() -> None:
-                loaded = [utils.bitcast(vector.load(eight, ref, place(chunk)), words) for chunk in range(4)]
+                loaded = [utils.bitcast(vector.load(eight, ref, indices(chunk)), words) for chunk in range(4)]
                 found = [vector.extract(chunk, [], [i]) for chunk in loaded for i in range(4)]
                 if codes_per_byte(code) == 2:  # a lane has the columns of a chunk
                     lanes = [found[4 * lane : 4 * lane + 4] for lane in range(4)]
@@ -225,7 +226,7 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
                         chunks += [[rearranged(a, b, s) for a, b in lanes] for s in ("0x5410", "0x7632")]
                 for chunk, values in enumerate(chunks):
                     stored = utils.bitcast(vector.from_elements(words, values), eight)
-                    vector.store(stored, ref, place(chunk))
+                    vector.store(stored, ref, indices(chunk))
 
             if num_jobs - first >= 128:
                 interleave()
@@ -277,12 +278,12 @@ class _Thread:
 
     def _word(self, half: int, byte: int) -> Any:
         """Load 4 bytes of an output: those of this thread among 16 from `byte` on."""
-        place = arith.addi(
+        offset = arith.addi(
             arith.muli(arith.xori(self.row, const_i32(byte // 16)), const_i32(16)),
             arith.muli(self.quarter, const_i32(4)),
         )
         four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
-        indices = [self.slot, self.tiles[half], const_index(0), as_index(self.row), as_index(place)]
+        indices = [self.slot, self.tiles[half], const_index(0), as_index(self.row), as_index(offset)]
         return utils.bitcast(vector.load(four, self.codes, indices), ir.IntegerType.get_signless(32))
 
 
