@@ -30,7 +30,7 @@ if [[ $(printf '%s\n' "${packages[@]}" | grep == | grep -cxFf - <(echo "$install
     "$venv/bin/python" -m pip install --quiet "${packages[@]}"
 fi
 if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_quantized.py
-    "$venv/bin/python" -m pip install --quiet setuptools logbar
+    "$venv/bin/python" -m pip install --quiet setuptools logbar pypcre threadpoolctl
     "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d "$venv" \
         "${gptqmodel/-/==}"
     tar -xzf "$venv/$gptqmodel.tar.gz" -C "$venv"
