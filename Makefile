@@ -53,7 +53,7 @@ test: style deviceless
 test-all: style deviceless
 	$(MAKE) --jobs 2 types all-tests
 
-# Pyright checks types beside them. Checked at each call, by shape too, they cost a fifth more time: CI does that.
+# Pyright checks types beside them. Checked at each call, by shape too, they cost a fifth more time: CI does that for these.
 quick-tests: export CHECK_TYPES = 0
 quick-tests:
 	$(PYTEST) -m "not slow" --hypothesis-profile quick

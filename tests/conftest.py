@@ -1,6 +1,9 @@
-"""Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time in CI."""
+"""Before any test: 8 CPU devices, strict promotion, and every annotated function checked at call time in CI, but for
+slow tests.
+"""
 
 import collections
+import contextlib
 import gc
 import logging
 import os
@@ -13,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # jax looks for plugins once, when it is first asked for devices: pallas_kernels.deviceless would come too late.
 sys.path.append(str(pathlib.Path(sys.prefix) / "deviceless"))
 
-from type_checks import check_types
+from type_checks import check_types, unchecked
 
 if os.environ.get("CHECK_TYPES") != "0":
     check_types(["jaxserve", "pallas_kernels"])
@@ -77,6 +80,16 @@ def pytest_collection_modifyitems(items):
     num_slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     num_tests = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (-num_slow[item.path], -num_tests[item.path]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Check no types in slow tests: they are further cases of what quick ones call, and checks cost a seventh of their
+    time.
+    """
+    is_checked = item.get_closest_marker("slow") is None or item.path.stem == "test_type_checks"
+    with contextlib.nullcontext() if is_checked else unchecked():
+        return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)

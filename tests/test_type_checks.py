@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from jaxtyping import Float, TypeCheckError
-from type_checks import checked
+from type_checks import checked, unchecked
 
 from jaxserve.layers.norm import rms_norm
 from jaxserve.scheduling.snapshot import RequestSnapshot
@@ -38,6 +38,17 @@ def multiply_by(factor, result):
         return values * by
 
     return multiply
+
+
+def test_nothing_is_checked_meanwhile():
+    with unchecked(), unchecked():
+        pass
+    with unchecked():
+        assert name_of(0) == 0
+        assert lengthen(ONES, 1).shape == (4,)
+        assert multiply_by(2, LONGER)(ONES).shape == (3,)
+    with pytest.raises(TypeCheckError):
+        name_of(0)
 
 
 def test_what_fits_is_called():

@@ -22,12 +22,27 @@ _with_checks = beartype.beartype(
     )
 )
 _checks = collections.defaultdict(list)
+_is_paused = False
 
 
 def check_types(packages):
     """Check the functions and dataclasses of packages that are imported from now on."""
     jaxtyping.install_import_hook(packages, "type_checks.checked")
     jaxtyping.jaxtyped = lambda typechecker: typechecker  # what the hook decorates by: `checked` alone does
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Check nothing meanwhile."""
+    global _is_paused
+    before = _is_paused
+    _is_paused = True
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        _is_paused = before
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def checked(defined):
@@ -60,6 +75,8 @@ def _checked_when_called(function):
     def checked_function(*args, **kwargs):
         __tracebackhide__ = True
         nonlocal with_checks
+        if _is_paused:
+            return function(*args, **kwargs)
         if with_checks is None:
             _resolve(function)
             with_checks = _with_checks(function)
