@@ -162,7 +162,8 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     log = server.rest_of_log()
-    assert "database or disk is full" in log or "No space left on device" in log
+    # A start may be quicker than the disk is full: its database then has room for these answers.
+    assert is_full_at_start or "database or disk is full" in log or "No space left on device" in log
     assert "Traceback" not in log
 
 
