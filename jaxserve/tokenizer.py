@@ -1,49 +1,34 @@
 """Tokenizer: text to token ids and back, on the caller's side of the engine.
 
 A request's text (or its chat, through the model's template) becomes ids here; every sampled id comes back through
-`IncrementalDetokenizer`. Built on `transformers` (imported when a tokenizer is loaded), so that templates and special
-tokens are what a model's authors tested. No remote code, no network.
+`IncrementalDetokenizer`. Built on the `tokenizers` library. No remote code, no network.
 """
 
 import codecs
 import copy
 import functools
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import tokenizers
 
-from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest
+from jaxserve.chat_template import render
+from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.loading.affixes import read_affixes
 from jaxserve.loading.gguf_tokenizer import read_tokenizer
 from jaxserve.loading.json_files import eos_token_ids, read_object
+from jaxserve.loading.tokenizer_files import first_line, read_tokenizer_files
 from jaxserve.token_pieces import TokenPieces
-
-# Without one of these, transformers would build an empty tokenizer from the model's class name.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-# The files of a directory that transformers reads for its tokenizer.
-_JSON_FILES = (
-    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
-    "vocab.json",
-)
 
 # Arguments of transformers' apply_chat_template that are not variables of a template.
 _NOT_TEMPLATE_VARIABLES = {
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *(
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-    ),
-    *("processor_kwargs", "tokenizer_kwargs"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens", "processor_kwargs", "tokenizer_kwargs"),
 }
 
 
@@ -56,24 +41,43 @@ class Tokenizer:
         special_token_ids: tokens that `skip_special_tokens` leaves out of the text.
         vocab_size: number of tokens; `max_token_id` may be larger where ids have gaps.
         adds_bos: true if `encode` adds special tokens, so that even the empty text has tokens.
+        affixes: the ids that `encode` adds before and after a text.
+        response_template: how an answer is to be read (transformers 5.13 and later), or None.
     """
 
-    def __init__(self, tokenizer: Any, *, eos_token_ids: Iterable[int] = ()):
-        """Wrap a `transformers` tokenizer that is backed by the `tokenizers` library."""
-        self._tokenizer = tokenizer
-        self._chat_template: str | None = None  # replaces the model's
-        self._backend = tokenizer.backend_tokenizer
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        response_template: Any = None,
+        eos_token_ids: Iterable[int] = (),
+    ):
+        """Wrap a tokenizer of the `tokenizers` library.
+
+        `special_tokens` are tokens by what they are for, such as bos_token; those that are not special yet become so.
+        `chat_templates` are by name; the usual one is "default".
+        """
+        self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._pieces = TokenPieces(self._backend)
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos, *eos_token_ids]))
-        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self._special_tokens = dict(special_tokens or {})
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        backend.add_special_tokens([token for token in self._special_tokens.values() if token not in known])
+        self._chat_template: str | None = None  # replaces the model's
+        self._chat_templates = dict(chat_templates or {})
+        self.response_template = response_template
+        self._pieces = TokenPieces(backend)
+        self.affixes = read_affixes(backend)
+        self.bos_token_id = self._special_token_id("bos_token")
+        eos = self._special_token_id("eos_token")
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         self.special_token_ids: frozenset[int] = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        self.max_token_id: int = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_id: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.adds_bos: bool = bool(self.encode(""))
 
     @classmethod
@@ -85,38 +89,44 @@ class Tokenizer:
         path = Path(path)
         if path.suffix == ".gguf" and not path.is_dir():
             return cls._from_gguf(path)
-        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-            raise CheckpointError(f"no tokenizer in {path}: expected one of {', '.join(_TOKENIZER_FILES)}")
-        # transformers accepts chat templates that are not text, and lists where a config should have a number.
-        for name in ("tokenizer_config.json", "config.json"):
-            if (path / name).is_file():
-                read_object(path / name)
-        auto_tokenizer = _import_transformers().AutoTokenizer
-        try:
-            tokenizer = auto_tokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        # transformers lets anything through: json errors, tokenizers' bare Exception, KeyError
-        except Exception as error:
-            raise _unreadable(path, error) from error
-        if not getattr(tokenizer, "is_fast", False):
-            raise CheckpointError(f"the tokenizer in {path} has no tokenizer.json form; convert it first")
+        files = read_tokenizer_files(path)
         return cls(
-            tokenizer, eos_token_ids=eos_token_ids(read_generation_config(path), path / "generation_config.json")
+            files.backend,
+            special_tokens=files.special_tokens,
+            chat_templates=files.chat_templates,
+            response_template=files.response_template,
+            eos_token_ids=eos_token_ids(read_generation_config(path), path / "generation_config.json"),
         )
 
     @classmethod
     def _from_gguf(cls, path: Path) -> "Tokenizer":
         read = read_tokenizer(path)
-        wrapped = _import_transformers().PreTrainedTokenizerFast(
-            tokenizer_object=read.backend,
-            chat_template=read.chat_template,
-            clean_up_tokenization_spaces=False,
-            **read.special,
+        return cls(
+            read.backend,
+            special_tokens={name: token for name, token in read.special.items() if token is not None},
+            chat_templates=None if read.chat_template is None else {"default": read.chat_template},
+            eos_token_ids=read.end_token_ids,
         )
-        return cls(wrapped, eos_token_ids=read.end_token_ids)
+
+    def _special_token_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        return None if token is None else self._backend.token_to_id(token)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and its companions, which `load` reads."""
-        self._tokenizer.save_pretrained(str(folder))
+        """Write tokenizer.json, tokenizer_config.json and the chat templates, which `load` reads."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self._special_tokens
+        if self.response_template is not None:
+            config["response_template"] = self.response_template
+        if self._backend.encode_special_tokens:
+            config["split_special_tokens"] = True
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, template in self._chat_templates.items():
+            is_default = name == "default"
+            file = folder / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(template, encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode `text` into token ids, with BOS if the model uses one. Raises InvalidRequest for lone surrogates."""
@@ -164,7 +174,8 @@ class Tokenizer:
     def split_at_added_tokens(self, text: str) -> list[str | int]:
         """Return the ids of the added tokens that are spelled in `text`, special or not, and the texts between them."""
         pieces = self._added_tokens.split(text) if self._added_tokens.pattern else [text]
-        return [self._backend.token_to_id(piece) if index % 2 else piece for index, piece in enumerate(pieces) if piece]
+        ids = self._backend.token_to_id
+        return [(ids(piece) or 0) if index % 2 else piece for index, piece in enumerate(pieces) if piece]
 
     @functools.cached_property
     def _added_tokens(self) -> re.Pattern[str]:
@@ -185,20 +196,12 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template, if it has one; of several named ones, the default."""
-        if self._chat_template is not None:
-            return self._chat_template
-        template = self._tokenizer.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        return self._chat_template or self._chat_templates.get("default")
 
     @property
     def has_chat_template(self) -> bool:
         """True if the model has a chat template."""
-        return bool(self._chat_template or self._tokenizer.chat_template)
-
-    @property
-    def response_template(self) -> Any:
-        """The response template of tokenizer_config.json (transformers 5.13 and later), or None."""
-        return getattr(self._tokenizer, "response_template", None)
+        return bool(self._chat_template or any(self._chat_templates.values()))
 
     def with_chat_template(self, template: str) -> "Tokenizer":
         """Return a copy that uses the operator's chat template. Raises ConfigError if it is not valid jinja."""
@@ -239,17 +242,26 @@ class Tokenizer:
                 f"not a variable of a chat template: {', '.join(sorted(clash))}", param="chat_template_kwargs"
             )
         try:
-            return self._tokenizer.apply_chat_template(
+            return render(
+                self._template(chat_template, has_tools=tools is not None),
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=chat_template or self._chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tokenize=False,
-                **(template_kwargs or {}),
+                variables={**self._special_tokens, **(template_kwargs or {})},
             )
         except Exception as error:  # a template is a program: with odd messages it can fail in any way
-            raise InvalidRequest(f"chat template: {_first_line(error)}", param="messages") from error
+            raise InvalidRequest(f"chat template: {first_line(error)}", param="messages") from error
+
+    def _template(self, given: str | None, *, has_tools: bool) -> str:
+        """Return the given template, which may be the name of one, or that of the model."""
+        given = given or self._chat_template
+        if given is not None:
+            return self._chat_templates.get(given, given)
+        for name in ("tool_use", "default") if has_tools else ("default",):
+            if name in self._chat_templates:
+                return self._chat_templates[name]
+        raise ValueError(f"the model has several and no default one: name one of {', '.join(self._chat_templates)}")
 
     def apply_chat_template(
         self,
@@ -303,6 +315,10 @@ class IncrementalDetokenizer:
         self._is_clean = not self._decoder.getstate()[0]  # no character is incomplete
         self._is_in_prompts_character = not self._is_clean
 
+    def skips(self, token_id: int) -> bool:
+        """Return true for a special token that is left out of the text."""
+        return token_id in self._skipped
+
     def _visible_tail(self, token_ids: Sequence[int]) -> bytes:
         """Return the last bytes of the prompt: at least 3, if it has them, which hold any incomplete character."""
         tail = b""
@@ -355,48 +371,8 @@ def read_generation_config(path: str | Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a directory whose tokenizer transformers could not load, naming the faulty file if
-    possible.
-    """
-    for name in _JSON_FILES:
-        try:
-            if (path / name).is_file():
-                read_object(path / name)
-        except CheckpointError as broken:
-            return broken
-    config = path / "config.json"
-    if config.is_file():
-        try:
-            _import_transformers().AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as wrong:  # it lets anything through here too
-            return CheckpointError(f"cannot read {config}: {_first_line(wrong)}")
-    return CheckpointError(f"cannot read the tokenizer in {path}: {_first_line(error)}")
-
-
-def _import_transformers() -> Any:
-    """Import transformers without its warning that PyTorch is missing, which is not used here."""
-
-    def is_no_advice(record: logging.LogRecord) -> bool:
-        return "PyTorch was not found" not in record.getMessage()
-
-    logger = logging.getLogger("transformers")
-    logger.addFilter(is_no_advice)
-    try:
-        import transformers
-    finally:
-        logger.removeFilter(is_no_advice)
-    return transformers
-
-
 def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the text is not valid Unicode: {error.reason}", param="prompt") from error
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, with the second if the first ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

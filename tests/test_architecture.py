@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "layers": f"{PLAIN} quantization pallas_kernels",
     "quantization": f"{PLAIN} pallas_kernels",
     "pallas_kernels": "",
-    "tokenizer": f"{PLAIN} token_pieces loading",  # those of GGUF files
+    "tokenizer": f"{PLAIN} chat_template token_pieces loading",  # those of GGUF files
+    "chat_template": "",
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors values",

@@ -277,8 +277,10 @@ class TestLoad:
             Tokenizer.load(tmp_path)
 
     def test_a_config_that_transformers_refuses_is_named_with_the_field(self, tmp_path):
-        path = tiny_tokenizer.byte_level(tmp_path) / "config.json"
+        """Where there is no tokenizer.json, transformers needs the config."""
+        path = tmp_path / "config.json"
         path.write_text('{"model_type": "llama", "hidden_size": "64"}')
+        (tmp_path / "vocab.json").write_text('{"a": 0}')
         with pytest.raises(CheckpointError, match=f"^cannot read {path}: .*'hidden_size': .*expected int, got str"):
             Tokenizer.load(tmp_path)
 

@@ -18,8 +18,10 @@ import msgspec
 from jaxserve.engine.client import EngineClient, EngineInfo
 from jaxserve.engine.embedding import NO_LM_HEAD, POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.prompts import Truncation, truncate
 from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
+from jaxserve.loading.affixes import Affixes
 from jaxserve.loading.classifier import ClassificationHead, read_head
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -108,9 +110,10 @@ class Frontend:
 
         `prompt_text` is what RequestOutput shows as the prompt if `prompt` is token ids (a rendered chat, for example).
         `add_special_tokens` adds the tokenizer's own (such as BOS) to a text. `truncate_prompt_tokens=k` keeps k
-        tokens, -1 as many as leave room for the output; the rest is cut off at `truncation_side`. `shorten_output`
-        reduces a max_tokens beyond the context, instead of refusing the request. `grammar` is the grammar text of the
-        output, see `structured.grammar`; None makes it from `params.structured_outputs`, which may take seconds.
+        tokens, -1 as many as leave room for the output; what is cut off, at `truncation_side`, is the prompt's own, not
+        the special tokens that were added to it. `shorten_output` reduces a max_tokens beyond the context, instead of
+        refusing the request. `grammar` is the grammar text of the output, see `structured.grammar`; None makes it from
+        `params.structured_outputs`, which may take seconds.
         `visible_special_tokens` are in the text even if special tokens are skipped.
 
         Raises InvalidRequest, naming the field, or ContextLengthExceeded.
@@ -119,8 +122,12 @@ class Frontend:
         params = _with_num_logprobs(params, self.client.info)
         if not self.client.info.can_generate:
             raise InvalidRequest(NO_LM_HEAD, param="model")
-        text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
-        token_ids = self._truncate(token_ids, params, truncate_prompt_tokens, side=truncation_side)
+        truncation = Truncation(
+            limit=truncate_prompt_tokens,
+            side=truncation_side,
+            room=max(1, self.client.info.max_model_len - (params.max_tokens or 1)),
+        )
+        text, token_ids = self._tokenize(prompt, truncation, add_special_tokens=add_special_tokens)
         max_tokens = self._max_tokens(len(token_ids), params, shorten_output=shorten_output)
         bad_word_ids = self._bad_word_ids(params.bad_words or ())
         stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -174,10 +181,9 @@ class Frontend:
         """Prepare a group of one sequence that returns an `embedding` instead of text; arguments and errors as in
         `prepare`.
         """
-        text, token_ids = self._tokenize(prompt, add_special_tokens=add_special_tokens)
         max_model_len = self.client.info.max_model_len
-        limit = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
-        token_ids = self._truncate(token_ids, POOLING_PARAMS, limit, side=truncation_side)
+        truncation = Truncation(limit=truncate_prompt_tokens, side=truncation_side, room=max_model_len)
+        text, token_ids = self._tokenize(prompt, truncation, add_special_tokens=add_special_tokens)
         if len(token_ids) > max_model_len:
             raise ContextLengthExceeded.beyond(max_model_len, f"the prompt has {len(token_ids)} tokens", param="prompt")
         request = EngineRequest(
@@ -232,9 +238,9 @@ class Frontend:
         await self._dispatcher.run(groups, take)
 
     def _tokenize(
-        self, prompt: str | Iterable[SupportsIndex], *, add_special_tokens: bool
+        self, prompt: str | Iterable[SupportsIndex], truncation: Truncation, *, add_special_tokens: bool
     ) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it is one, and its token ids. Raises InvalidRequest."""
+        """Return the prompt's text, if it is one, and its token ids, truncated. Raises InvalidRequest."""
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -243,7 +249,8 @@ class Frontend:
         _check_token_ids("prompt", token_ids, self.client.info.vocab_size)
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        return text, token_ids
+        affixes = Affixes() if text is None or not add_special_tokens else self.tokenizer.affixes
+        return text, truncate(token_ids, truncation, affixes=affixes, max_model_len=self.client.info.max_model_len)
 
     def _next(self, outputs: queue.SimpleQueue[list[EngineOutput]]) -> list[EngineOutput]:
         while True:
@@ -260,25 +267,6 @@ class Frontend:
         if group.error is not None and not self.client.is_alive():
             raise EngineDead(group.error)
         return group.take_delta()
-
-    def _truncate(
-        self, token_ids: list[int], params: SamplingParams, limit: int | None, *, side: TruncationSide
-    ) -> list[int]:
-        if limit is None:
-            return token_ids
-        max_model_len = self.client.info.max_model_len
-        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
-            )
-        if limit > max_model_len:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be at most the model's context length of {max_model_len}, got {limit}",
-                param="truncate_prompt_tokens",
-            )
-        if limit == -1:
-            limit = max(1, max_model_len - (params.max_tokens or 1))
-        return token_ids[-limit:] if side == "left" else token_ids[:limit]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, shorten_output: bool) -> int:
         """Return the output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the

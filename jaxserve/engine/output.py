@@ -120,6 +120,7 @@ class _Sequence:
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._num_forgotten = 0  # logprobs that came before those
+        self._stop_tokens: dict[int, str] = {}  # stop strings that are a token which the text does not show
         self._stops = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
         self._detokenizer: IncrementalDetokenizer | None = None
         if params.detokenize:
@@ -130,6 +131,11 @@ class _Sequence:
                 visible_special_tokens=visible_special_tokens,
                 keeps_first_space=bool(request.grammar),  # it is a part of the form
             )
+            self._stop_tokens = {
+                token_id: stop
+                for stop in params.stop_strings
+                if (token_id := tokenizer.added_token_id(stop)) is not None and self._detokenizer.skips(token_id)
+            }
         self._num_given = (0, 0)  # token ids, pieces of text
         self._finish_given = False
 
@@ -155,19 +161,25 @@ class _Sequence:
     def _push_text(self, token_id: int) -> str | None:
         if self._detokenizer is None:
             return None
+        may_stop = len(self._token_ids) > self._params.min_tokens
+        if may_stop and (stop := self._stop_tokens.get(token_id)) is not None:
+            if rest := self._rest() + (stop if self._params.include_stop_str_in_output else ""):
+                self._text.append(rest)
+            return stop
         piece = self._detokenizer.push(token_id)
         if not piece:
             return None
-        shown, stop = self._stops.push(piece, may_stop=len(self._token_ids) > self._params.min_tokens)
+        shown, stop = self._stops.push(piece, may_stop=may_stop)
         if shown:
             self._text.append(shown)
         return stop
 
+    def _rest(self) -> str:
+        """End the text; return what was held back."""
+        return self._stops.flush() + ("" if self._detokenizer is None else self._detokenizer.flush())
+
     def _finish(self, output: EngineOutput) -> None:
-        rest = self._stops.flush()
-        if self._detokenizer is not None:
-            rest += self._detokenizer.flush()
-        if rest:
+        if rest := self._rest():
             self._text.append(rest)
         self.finish_reason = output.finish_reason
         if output.stop_reason in (

@@ -1,10 +1,12 @@
-"""The forms in which callers may give prompts, and all of them as token ids. No jax here."""
+"""The forms in which callers may give prompts, all of them as token ids, and how those are truncated. No jax here."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.loading.affixes import Affixes
+from jaxserve.request import TruncationSide
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -25,6 +27,19 @@ class TokenizedPrompt(NamedTuple):
     text: str | None
 
 
+class Truncation(NamedTuple):
+    """How a prompt is shortened, if `limit` is not None.
+
+    Attributes:
+        limit: tokens to keep; -1 keeps as many as there is `room` for.
+        side: the side of the text that is cut off.
+    """
+
+    limit: int | None
+    side: TruncationSide
+    room: int
+
+
 def as_prompt_list(prompts: Any) -> list[Any]:
     """Convert one prompt (a text, a dict, token ids) or an iterable of many to a list of prompts. Raises
     InvalidRequest.
@@ -41,6 +56,36 @@ def tokenize_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[To
     texts = [text for token_ids, text in parts if token_ids is None and text is not None]
     encoded = iter(tokenizer.encode_batch(texts))
     return [TokenizedPrompt(next(encoded) if token_ids is None else token_ids, text) for token_ids, text in parts]
+
+
+def truncate(token_ids: list[int], truncation: Truncation, *, affixes: Affixes, max_model_len: int) -> list[int]:
+    """Return the prompt with its text shortened; the special tokens around it, `affixes`, stay. Raises
+    InvalidRequest.
+    """
+    limit = truncation.limit
+    if limit is None:
+        return token_ids
+    if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
+        )
+    if limit > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at most the model's context length of {max_model_len}, got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    start, end = len(affixes.before), len(token_ids) - len(affixes.after)
+    num_special = len(affixes.before) + len(affixes.after)
+    if -1 < limit < num_special:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {limit}, but the tokenizer adds {num_special} special tokens to each text",
+            param="truncate_prompt_tokens",
+        )
+    num_kept = max(0, (truncation.room if limit == -1 else limit) - num_special)
+    if end - start <= num_kept:
+        return token_ids
+    kept = slice(end - num_kept, end) if truncation.side == "left" else slice(start, start + num_kept)
+    return token_ids[:start] + token_ids[kept] + token_ids[end:]
 
 
 def _parts(prompt: Prompt) -> tuple[Iterable[SupportsIndex] | None, str | None]:

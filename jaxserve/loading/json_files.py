@@ -48,7 +48,16 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
+def _is_tokens_by_id(values: Any) -> bool:
+    return _is_object(values) and all(key.isdecimal() and _is_token(value) for key, value in values.items())
+
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""What special tokens are for, as tokenizer_config.json names it; a model may have others of its own."""
+
 _TEXT = _Kind("a text", _is_text)
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_TOKEN = _Kind("a token", _is_token)
 _TEXTS = _Kind("a list of texts", lambda value: _is_list_of(value, _is_text))
 _OBJECT = _Kind("an object", _is_object)
 _TOKEN_IDS = _Kind(
@@ -77,8 +86,16 @@ _KINDS = {
         "torch_dtype": _TEXT,
     },
     "generation_config.json": {"eos_token_id": _TOKEN_IDS},
+    "special_tokens_map.json": {
+        **dict.fromkeys(ROLES, _TOKEN),
+        "additional_special_tokens": _NAMED_TOKENS,
+        "extra_special_tokens": _NAMED_TOKENS,
+    },
     "tokenizer_config.json": {
-        "added_tokens_decoder": _OBJECT,
+        **dict.fromkeys(ROLES, _TOKEN),
+        "add_bos_token": _FLAG,
+        "add_eos_token": _FLAG,
+        "added_tokens_decoder": _Kind("an object of tokens by id", _is_tokens_by_id),
         "additional_special_tokens": _NAMED_TOKENS,
         "auto_map": _Kind(
             "an object or a list of two",
@@ -86,11 +103,12 @@ _KINDS = {
         ),
         "chat_template": _Kind("a text or a list of objects with name and template", _is_template),
         "extra_special_tokens": _NAMED_TOKENS,
+        "fix_mistral_regex": _FLAG,
         "init_inputs": _Kind("a list", lambda value: isinstance(value, list)),
         "model_input_names": _TEXTS,
         "model_specific_special_tokens": _NAMED_TOKENS,
         "padding_side": _TEXT,
-        "split_special_tokens": _Kind("true or false", lambda value: isinstance(value, bool)),
+        "split_special_tokens": _FLAG,
         "tokenizer_class": _TEXT,
         "truncation_side": _TEXT,
     },
@@ -105,7 +123,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises CheckpointError, naming the file, if it is missing or holds no object, and naming the field, if one of
-    config.json, generation_config.json or tokenizer_config.json has a value of the wrong type.
+    config.json, generation_config.json, special_tokens_map.json or tokenizer_config.json has a value of the wrong type.
     """
     fields = _read(path)
     if not isinstance(fields, dict):

@@ -1,14 +1,29 @@
 """Frontend.prepare: a prompt and its parameters become validated requests."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
+import tokenizers
 from fake_client import collect
+from tokenizers import decoders, models, processors
 
 from jaxserve.engine.frontend import sampling_defaults
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
 from jaxserve.request import SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+
+def letters():
+    """Return a tokenizer with a token for each of a few letters, which puts <s> and </s> around a text."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abcde")}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 5), ("</s>", 6)]
+    )
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 class TestPrepare:
@@ -151,6 +166,44 @@ class TestPrepare:
             list(range(10)), SamplingParams(max_tokens=max_tokens), request_id="x", truncate_prompt_tokens=limit
         )
         assert group.prompt_token_ids == kept
+
+    @pytest.mark.parametrize(
+        ("limit", "side", "kept"),
+        [
+            (5, "left", "<s>|c|d|e|</s>"),
+            (5, "right", "<s>|a|b|c|</s>"),
+            (3, "left", "<s>|e|</s>"),
+            (2, "left", "<s>|</s>"),
+            (2, "right", "<s>|</s>"),
+            (9, "left", "<s>|a|b|c|d|e|</s>"),
+            (-1, "left", "<s>|d|e|</s>"),
+            (-1, "right", "<s>|a|b|</s>"),
+        ],
+    )
+    def test_truncation_cuts_the_text_not_what_the_tokenizer_adds(self, start, limit, side, kept):
+        tokenizer = letters()
+        frontend = start(tokenizer, max_model_len=10 if limit != -1 else 6)
+        params = SamplingParams(max_tokens=1 if limit != -1 else 2)
+        cut = {"request_id": "x", "truncate_prompt_tokens": limit, "truncation_side": side}
+        group = frontend.prepare("abcde", params, **cut)
+        assert "|".join(map(tokenizer.token_text, group.prompt_token_ids)) == kept
+        if limit != -1:
+            embedding = frontend.prepare_embedding("abcde", pooling="last", **cut)
+            assert embedding.prompt_token_ids == group.prompt_token_ids
+        ids = tokenizer.encode("abcde")
+        number = 4 if limit == -1 else limit
+        for prompt, of_the_prompt in ((ids, ids), ("abcde", ids[1:-1])):  # ids are the caller's, whatever they are
+            group = frontend.prepare(prompt, params, add_special_tokens=False, **cut)
+            assert group.prompt_token_ids == (of_the_prompt[-number:] if side == "left" else of_the_prompt[:number])
+
+    def test_truncation_leaves_room_for_what_the_tokenizer_adds(self, start):
+        for prepare in (
+            functools.partial(start(letters()).prepare, params=SamplingParams()),
+            functools.partial(start(letters()).prepare_embedding, pooling="last"),
+        ):
+            with pytest.raises(InvalidRequest, match="is 1, but the tokenizer adds 2 special tokens") as caught:
+                prepare("a", request_id="x", truncate_prompt_tokens=1)
+            assert caught.value.param == "truncate_prompt_tokens"
 
     @pytest.mark.parametrize("limit", [0, -2, True])
     def test_bad_truncation(self, start, tokenizer, limit):

@@ -223,6 +223,34 @@ class TestRequestGroup:
         assert group.push([output(*tokenizer.encode("abcb"))]) == ["r-0"]
         assert group.result().outputs[0].text == "abc"
 
+    @pytest.mark.parametrize("skips", [False, True])
+    @pytest.mark.parametrize("stop", ["<|im_start|>", "<|tool|>"])  # a special token, an added one
+    @pytest.mark.parametrize(
+        ("fields", "tokens", "text"),
+        [
+            ({}, "ab{}cd", "ab"),
+            ({"include_stop_str_in_output": True}, "ab{}cd", "ab{}"),
+            ({"min_tokens": 2}, "a{}b{}c", None),
+            ({"stop": ["<never>", "{}"]}, "a<nev{}c", "a<nev"),
+            ({"stop": ["b", "{}"]}, "ab{}c", "a"),
+        ],
+    )
+    def test_a_stop_string_that_is_one_token(self, tokenizer, skips, stop, fields, tokens, text):
+        """It ends the sequence whether or not the text shows the token."""
+        stops = [each.format(stop) for each in fields.get("stop", ["{}"])]
+        group = make_group(tokenizer, **fields | {"stop": stops, "skip_special_tokens": skips})
+        assert group.push([output(i) for i in tokenizer.encode(tokens.replace("{}", stop))]) == ["r-0"]
+        completion = group.result().outputs[0]
+        if text is None:  # before min_tokens it is an ordinary token
+            text = "ab" if skips and stop == "<|im_start|>" else f"a{stop}b"
+        assert (completion.text, completion.finish_reason) == (text.replace("{}", stop), "stop")
+        assert completion.stop_reason == ("b" if "b" in stops else stop)
+
+    def test_half_a_character_before_a_stop_token(self, tokenizer):
+        group = make_group(tokenizer, stop="<|im_start|>")
+        group.push([output(*tokenizer.encode("x🦙")[:-1], *tokenizer.encode("<|im_start|>y"))])
+        assert group.result().outputs[0].text == "x\ufffd"
+
     def test_without_detokenization(self, tokenizer):
         group = make_group(tokenizer, detokenize=False)
         group.push([output(1, 2, finish_reason="length")])

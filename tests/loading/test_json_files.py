@@ -24,7 +24,19 @@ WRONG = [
     ("config.json", "eos_token_id", {}, IDS),
     ("generation_config.json", "eos_token_id", {}, IDS),
     ("generation_config.json", "eos_token_id", [[1]], IDS),
-    ("tokenizer_config.json", "added_tokens_decoder", [], "an object"),
+    *[
+        ("tokenizer_config.json", "added_tokens_decoder", value, "an object of tokens by id")
+        for value in ([], {"a": "x"}, {"1": 5}, {"1": {"special": True}})
+    ],
+    ("tokenizer_config.json", "bos_token", 5, "a token"),
+    ("tokenizer_config.json", "eos_token", {"lstrip": True}, "a token"),
+    *[
+        ("tokenizer_config.json", name, value, "true or false")
+        for name in ("add_bos_token", "add_eos_token", "fix_mistral_regex")
+        for value in ("yes", 1)
+    ],
+    ("special_tokens_map.json", "pad_token", [], "a token"),
+    ("special_tokens_map.json", "additional_special_tokens", "x", "a list of tokens or an object of them"),
     ("tokenizer_config.json", "additional_special_tokens", "x", "a list of tokens or an object of them"),
     ("tokenizer_config.json", "additional_special_tokens", [1], "a list of tokens or an object of them"),
     ("tokenizer_config.json", "extra_special_tokens", {"a": 1}, "a list of tokens or an object of them"),

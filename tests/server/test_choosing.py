@@ -9,7 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import tokenizers
-import transformers
 from chat_templates import KNOWN, MARKED, UNKNOWN
 from depths import examples
 from llguidance import LLMatcher
@@ -51,10 +50,12 @@ TOOLS = [
 def tokenizer_with(template, response_template=None):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     backend.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
-    fast.chat_template = template
-    fast.response_template = response_template
-    return Tokenizer(fast)
+    return Tokenizer(
+        backend,
+        special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"},
+        chat_templates={} if template is None else {"default": template},
+        response_template=response_template,
+    )
 
 
 def written(tokenizer, *, thoughts="", words="", calls=(), header="<|turn|>assistant\n"):

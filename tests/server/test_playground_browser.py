@@ -244,7 +244,7 @@ def test_sixteen_streams_are_seen_at_once(page, server):
 
 def test_a_model_without_a_chat_template_is_met_with_a_page_to_continue(browser):
     tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.chat_template = None
+    tokenizer._chat_templates = {}
     with running(tokenizer) as server:
         browser.open(server.url)
         browser.wait_until("document.body.dataset.mode === 'completion'")

@@ -193,7 +193,7 @@ def test_extensions_reach_the_engine(server):
     assert server.post("/v1/completions", body).status_code == 200
     request = server.client.submitted[0]
     params = request.params
-    assert request.prompt_token_ids == server.tokenizer.encode("hello world")[-4:]
+    assert request.prompt_token_ids == server.tokenizer.encode("rld")
     assert (request.priority, request.cache_salt, request.seed) == (-2, "mine", 3)
     assert request.stop_token_ids == {70}
     assert request.bad_word_ids

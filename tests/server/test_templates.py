@@ -99,6 +99,15 @@ def load(test_data):
     return load
 
 
+def tokenizer_of(fast):
+    """Return our tokenizer of one of transformers."""
+    return Tokenizer(
+        fast.backend_tokenizer,
+        special_tokens=fast.special_tokens_map,
+        chat_templates={"default": fast.chat_template},
+    )
+
+
 def natively(fast, messages, tools):
     """Render the conversation with transformers, with calls in the form that the templates' authors intended."""
     messages = copy.deepcopy(messages)
@@ -112,7 +121,7 @@ def natively(fast, messages, tools):
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_conversation_is_rendered_as_transformers_renders_it(load, name):
     fast = load(name)
-    tokenizer = Tokenizer(fast)
+    tokenizer = tokenizer_of(fast)
     style = message_style(tokenizer)
     for title, (messages, tools) in CONVERSATIONS.items():
         body = {"messages": messages} | ({} if tools is None else {"tools": tools})
@@ -133,7 +142,7 @@ def test_the_list_of_templates_is_complete(test_data):
 @pytest.mark.parametrize(("name", "known"), KNOWN.items())
 def test_the_syntax_is_read_off_the_template(load, name, known):
     tools, thoughts = known
-    choice = choose(Tokenizer(load(name)))
+    choice = choose(tokenizer_of(load(name)))
     assert (choice.calls.name, choice.thoughts.name) == (tools or "none", thoughts or "none")
     if tools is not None:
         assert choice.syntax.calls in TOOL_PARSERS[tools]
@@ -146,7 +155,7 @@ SHOW_CALLS = [name for name, (tools, _) in KNOWN.items() if tools is not None an
 
 @pytest.mark.parametrize("name", SHOW_CALLS)
 def test_a_call_of_an_earlier_turn_is_shown(load, name):
-    tokenizer = Tokenizer(load(name))
+    tokenizer = tokenizer_of(load(name))
     body = {"messages": [USER, CALL, RESULT], "tools": TOOLS}
     text = render_chat(tokenizer, message_style(tokenizer), msgspec.json.decode(json.dumps(body), type=ChatRequest))
     assert "get_weather" in text
@@ -161,7 +170,7 @@ def render(tokenizer, **fields):
 
 
 def test_reasoning_of_earlier_turns_and_effort(load):
-    qwen = Tokenizer(load("Qwen-Qwen3-0.6B"))
+    qwen = tokenizer_of(load("Qwen-Qwen3-0.6B"))
     assert render(qwen, reasoning_effort="none").endswith("<think>\n\n</think>\n\n")
     assert not render(qwen, reasoning_effort="low").endswith("</think>\n\n")
     assert render(qwen, chat_template_kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
@@ -169,7 +178,7 @@ def test_reasoning_of_earlier_turns_and_effort(load):
     conversation = [USER, thought | CALL | {"content": None}, RESULT]
     assert "<think>\nHm, so.\n</think>" in render(qwen, messages=conversation)
 
-    gpt_oss = Tokenizer(load("openai-gpt-oss-120b"))
+    gpt_oss = tokenizer_of(load("openai-gpt-oss-120b"))
     assert "Reasoning: high" in render(gpt_oss, reasoning_effort="high")
     assert "Reasoning: medium" in render(gpt_oss)
     text = render(gpt_oss, messages=conversation)
@@ -179,27 +188,27 @@ def test_reasoning_of_earlier_turns_and_effort(load):
     assert "<|channel|>analysis<|message|>Hm, so.<|end|>" in text
     assert "I shall look." in render(qwen, messages=conversation)
 
-    deepseek = Tokenizer(load("deepseek-ai-DeepSeek-V3.1"))
+    deepseek = tokenizer_of(load("deepseek-ai-DeepSeek-V3.1"))
     assert render(deepseek).endswith("</think>")
     assert render(deepseek, chat_template_kwargs={"thinking": True}).endswith("<think>")
 
 
 def test_tools_that_may_not_be_called_are_not_shown(load):
-    qwen = Tokenizer(load("Qwen-Qwen3-0.6B"))
+    qwen = tokenizer_of(load("Qwen-Qwen3-0.6B"))
     assert "get_weather" in render(qwen, tools=TOOLS)
     assert "get_weather" not in render(qwen, tools=TOOLS, tool_choice="none")
 
 
 def test_tools_without_description_and_parameters(load):
     for name in KNOWN:
-        render(Tokenizer(load(name)), tools=[{"type": "function", "function": {"name": "f"}}])
+        render(tokenizer_of(load(name)), tools=[{"type": "function", "function": {"name": "f"}}])
 
 
 def test_the_operators_template(load, tmp_path):
     file = tmp_path / "template.jinja"
     turns = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     file.write_text(f"{turns}<tool_call> arguments </tool_call>")
-    tokenizer = Tokenizer(load("Qwen-Qwen2.5-7B-Instruct"))
+    tokenizer = tokenizer_of(load("Qwen-Qwen2.5-7B-Instruct"))
     for given in (str(file), file.read_text()):
         served = served_tokenizer(tokenizer, ServerConfig(chat_template=given))
         assert render(served).startswith("[How is")
@@ -217,7 +226,7 @@ def test_the_operators_template(load, tmp_path):
     ],
 )
 def test_a_template_that_is_none(load, template, message):
-    tokenizer = Tokenizer(load("Qwen3-Coder"))
+    tokenizer = tokenizer_of(load("Qwen3-Coder"))
     with pytest.raises(ConfigError, match=re.escape(message)):
         served_tokenizer(tokenizer, ServerConfig(chat_template=template))
     served_tokenizer(tokenizer, ServerConfig(chat_template="{{ raise_exception('no system message') }}"))

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import tokenizers
-import transformers
 from llguidance import LLMatcher
 from serving import Running, assert_error, frames, running
 
@@ -172,10 +171,9 @@ def tokenizer_with(*, special=(), added=()):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={t: i for i, t in enumerate(base)}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    fast.add_special_tokens({"additional_special_tokens": list(special)})
-    fast.add_tokens([transformers.AddedToken(text, special=False, normalized=False) for text in added])
-    return Tokenizer(fast)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens([tokenizers.AddedToken(text, special=False, normalized=False) for text in added])
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import tokenizers
-import transformers
 from fake_client import FakeEngineClient, Script, echo
 from waiting import PATIENCE, wait_until
 
@@ -38,15 +37,12 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return Tokenizer(
+        backend,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+        chat_templates={"default": CHAT_TEMPLATE},
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return Tokenizer(fast)
 
 
 class Running:

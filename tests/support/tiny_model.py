@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Sequence
 
 import tokenizers
-import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.tokenizer import Tokenizer
@@ -104,5 +103,4 @@ def ascii_tokenizer(*, has_eos: bool = True) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
-    eos_token = "</s>" if has_eos else None
-    return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token))
+    return Tokenizer(tokenizer, special_tokens={"eos_token": "</s>"} if has_eos else {})

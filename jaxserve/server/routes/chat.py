@@ -137,12 +137,12 @@ def _prepare(
         continues_message=bool(body.continue_final_message),
     )
     return state.frontend.prepare(
-        state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)),
+        text,
         params,
         request_id=request_id,
-        prompt_text=text,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        add_special_tokens=bool(body.add_special_tokens),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
         shorten_output=body.token_limit is None,
