@@ -113,20 +113,20 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the chat templates, which `load` reads."""
+        """Write tokenizer.json and tokenizer_config.json, which `load` reads."""
         self._backend.save(str(folder / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self._special_tokens
+        if self._chat_templates:
+            named = [{"name": name, "template": template} for name, template in self._chat_templates.items()]
+            config["chat_template"] = (
+                self._chat_templates["default"] if [*self._chat_templates] == ["default"] else named
+            )
         if self.response_template is not None:
             config["response_template"] = self.response_template
         if self._backend.encode_special_tokens:
             config["split_special_tokens"] = True
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, template in self._chat_templates.items():
-            is_default = name == "default"
-            file = folder / ("chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja")
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(template, encoding="utf-8")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode `text` into token ids, with BOS if the model uses one. Raises InvalidRequest for lone surrogates."""

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tiny_tokenizer
-from depths import examples
+from depths import examples, quick_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -316,11 +316,26 @@ class TestPublishedVectors:
     """Texts with the token ids that llama.cpp expects of these tokenizers (which add no BOS)."""
 
     @pytest.mark.parametrize(
-        ("name", "vectors"), [("llama3", "ggml-vocab-llama-bpe.gguf"), ("qwen2", "ggml-vocab-qwen2.gguf")]
+        ("name", "vectors", "said"),
+        quick_only(
+            [
+                ("llama3", "ggml-vocab-llama-bpe.gguf", {}),
+                ("llama3", "ggml-vocab-llama-bpe.gguf", {"tokenizer_class": "GPT2Tokenizer"}),
+                ("llama3", "ggml-vocab-llama-bpe.gguf", {"model_type": "qwen2"}),
+                ("llama3", "ggml-vocab-llama-bpe.gguf", {"model_type": "gemma3_text"}),
+                ("qwen2", "ggml-vocab-qwen2.gguf", {}),
+                ("qwen2", "ggml-vocab-qwen2.gguf", {"tokenizer_class": "LlamaTokenizer", "model_type": "gpt2"}),
+            ],
+            ("llama3", "ggml-vocab-llama-bpe.gguf", {"model_type": "qwen2"}),
+            ("qwen2", "ggml-vocab-qwen2.gguf", {}),
+        ),
     )
-    def test_encode_and_detokenize(self, test_data, tmp_path, name, vectors):
+    def test_encode_and_detokenize(self, test_data, tmp_path, name, vectors, said):
+        """Whatever class or type of model the companions name."""
         folder = test_data / "tokenizers"
         (tmp_path / "tokenizer.json").symlink_to(folder / f"{name}.tokenizer.json")
+        for file, field in (("tokenizer_config.json", "tokenizer_class"), ("config.json", "model_type")):
+            (tmp_path / file).write_text(json.dumps({key: value for key, value in said.items() if key == field}))
         tokenizer = Tokenizer.load(tmp_path)
         texts = (folder / "vectors" / f"{vectors}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
         lines = (folder / "vectors" / f"{vectors}.out").read_text().split("\n")

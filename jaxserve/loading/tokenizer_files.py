@@ -6,12 +6,13 @@ tiktoken, a vocabulary with merges) `transformers` makes one, which takes second
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.affixes import AddedByOption, apply_options
@@ -63,6 +64,7 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
     except Exception as error:  # tokenizers raises no other type
         raise _unreadable(path, error) from error
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    _report_superseded(backend, path, config)
     _apply_options(backend, path, config, special)
     follow_mistral_pattern(backend, path, is_fixed=config.get("fix_mistral_regex"), model=model)
     return TokenizerFiles(
@@ -158,6 +160,33 @@ def _apply_options(backend: Tokenizer, path: Path, config: Mapping[str, Any], sp
             logger.warning("%s/tokenizer_config.json: add_%s_token has no effect without %s_token", path, name, name)
         options[name] = AddedByOption(None if token is None else backend.token_to_id(token), is_added)
     apply_options(backend, **options)
+
+
+def _report_superseded(backend: Tokenizer, path: Path, config: Mapping[str, Any]) -> None:
+    """Log what tokenizer_config.json says and tokenizer.json does not do."""
+    wants_space = config.get("add_prefix_space")
+    if wants_space is not None and bool(wants_space) != _adds_space(backend):
+        logger.warning("%s/tokenizer_config.json: add_prefix_space contradicts tokenizer.json, which is followed", path)
+    is_forced = config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    if config.get("clean_up_tokenization_spaces") and (is_forced or not isinstance(backend.model, models.BPE)):
+        logger.warning(
+            "%s/tokenizer_config.json: clean_up_tokenization_spaces is not followed: a text keeps the spaces before "
+            "punctuation that the model writes",
+            path,
+        )
+
+
+def _adds_space(backend: Tokenizer) -> bool:
+    """Return true if a space is put before a text that has none."""
+    for part in (backend.normalizer, backend.pre_tokenizer):
+        state = {} if part is None else json.loads(part.__getstate__())
+        for step in state.get("normalizers", state.get("pretokenizers", [state])):
+            match step:
+                case {"type": "Prepend"} | {"type": "ByteLevel", "add_prefix_space": True}:
+                    return True
+                case {"type": "Metaspace"}:
+                    return step.get("prepend_scheme", "always") != "never"
+    return False
 
 
 def _as_token(value: Any, *, special: bool = False) -> AddedToken:

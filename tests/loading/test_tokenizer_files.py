@@ -11,7 +11,6 @@ import transformers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError, InvalidRequest
-from jaxserve.loading.mistral_pattern import PATTERN
 from jaxserve.tokenizer import Tokenizer
 
 TEXTS = (
@@ -37,7 +36,6 @@ def write(folder, **files):
 
 def llama3_like():
     """Return a byte-level tokenizer with digits by three and whole words before merges."""
-    tokenizer = tokenizers.Tokenizer.from_str(tokenizers.Tokenizer(models.BPE()).to_str())
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "Ġt", "Ġthe", ":Ċ", "Ċĉ"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     merges = [("1", "2"), ("Ġ", "t"), (":", "Ċ"), ("Ċ", "ĉ")]
@@ -278,6 +276,25 @@ def test_pairs_have_what_single_texts_have(tmp_path):
     assert ours.decode(ours._backend.encode("a", "b").ids, skip_special_tokens=False) == "<s>a</s><s>b</s>"
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("llama3", {"add_prefix_space": True}, "add_prefix_space contradicts"),
+        ("llama3", {"add_prefix_space": False, "clean_up_tokenization_spaces": True}, None),
+        ("gemma", {"add_prefix_space": True}, "add_prefix_space contradicts"),
+        ("gemma", {"add_prefix_space": None}, None),
+        ("unigram", {"add_prefix_space": False}, "add_prefix_space contradicts"),
+        ("unigram", {"add_prefix_space": True}, None),
+        ("unigram", {"clean_up_tokenization_spaces": True}, "clean_up_tokenization_spaces is not followed"),
+    ],
+)
+def test_what_tokenizer_json_supersedes_is_reported(kind, config, message, tmp_path, caplog):
+    reference = KINDS[kind]()
+    write(tmp_path, tokenizer__json=reference.to_str(), tokenizer_config__json=config)
+    assert Tokenizer.load(tmp_path).encode("the .") == reference.encode("the .").ids
+    assert [message in record.message for record in caplog.records] == ([] if message is None else [True])
+
+
 class TestChatTemplates:
     @pytest.mark.parametrize(
         ("files", "plain", "with_tools"),
@@ -324,61 +341,6 @@ class TestChatTemplates:
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
         with pytest.raises(CheckpointError, match=r"cannot read .*chat_template\.jinja: "):
             Tokenizer.load(tmp_path)
-
-
-FAULTY = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-
-
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory):
-    """A tokenizer large enough to be one of Mistral's byte-level ones."""
-    folder = tmp_path_factory.mktemp("mistral")
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"{i}!" for i in range(100_000))]
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    for name, pattern in (("faulty", FAULTY), ("right", PATTERN)):
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-        tokenizer.save(str(folder / f"{name}.json"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
-    tokenizer.save(str(folder / "bytes.json"))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("name", "fix", "model", "outcome"),
-    [
-        ("faulty", None, {"model_type": "mistral", "transformers_version": "4.51.0"}, "warned"),
-        ("faulty", None, {"model_type": "mistral3", "transformers_version": "5.0.0.dev0"}, "warned"),
-        ("faulty", None, {}, "left"),
-        ("faulty", None, {"vocab_size": 1}, "warned"),
-        ("faulty", None, {"model_type": "llama"}, "left"),
-        ("faulty", True, {"model_type": "llama"}, "left"),
-        ("faulty", None, {"model_type": "mistral", "transformers_version": "5.0.0"}, "left"),
-        ("faulty", True, {"model_type": "mistral", "transformers_version": "5.2.0"}, "left"),
-        ("faulty", False, {"model_type": "mistral"}, "left"),
-        ("faulty", True, {"model_type": "mistral"}, "repaired"),
-        ("faulty", True, {"model_type": "ministral", "transformers_version": "4.9"}, "repaired"),
-        ("bytes", True, {"model_type": "pixtral"}, "repaired"),
-        ("right", None, {"model_type": "mistral"}, "left"),
-        ("right", True, {"model_type": "mistral"}, "left"),
-    ],
-)
-def test_a_faulty_pattern_of_mistral_is_repaired_as_transformers_does(
-    mistral, name, fix, model, outcome, tmp_path, caplog
-):
-    (tmp_path / "tokenizer.json").symlink_to(mistral / f"{name}.json")
-    write(tmp_path, tokenizer_config__json={} if fix is None else {"fix_mistral_regex": fix})
-    if model:
-        write(tmp_path, config__json=model)
-    ours = Tokenizer.load(tmp_path)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    state = json.loads(ours._backend.to_str())["pre_tokenizer"]
-    assert state == json.loads(theirs.backend_tokenizer.to_str())["pre_tokenizer"]
-    before = json.loads((mistral / f"{name}.json").read_text())["pre_tokenizer"]
-    assert (state != before) == (outcome == "repaired")
-    warnings = [record for record in caplog.records if record.name.startswith("jaxserve")]
-    assert len(warnings) == (outcome == "warned")
 
 
 def test_transformers_is_not_imported_where_tokenizer_json_is(tmp_path):
