@@ -169,7 +169,7 @@ COMPANIONS = {
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("case", COMPANIONS)
 def test_companions_mean_what_they_do_to_transformers(kind, case, tmp_path):
-    """Of a tokenizer whose class changes nothing."""
+    """The class of the tokenizer changes nothing."""
     files = dict(COMPANIONS[case])
     getattr(tiny_tokenizer, kind)(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | files.pop("config", {})

@@ -189,7 +189,10 @@ FIELDS: tuple[Field, ...] = (
         Refused("write a message of the role 'system'"),
     ),
     Field(
-        "truncate_prompt_tokens", "read that many of the prompt's tokens; -1: as many as fit", *_READERS, _WHOLE_TEXT
+        "truncate_prompt_tokens",
+        "read that many of the prompt's tokens; -1: as many as fit; BOS and EOS that the tokenizer adds stay",
+        *_READERS,
+        _WHOLE_TEXT,
     ),
     Field("truncation_side", "the side that is cut off: left (default) or right", *_READERS, _WHOLE_TEXT),
     Field(

@@ -84,36 +84,39 @@ def _prepare(state: ServerState, body: EmbeddingRequest, gone: threading.Event) 
     request_id = f"embd-{uuid.uuid4().hex}"
     try:
         return [
-            _prepare_one(state, body, prompt, request_id=f"{request_id}-{index}")
-            for index, prompt in enumerate(generation.while_wanted_by_client(_prompts(state, body), gone))
+            _prepare_one(state, body, prompt, text, request_id=f"{request_id}-{index}")
+            for index, (prompt, text) in enumerate(generation.while_wanted_by_client(_prompts(state, body), gone))
         ]
     except InvalidRequest as error:
         rename(error, "prompt", "input" if body.messages is None else "messages")
         raise
 
 
-def _prompts(state: ServerState, body: EmbeddingRequest) -> Iterator[Prompt]:
-    """Yield each prompt. Raises InvalidRequest."""
+def _prompts(state: ServerState, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
+    """Yield each prompt, and its text if it was rendered. Raises InvalidRequest."""
     if body.messages is None:
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
-            yield prompt
+            yield prompt, None
         return
     text = render_chat(state.frontend.tokenizer, state.message_style, body.conversation())
     generation.check_text_length(text, state, may_exceed=body.truncate_prompt_tokens is not None)
-    yield text
+    yield text, text
 
 
-def _prepare_one(state: ServerState, body: EmbeddingRequest, prompt: Prompt, *, request_id: str) -> RequestGroup:
-    adds_special_tokens = body.messages is None  # a template writes its own
+def _prepare_one(
+    state: ServerState, body: EmbeddingRequest, prompt: Prompt, text: str | None, *, request_id: str
+) -> RequestGroup:
+    is_rendered = text is not None  # a template writes its own special tokens
     return state.frontend.prepare_embedding(
         prompt,
         pooling=body.pooling or state.pooling,
         request_id=request_id,
+        prompt_text=text,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        add_special_tokens=adds_special_tokens if body.add_special_tokens is None else body.add_special_tokens,
+        add_special_tokens=not is_rendered if body.add_special_tokens is None else body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
     )
