@@ -63,6 +63,18 @@ def test_add_special_tokens(server, route):
     assert with_them == [BOS, *without]
 
 
+@pytest.mark.parametrize("skips", [None, True, False])
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_a_special_token_is_a_stop_string(server, route, skips):
+    """It stops the answer, even if the text does not show it."""
+    server.says("ab<|im_start|>cd")
+    path, body = GENERATION[route]
+    fields = {"stop": ["<|im_start|>"], "max_tokens": 9, "skip_special_tokens": skips}
+    choice = server.post(path, body | fields).json()["choices"][0]
+    assert (choice["text"] if route == "completions" else choice["message"]["content"]) == "ab"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<|im_start|>")
+
+
 @pytest.mark.parametrize("route", CONVERSATIONS)
 @pytest.mark.parametrize(
     ("fields", "thinks"),
