@@ -77,7 +77,7 @@ class _Turns:
         """Return the turn with this content; "" if the template fails."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thoughts:
-            # transformers also passes it under the other names that templates use
+            # rendering also passes it under the other names that templates use
             message["reasoning_content"] = thoughts
         if calls:
             message["content"] = content or self._style.empty_content

@@ -105,7 +105,7 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
             raise InvalidRequest(f"{param}.tool_call_id is missing", param=f"{param}.tool_call_id")
         rendered["tool_call_id"] = message.tool_call_id
     if reasoning:
-        rendered["reasoning_content"] = reasoning  # transformers adds the other names that templates use for it
+        rendered["reasoning_content"] = reasoning  # rendering adds the other names that templates use for it
     if message.tool_calls:
         rendered["tool_calls"] = [_template_call(call, style) for call in message.tool_calls]
     return rendered
