@@ -1,4 +1,4 @@
-"""What is ignored in requests: unknown fields, which are counted, and parts without effect; the operator is told once."""
+"""What is ignored in requests: unknown fields, which are counted, and parts without effect; each is logged once."""
 
 import difflib
 import logging

@@ -45,7 +45,8 @@ class Observation:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (_HEADER, request_id), (_ANTHROPIC_HEADER, request_id)]}
+                ids = [(name, request_id) for name in (_HEADER, _ANTHROPIC_HEADER)]
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
