@@ -58,13 +58,14 @@ class MessageWriter:
         if delta.content:
             yield from self._text("text", delta.content)
         for call in delta.tool_calls or ():
+            name, arguments = (call.function.name, call.function.arguments) if call.function else ("", "")
             if call.index != self._call_index:
                 self._call_index = call.index
                 call_id = call.id or f"toolu_{uuid.uuid4().hex}"
-                yield from self._add({"type": "tool_use", "id": call_id, "name": call.function.name or "", "input": {}})
-            if call.function.arguments:
-                self._texts.append(call.function.arguments)
-                yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+                yield from self._add({"type": "tool_use", "id": call_id, "name": name or "", "input": {}})
+            if arguments:
+                self._texts.append(arguments)
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
         self._finish_reason = choice.finish_reason or self._finish_reason
         if isinstance(choice.stop_reason, str):
             self.message.stop_sequence = choice.stop_reason

@@ -34,11 +34,23 @@ class MessageItem(ItemBase, kw_only=True):
 
 
 class CallItem(ItemBase, kw_only=True):
-    """A call of a function."""
+    """A call of a function, which may be in a namespace."""
 
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+    caller: Any = None
+
+
+class CustomCallItem(ItemBase, kw_only=True):
+    """A call of a custom tool."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+    caller: Any = None
 
 
 class ThoughtsItem(ItemBase, kw_only=True):
@@ -54,10 +66,21 @@ class CallOutputItem(ItemBase, kw_only=True):
 
     call_id: str
     output: str | list[Part]
+    name: Any = None
+    caller: Any = None
+
+
+class ToolsItem(ItemBase, kw_only=True):
+    """Further tools: what a search of tools has found, or what was added in the midst of a conversation."""
+
+    call_id: str | None = None
+    tools: list[dict[str, Any]]
+    execution: Any = None
+    role: Any = None
 
 
 Item = dict[str, Any]
 
-ITEM_STRUCTS = (MessageItem, CallItem, ThoughtsItem, CallOutputItem)
+ITEM_STRUCTS = (MessageItem, CallItem, CustomCallItem, ThoughtsItem, CallOutputItem, ToolsItem)
 InputItem = Annotated[Item, msgspec.Meta(extra={STRUCTS: ITEM_STRUCTS})]
 """One item of an input, of any type."""

@@ -112,9 +112,10 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
 
 
 def _template_call(call: ToolCall, style: MessageStyle) -> dict[str, Any]:
-    given = call.function.arguments
+    function = call.as_function
+    given = function.arguments
     arguments = given if style.arguments_are_text else as_object(given)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
 def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
