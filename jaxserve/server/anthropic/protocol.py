@@ -23,7 +23,23 @@ class Message(msgspec.Struct, kw_only=True):
     output_config: Any = None
 
 
-class ToolDefinition(msgspec.Struct, kw_only=True):
+_OfServerTools = msgspec.defstruct(
+    "_OfServerTools",
+    [
+        (name, Any, None)
+        for name in (
+            *("allowed_domains", "blocked_domains", "caching", "citations", "configs", "default_config"),
+            *("display_height_px", "display_number", "display_width_px", "enable_zoom", "max_characters"),
+            *("max_content_tokens", "max_tokens", "max_uses", "mcp_server_name", "model", "response_inclusion"),
+            *("tools", "use_cache", "user_location"),
+        )
+    ],
+    kw_only=True,
+)
+"""Fields of Anthropic's own tools, which change nothing here."""
+
+
+class ToolDefinition(_OfServerTools, kw_only=True):
     """A tool that the model may call.
 
     `type` is absent or "custom" for a tool with an `input_schema`, or names one of Anthropic's own. A tool with
@@ -40,8 +56,6 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
     input_examples: list[dict[str, Any]] | None = None
     eager_input_streaming: bool | None = None
     allowed_callers: list[str] | None = None
-    max_characters: Any = None
-    mcp_server_name: str | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):

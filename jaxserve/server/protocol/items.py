@@ -79,8 +79,33 @@ class ToolsItem(ItemBase, kw_only=True):
     role: Any = None
 
 
+class ShellOutput(msgspec.Struct, kw_only=True):
+    """What a command of a hosted shell has written."""
+
+    stdout: Any = None
+    stderr: Any = None
+    outcome: Any = None
+    created_by: Any = None
+
+
+HostedItem = msgspec.defstruct(
+    "HostedItem",
+    [
+        *(
+            (name, Any, None)
+            for name in (
+                *("action", "approval_request_id", "approve", "arguments", "background", "code", "container_id"),
+                *("created_by", "environment", "error", "max_output_length", "operation", "outputs", "output_format"),
+                *("queries", "quality", "reason", "result", "results", "revised_prompt", "server_label", "size"),
+            )
+        ),
+        ("output", list[ShellOutput], []),
+    ],
+)
+"""Fields of the items of hosted tools (`responses.foreign`)."""
+
 Item = dict[str, Any]
 
-ITEM_STRUCTS = (MessageItem, CallItem, CustomCallItem, ThoughtsItem, CallOutputItem, ToolsItem)
+ITEM_STRUCTS = (MessageItem, CallItem, CustomCallItem, ThoughtsItem, CallOutputItem, ToolsItem, HostedItem)
 InputItem = Annotated[Item, msgspec.Meta(extra={STRUCTS: ITEM_STRUCTS})]
 """One item of an input, of any type."""

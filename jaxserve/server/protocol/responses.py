@@ -90,7 +90,24 @@ class NamespaceTool(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]]
 
 
-AnyTool = Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: (FunctionTool, CustomTool, NamespaceTool)})]
+HostedTool = msgspec.defstruct(
+    "HostedTool",
+    [
+        (name, Any, None)
+        for name in (
+            *("action", "allowed_tools", "authorization", "background", "connector_id", "container", "display_height"),
+            *("display_width", "environment", "execution", "external_web_access", "filters", "headers"),
+            *("image_settings", "input_fidelity", "input_image_mask", "max_num_results", "model", "moderation"),
+            *("output_compression", "output_format", "partial_images", "quality", "ranking_options"),
+            *("require_approval", "search_content_types", "search_context_size", "server_description"),
+            *("server_label", "server_url", "size", "tunnel_id", "user_location", "vector_store_ids"),
+        )
+    ],
+)
+"""Fields of the tools that OpenAI's servers run."""
+
+_TOOLS = (FunctionTool, CustomTool, NamespaceTool, HostedTool)
+AnyTool = Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: _TOOLS})]
 """A tool of any type, as it was sent."""
 
 
