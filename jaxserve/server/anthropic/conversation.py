@@ -126,7 +126,9 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Return the chat's messages, each with the name of the field that it was made from."""
+    """Return the chat's messages, each with the name of the field that it was made from. Several messages in a row of
+    the user are one turn, and so are several of the assistant.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
     system = system_text(body.system or "")
     if system:
@@ -139,8 +141,23 @@ def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
         if message.content is None and message.role != "system":
             raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
         made = _of_assistant(message, param) if message.role == "assistant" else _of_user(message, param)
-        found += [(param, each) for each in made]
+        for each in made:
+            if found and (joined := _joined(found[-1][1], each)) is not None:
+                found[-1] = (found[-1][0], joined)
+            else:
+                found.append((param, each))
     return found
+
+
+def _joined(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any] | None:
+    """Return two messages of one turn as one, or None if they cannot be."""
+    role = message["role"]
+    if role != following["role"] or role not in ("user", "assistant") or "tool_calls" in message:
+        return None
+    content = ("\n" if role == "user" else "").join(each["content"] or "" for each in (message, following))
+    thoughts = "\n".join(each["reasoning_content"] for each in (message, following) if "reasoning_content" in each)
+    joined = message | following | {"content": content or (None if "tool_calls" in following else "")}
+    return joined | ({"reasoning_content": thoughts} if thoughts else {})
 
 
 def _of_user(message: Message, param: str) -> list[dict[str, Any]]:

@@ -70,7 +70,9 @@ def input_schema(custom: Custom) -> tuple[dict[str, Any], bool]:
     """
     grammar, pattern = custom.grammar, None
     if grammar is not None:
-        pattern = grammar.definition if grammar.syntax == "regex" else _lark_pattern(grammar.definition)
+        pattern = _lark_pattern(grammar.definition)
+        if grammar.syntax == "regex":  # of the whole text, with or without anchors
+            pattern = re.sub(r"^\^|(?<!\\)\$$", "", grammar.definition)
     text: dict[str, Any] = {"type": "string", "description": "The text that the tool takes, unchanged."}
     if pattern is not None:
         text["pattern"] = f"^(?:{pattern})$"
