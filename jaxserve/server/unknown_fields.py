@@ -36,7 +36,7 @@ class UnknownFields:
     def ignore(self, what: str, *, route: str) -> None:
         """Log the first time that a known part of a request to `route` is ignored."""
         if self._is_new(route, what):
-            logger.warning("%s of a request (%s): ignored", what, route)
+            logger.warning("a request (%s) has %s: ignored", route, what)
 
     def _is_new(self, route: str, name: str) -> bool:
         if (route, name) in self._logged or len(self._logged) >= MAX_NAMES:

@@ -320,7 +320,13 @@ def test_tools_that_come_and_go(tokenizer, change, offered):
         answer = server.post(MESSAGES, BODY | {"messages": messages, "tools": tools})
         assert answer.status_code == 200, answer.text
         prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
-    assert prompt == "".join(f"({name})" for name in offered)
+        assert prompt == "".join(f"({name})" for name in offered)
+        if not change:  # whatever can be called is offered if nothing can find it
+            hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+            for given in ([hosted, *tools], tools[1:]):
+                assert server.post(MESSAGES, BODY | {"tools": given}).status_code == 200
+                prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+                assert "(later)" in prompt
 
 
 @pytest.mark.parametrize(

@@ -224,13 +224,7 @@ FIELDS: tuple[Field, ...] = (
     Field("cache_salt", "prefixes are found again by requests with the same salt only", *_READERS),
     Field("suffix", "what comes behind the answer", _NOT, _NOT, _NOT),
     # Tools.
-    Field(
-        "tools",
-        "functions and custom tools that the model may call; /v1/responses: namespaces of them, too",
-        *_CONVERSATIONS,
-        _NO_VECTOR,
-        FOLLOWED,
-    ),
+    Field("tools", "functions and custom tools that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     Field(
         "tool_choice",
         "none, auto, required, a function or custom tool, or allowed_tools",
@@ -334,10 +328,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *(
         Field(name, "changes nothing here", NO_EFFECT, NO_EFFECT, NO_EFFECT)
-        for name in (
-            *("prompt_cache_retention", "prompt_cache_options", "prediction", "client_metadata"),
-            "spaces_between_special_tokens",
-        )
+        for name in ("prompt_cache_retention", "client_metadata", "prediction", "spaces_between_special_tokens")
     ),
     # Vectors and token ids.
     *(

@@ -170,7 +170,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     response_id = f"resp_{uuid.uuid4().hex}"
     tools = tools_of(body, items, num_before=len(earlier))
     for kind in tools.left_out:
-        state.unknown_fields.ignore(f"tools[].type {kind[:40]!r}, which this server does not run", route="responses")
+        state.unknown_fields.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
         group = await prepare(state, chat_body, request_id=response_id, size=size, receive=receive)
