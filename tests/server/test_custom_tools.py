@@ -4,8 +4,10 @@ import json
 import random
 import re
 
+import openai
 import pytest
 from serving import Running, assert_error, response_events, running
+from waiting import PATIENCE
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
@@ -221,3 +223,20 @@ def test_long_names_of_tools(agent, length):
     answer = agent.post(RESPONSES, {"input": "hello", "tools": [FUNCTION | {"name": name}]})
     assert answer.json()["output"][0]["name"] == name
     assert_error(agent.post(RESPONSES, {"input": "a", "tools": [FUNCTION | {"name": "x" * 129}]}), 400, "tools[0].name")
+
+
+def test_custom_tools_with_the_openai_client(agent):
+    agent.says('<tool_call>\n{"name": "add", "arguments": {"input": "[1+2]\\n"}}\n</tool_call>')
+    with openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        with client.responses.stream(model="fake", input="hello", tools=[CUSTOM]) as stream:
+            kinds = [event.type for event in stream]
+            (item,) = stream.get_final_response().output
+        assert kinds.count("response.custom_tool_call_input.done") == 1
+        assert (item.type, item.name, item.input) == ("custom_tool_call", "add", "[1+2]\n")
+        tool = {"type": "custom", "custom": {"name": "add"}}
+        message = client.chat.completions.create(model="fake", messages=[USER], tools=[tool]).choices[0].message
+        (call,) = message.tool_calls
+        assert (call.type, call.custom.name, call.custom.input) == ("custom", "add", "[1+2]\n")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        again = [USER, message.model_dump(exclude_none=True), result]
+        assert client.chat.completions.create(model="fake", messages=again, tools=[tool]).choices[0].message.tool_calls

@@ -145,7 +145,7 @@ def test_thoughts_may_be_limited_or_turned_off(server):
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type"),
-        ({"output_format": {"type": "json_schema", "schema": {"$ref": "http://127.0.0.1/x"}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": {"$ref": "http://127.0.0.1/x"}}}, "output_format.schema"),
     ],
 )
 def test_bad_requests_name_the_field_that_was_sent(server, fields, param):
@@ -347,3 +347,24 @@ def test_tools_that_come_and_go(tokenizer, change, offered):
 def test_messages_of_one_role_are_one_turn(server, messages, expected):
     assert server.post(MESSAGES, BODY | {"messages": messages}).status_code == 200
     assert server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids) == expected
+
+
+def test_a_beta_stream_with_the_anthropic_client(server):
+    server.says("Done.")
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain " * 20}
+    messages = [USER, {"role": "assistant", "content": [TOOL_USE]}, {"role": "user", "content": [result]}]
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 0}}
+    edit["keep"] = {"type": "tool_uses", "value": 0}
+    with client(server).beta.messages.stream(
+        model="fake",
+        max_tokens=100,
+        messages=messages,
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [edit]},
+    ) as stream:
+        answer = stream.get_final_message()
+    assert answer.content[0].text == "Done."
+    (applied,) = answer.context_management.applied_edits
+    assert (applied.type, applied.cleared_tool_uses) == ("clear_tool_uses_20250919", 1)
+    assert answer.usage.input_tokens > 0
+    assert stream.request_id

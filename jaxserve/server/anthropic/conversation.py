@@ -98,6 +98,8 @@ def name_as_sent(error: InvalidRequest, body: CountRequest) -> None:
     """
     for name, sent in _NAMES.items():
         rename(error, name, sent)
+    if body.output_format is not None and (body.output_config is None or body.output_config.format is None):
+        rename(error, "output_config.format", "output_format")
     if isinstance(error, ContextLengthExceeded) and error.lengths is not None:
         num_prompt_tokens, num_output_tokens, limit = error.lengths
         known = f"prompt is too long: {num_prompt_tokens} tokens > {limit} maximum"
