@@ -309,6 +309,14 @@ def test_a_system_message_that_lasts_until_the_user_speaks(server, messages, is_
             ["get_weather", "new"],
         ),
         ([{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "get_weather"}}], ["later"]),
+        (
+            [
+                {"type": kind, "tool": {"type": "tool_reference", "name": "get_weather"}}
+                for kind in ("tool_removal", "tool_addition")
+            ],
+            ["get_weather"],
+        ),
+        ([{"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}], ["get_weather"]),
     ],
     ids=str,
 )

@@ -89,23 +89,26 @@ def offer(body: CountRequest) -> Offer:
     """Return the tools of a request. Raises InvalidRequest, naming the field, for an unknown type of tool, and if the
     request has no other tools than those that cannot be offered, or demands one.
     """
-    given = [(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
-    given += list(_added(body.messages))
-    kept = [(param, tool) for param, tool in given if _is_client_tool(tool, param)]
-    left_out = [tool for _, tool in given if not any(tool is each for _, each in kept)]
+    changes = list(_changes(body.messages))
+    defined = {change.name: change.definition for change in changes if change.definition is not None}
+    is_added = {change.name: change.is_added for change in changes}  # the last change counts
+    given = [(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ()) if tool.name not in defined]
+    given += defined.values()
+    is_client = [_is_client_tool(tool, param) for param, tool in given]
     choice = body.tool_choice
-    for param, tool in given:
+    for (param, tool), runs in zip(given, is_client, strict=True):
         is_demanded = choice is not None and choice.type == "tool" and choice.name == tool.name
-        if (not kept or is_demanded) and any(tool is each for each in left_out):
+        if not runs and (is_demanded or not any(is_client)):
             raise not_supported(f"{param}.type", f"a tool of type {str(tool.type)[:40]!r}, which the server would run,")
-    removed = set(_changes(body.messages, "tool_removal"))
-    kept = [(param, tool) for param, tool in kept if tool.name not in removed]
-    searches = any((tool.type or "").startswith(_SEARCH) for tool in left_out)
-    loaded = [each for each in kept if not each[1].defer_loading]
-    if loaded and not searches:  # something can find the others
-        wanted = {*_named(body.messages), choice.name if choice is not None else None}
+    left_out = [tool.type or "custom" for (_, tool), runs in zip(given, is_client, strict=True) if not runs]
+    kept = [
+        each for each, runs in zip(given, is_client, strict=True) if runs and is_added.get(each[1].name or "", True)
+    ]
+    searches = any(kind.startswith(_SEARCH) for kind in left_out)
+    if not searches and any(not tool.defer_loading for _, tool in kept):  # something can find the others
+        wanted = {*is_added, *_named(body.messages), choice.name if choice is not None else None}
         kept = [(param, tool) for param, tool in kept if not tool.defer_loading or tool.name in wanted]
-    return Offer(kept, [str(tool.type) for tool in left_out])
+    return Offer(kept, left_out)
 
 
 def chat_tool(tool: ToolDefinition, param: str) -> dict[str, Any]:
@@ -144,33 +147,33 @@ def _is_client_tool(tool: ToolDefinition, param: str) -> bool:
     return False
 
 
-def _changes(messages: Sequence[Message], kind: str) -> Iterator[str]:
-    """Yield the names of tools that system messages add or remove."""
-    for index, message in enumerate(messages):
-        for position, block in enumerate(_blocks(message)):
-            if block.get("type") == kind and message.role == "system":
-                tool, param = block.get("tool"), f"messages[{index}].content[{position}].tool"
-                if not isinstance(tool, dict):
-                    raise InvalidRequest(f"{param} must be an object", param=param)
-                if tool.get("type") == "tool_reference":
-                    yield str(tool.get("name"))
-                elif tool.get("type") != "tool_definition":
-                    raise not_supported(f"{param}.type", f"a tool of type {str(tool.get('type'))[:40]!r}")
+class _Change(NamedTuple):
+    """A tool that a system message adds or removes, with the definition and its field where it is new."""
+
+    name: str
+    is_added: bool
+    definition: tuple[str, ToolDefinition] | None = None
 
 
-def _added(messages: Sequence[Message]) -> Iterator[tuple[str, ToolDefinition]]:
-    """Yield the tools that system messages define."""
+def _changes(messages: Sequence[Message]) -> Iterator[_Change]:
     for index, message in enumerate(messages):
         for position, block in enumerate(_blocks(message)):
-            tool = block.get("tool") if block.get("type") == "tool_addition" else None
-            if isinstance(tool, dict) and tool.get("type") == "tool_definition":
-                param = f"messages[{index}].content[{position}].tool.definition"
-                yield param, converted(tool.get("definition"), ToolDefinition, param)
+            if block.get("type") not in ("tool_addition", "tool_removal") or message.role != "system":
+                continue
+            is_added = block["type"] == "tool_addition"
+            tool, param = block.get("tool"), f"messages[{index}].content[{position}].tool"
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(tool, dict) and kind == "tool_reference":
+                yield _Change(str(tool.get("name")), is_added)
+            elif isinstance(tool, dict) and kind == "tool_definition" and is_added:
+                definition = converted(tool.get("definition"), ToolDefinition, f"{param}.definition")
+                yield _Change(definition.name or "", is_added, (f"{param}.definition", definition))
+            else:
+                raise not_supported(f"{param}.type", f"a tool of type {str(kind)[:40]!r}")
 
 
 def _named(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the names of deferred tools that the conversation has loaded, or called."""
-    yield from _changes(messages, "tool_addition")
+    """Yield the names of deferred tools that results have loaded, or that were called."""
     for message in messages:
         for block in _blocks(message):
             if block.get("type") == "tool_use":
