@@ -47,14 +47,24 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt and requested output are longer than the model's context.
 
     Clients recognize this error by the phrases "maximum context length" and `context_length_exceeded` in its text.
+    `lengths` are the tokens of the prompt (at least), of the output (0 if the prompt alone is too long) and of the
+    context, where they are known.
     """
 
+    lengths: tuple[int, int, int] | None = None
+
     @classmethod
-    def beyond(cls, max_model_len: int, requested: str, *, param: str) -> "ContextLengthExceeded":
-        """Return the error; `requested` says what is longer than `max_model_len` tokens, as the end of a sentence."""
+    def beyond(
+        cls, max_model_len: int, requested: str, *, param: str, lengths: tuple[int, int] | None = None
+    ) -> "ContextLengthExceeded":
+        """Return the error; `requested` says what is longer than `max_model_len` tokens, as the end of a sentence.
+        `lengths` are the tokens of the prompt and of the output.
+        """
         code = "context_length_exceeded"
         message = f"This model's maximum context length is {max_model_len} tokens. However, {requested} ({code})"
-        return cls(message, param=param, code=code)
+        error = cls(message, param=param, code=code)
+        error.lengths = None if lengths is None else (*lengths, max_model_len)
+        return error
 
 
 class CapacityExceeded(InvalidRequest):

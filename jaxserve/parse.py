@@ -77,7 +77,7 @@ def parse(
 def not_offered(text: str, syntax: Syntax, tools: Mapping[str, Any], *, prompt_end: str = "") -> list[str]:
     """Return the names of tools that an answer calls although they are not offered."""
     calls = parse(text, syntax, prompt_end=prompt_end).tool_calls or []
-    return list(dict.fromkeys(call.function.name for call in calls if call.function.name not in tools))
+    return list(dict.fromkeys(name for name in (call.as_function.name for call in calls) if name not in tools))
 
 
 def choose_syntax(model: str | None, config: ServerConfig, *, revision: str | None = None) -> Choice:

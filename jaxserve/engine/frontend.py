@@ -281,6 +281,7 @@ class Frontend:
                 f"{num_prompt_tokens + wanted} tokens were requested: {num_prompt_tokens} in the prompt and {wanted} "
                 "for the output",
                 param="prompt" if num_prompt_tokens >= max_model_len else "max_tokens",
+                lengths=(num_prompt_tokens, wanted if num_prompt_tokens < max_model_len else 0),
             )
         if params.max_tokens is not None and params.max_tokens <= rest:
             return params.max_tokens

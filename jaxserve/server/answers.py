@@ -8,6 +8,7 @@ from jaxserve.request import CompletionOutput
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning, joined
 from jaxserve.server.protocol.chat import AssistantMessage, ChatFinishReason, Delta
+from jaxserve.server.protocol.custom_tools import CustomCall, CustomCallDelta, InputReader, text_of
 from jaxserve.server.protocol.tools import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from jaxserve.server.thought_counter import ReasoningCounter
 
@@ -23,13 +24,17 @@ class AnswerWriter:
         reader: AnswerReader | None,
         call_id: Callable[[CallStart, int], str],
         counter: ReasoningCounter | None = None,
+        *,
+        custom: frozenset[str] = frozenset(),
     ):
         """Without a reader the text is the answer. `call_id` makes the id of the n-th call; without a `counter` there
-        are no thoughts.
+        are no thoughts. The tools `custom` take a text.
         """
         self._reader = reader
         self._counter = counter
         self._call_id = call_id
+        self._custom = custom
+        self._input: InputReader | None = None  # of the call of a custom tool that is open
         self._num_calls = 0
 
     @property
@@ -45,7 +50,7 @@ class AnswerWriter:
         """Return the whole answer."""
         if self._reader is None:
             return AssistantMessage(content=output.text)
-        message = message_of(self._read(output), self._call_id)
+        message = message_of(self._read(output), self._call_id, custom=self._custom)
         self._num_calls = len(message.tool_calls or ())
         return message
 
@@ -53,7 +58,7 @@ class AnswerWriter:
         """Return what is new."""
         if self._reader is None:
             return Delta(content=output.text or UNSET)
-        return self._delta(self._read(output))
+        return self._delta(self._read(output), is_last=output.finish_reason is not None)
 
     def finish_reason(self, output: CompletionOutput, *, is_chosen: bool) -> ChatFinishReason | None:
         """Return why the answer has ended. With `is_chosen` the client chose the tool, so that a call is not a reason
@@ -70,33 +75,55 @@ class AnswerWriter:
             return events
         return [*events, *self._reader.finish(is_cut=output.finish_reason == "length")]
 
-    def _delta(self, events: Sequence[Event]) -> Delta:
+    def _delta(self, events: Sequence[Event], *, is_last: bool) -> Delta:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or UNSET
         calls: list[ToolCallDelta] = []
         for event in events:
             if isinstance(event, CallStart):
-                function = FunctionCallDelta(name=event.name, arguments="")
-                calls.append(
-                    ToolCallDelta(
-                        index=self._num_calls,
-                        id=self._call_id(event, self._num_calls),
-                        type="function",
-                        function=function,
-                    )
-                )
+                self._end_call(calls)
+                call = ToolCallDelta(index=self._num_calls, id=self._call_id(event, self._num_calls))
+                if event.name in self._custom:
+                    self._input = InputReader()
+                    call.type, call.custom = "custom", CustomCallDelta(name=event.name, input="")
+                else:
+                    call.type, call.function = "function", FunctionCallDelta(name=event.name, arguments="")
+                calls.append(call)
                 self._num_calls += 1
             elif isinstance(event, CallArguments):
-                if not calls or calls[-1].index != self._num_calls - 1:
-                    calls.append(ToolCallDelta(index=self._num_calls - 1, function=FunctionCallDelta(arguments="")))
-                calls[-1].function.arguments = (calls[-1].function.arguments or "") + event.text
+                self._argue(calls, event.text if self._input is None else self._input.push(event.text))
+        if is_last:
+            self._end_call(calls)
         return Delta(
             content=content or UNSET, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET
         )
 
+    def _argue(self, calls: list[ToolCallDelta], text: str) -> None:
+        """Add to what the latest call is given."""
+        if not text and self._input is not None:
+            return
+        if not calls or calls[-1].index != self._num_calls - 1:
+            calls.append(ToolCallDelta(index=self._num_calls - 1))
+        call = calls[-1]
+        if self._input is None:
+            call.function = call.function or FunctionCallDelta()
+            call.function.arguments = (call.function.arguments or "") + text
+        else:
+            call.custom = call.custom or CustomCallDelta()
+            call.custom.input = (call.custom.input or "") + text
 
-def message_of(events: Iterable[Event], call_id: Callable[[CallStart, int], str]) -> AssistantMessage:
-    """Return the message made of all events of an answer. `call_id` makes the id of the n-th call."""
+    def _end_call(self, calls: list[ToolCallDelta]) -> None:
+        if self._input is not None:
+            self._argue(calls, self._input.finish())
+            self._input = None
+
+
+def message_of(
+    events: Iterable[Event], call_id: Callable[[CallStart, int], str], *, custom: frozenset[str] = frozenset()
+) -> AssistantMessage:
+    """Return the message made of all events of an answer. `call_id` makes the id of the n-th call; the tools `custom`
+    take a text.
+    """
     events = joined(events)
     content = "".join(event.text for event in events if isinstance(event, Content))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or UNSET
@@ -106,7 +133,11 @@ def message_of(events: Iterable[Event], call_id: Callable[[CallStart, int], str]
             function = FunctionCall(name=event.name, arguments="")
             calls.append(ToolCall(id=call_id(event, len(calls)), function=function))
         elif isinstance(event, CallArguments):
-            calls[-1].function.arguments += event.text
+            calls[-1].as_function.arguments += event.text
+    for call in calls:
+        if (function := call.as_function).name in custom:
+            call.type, call.function = "custom", UNSET
+            call.custom = CustomCall(name=function.name, input=text_of(function.arguments))
     return AssistantMessage(
         content=content or (None if calls or reasoning else ""),
         reasoning=reasoning,

@@ -116,7 +116,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id", "request-id"],
         )
         middleware.insert(0, cors)
     if state.tracing is not None:

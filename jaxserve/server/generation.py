@@ -110,7 +110,9 @@ def check_text_length(text: str, state: ServerState, *, may_exceed: bool = False
         return
     at_least = len(text) // state.max_token_length
     if at_least >= limit:
-        raise ContextLengthExceeded.beyond(limit, f"the prompt has at least {at_least} tokens", param="prompt")
+        raise ContextLengthExceeded.beyond(
+            limit, f"the prompt has at least {at_least} tokens", param="prompt", lengths=(at_least, 0)
+        )
 
 
 async def run(

@@ -1,4 +1,4 @@
-"""Unknown fields of requests: ignored, counted, and reported to the operator once."""
+"""What is ignored in requests: unknown fields, which are counted, and parts without effect; each is logged once."""
 
 import difflib
 import logging
@@ -27,9 +27,19 @@ class UnknownFields:
         self._counter.inc(1)
         name = unknown.name[:MAX_NAME_LENGTH]
         shown = unknown.path + name
-        if (route, shown) in self._logged or len(self._logged) >= MAX_NAMES:
+        if not self._is_new(route, shown):
             return
-        self._logged.add((route, shown))
         nearest = difflib.get_close_matches(name, sorted(unknown.known), n=1, cutoff=0.75)
         hint = f", did you mean {unknown.path + nearest[0]!r}?" if nearest else ""
         logger.warning("unknown field %r of a request (%s) is ignored%s", shown, route, hint)
+
+    def ignore(self, what: str, *, route: str) -> None:
+        """Log the first time that a known part of a request to `route` is ignored."""
+        if self._is_new(route, what):
+            logger.warning("a request (%s) has %s: ignored", route, what)
+
+    def _is_new(self, route: str, name: str) -> bool:
+        if (route, name) in self._logged or len(self._logged) >= MAX_NAMES:
+            return False
+        self._logged.add((route, name))
+        return True

@@ -230,3 +230,19 @@ def test_a_template_that_is_none(load, template, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         served_tokenizer(tokenizer, ServerConfig(chat_template=template))
     served_tokenizer(tokenizer, ServerConfig(chat_template="{{ raise_exception('no system message') }}"))
+
+
+LATE = {"role": "developer", "content": "A late rule."}
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith(("google", "NousResearch"))])
+@pytest.mark.parametrize("messages", [[SYSTEM, LATE, USER], [SYSTEM, USER, ANSWER, LATE, MORE], [SYSTEM, USER, LATE]])
+def test_no_system_message_is_left_out(load, name, messages):
+    """Templates of gpt-oss and DeepSeek R1 show one system message, Mistral's refuses others, as Codex sends them."""
+    tokenizer = Tokenizer(load(name))
+    request = msgspec.convert({"messages": messages}, ChatRequest)
+    text = render_chat(tokenizer, message_style(tokenizer), request)
+    assert [message["content"] for message in messages if message["content"] not in text] == []
+    if message_style(tokenizer).shows_late_system:
+        as_system = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
+        assert text == natively(load(name), as_system, None)

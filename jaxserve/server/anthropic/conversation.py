@@ -3,12 +3,22 @@
 import re
 from typing import Any
 
-import msgspec
-
-from jaxserve.errors import InvalidRequest
-from jaxserve.server.anthropic.protocol import Block, CountRequest, Message, MessagesRequest, ToolChoice, ToolDefinition
+from jaxserve.errors import ContextLengthExceeded, InvalidRequest
+from jaxserve.server.anthropic.blocks import (
+    CALLS,
+    NOT_READ,
+    call,
+    is_result,
+    required,
+    result_text,
+    system_text,
+    text_of,
+)
+from jaxserve.server.anthropic.context import edits_of
+from jaxserve.server.anthropic.protocol import CountRequest, Message, MessagesRequest
+from jaxserve.server.anthropic.tools import chat_tool, chat_tool_choice, offer
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import not_supported, refuse_unless_empty, rename
+from jaxserve.server.protocol.common import refuse_unless_empty, rename
 from jaxserve.server.protocol.decoding import converted
 
 # The chat's name of a field -> its name here, for errors.
@@ -21,6 +31,7 @@ _NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "tool_choice.function": "tool_choice",
 }
+_REFUSED = ("mcp_servers", "container", "thread")
 
 
 def chat_request(body: CountRequest, *, has_thoughts: bool) -> ChatRequest:
@@ -28,22 +39,32 @@ def chat_request(body: CountRequest, *, has_thoughts: bool) -> ChatRequest:
 
     `has_thoughts` says whether it is known how the model writes its thoughts: a budget has no effect on others.
     """
-    for name in ("mcp_servers", "container", "context_management"):
+    for name in _REFUSED:
         refuse_unless_empty(name, getattr(body, name, None))
+    if isinstance(body, MessagesRequest):
+        refuse_unless_empty("compaction", body.compaction)
     chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
-    if body.tools:
-        chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    last = chat["messages"][-1] if chat["messages"] else {}
+    if last.get("role") == "assistant":
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+        if last.get("tool_calls") or not last["content"]:
+            param = f"messages[{len(body.messages) - 1}]"
+            what = "the results of its calls are missing" if last.get("tool_calls") else "it has no text to continue"
+            raise InvalidRequest(f"{param}: {what}", param=param)
+    tools = offer(body).tools
+    if tools:
+        chat["tools"] = [chat_tool(tool, param) for param, tool in tools]
     if body.tool_choice is not None:
-        chat["tool_choice"] = _tool_choice(body.tool_choice)
+        chat["tool_choice"] = chat_tool_choice(body.tool_choice)
         chat["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
     if body.output_config is not None:
         chat["reasoning_effort"] = body.output_config.effort
-        if body.output_config.format is not None:
-            schema = body.output_config.format.schema
-            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    form = (body.output_config and body.output_config.format) or body.output_format
+    if form is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema}}
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+        chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
         if thinks and body.thinking.budget_tokens is not None and has_thoughts:
             chat["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, MessagesRequest):
@@ -58,15 +79,45 @@ def chat_request(body: CountRequest, *, has_thoughts: bool) -> ChatRequest:
     return converted({name: value for name, value in chat.items() if value is not None}, ChatRequest)
 
 
+def ignored(body: CountRequest) -> list[str]:
+    """Return what of a request is known and has no effect, for the operator."""
+    found = [f"context_management.edits[].type {kind[:40]!r}" for kind in edits_of(body.context_management).unknown]
+    found += [f"tools[].type {kind[:40]!r}" for kind in offer(body).left_out]
+    if body.output_config is not None and body.output_config.task_budget is not None:
+        found.append("output_config.task_budget")
+    if any(message.output_config for message in body.messages):
+        found.append("messages[].output_config")
+    return found
+
+
 def name_as_sent(error: InvalidRequest, body: CountRequest) -> None:
-    """Rename the field of an error about the chat to what the client has sent."""
+    """Rename the field of an error about the chat to what the client has sent.
+
+    A prompt that is too long is also told in the words by which Anthropic's clients know it: Claude Code then compacts
+    the conversation, or asks for less.
+    """
     for name, sent in _NAMES.items():
         rename(error, name, sent)
+    if body.output_format is not None and (body.output_config is None or body.output_config.format is None):
+        rename(error, "output_config.format", "output_format")
+    if isinstance(error, ContextLengthExceeded) and error.lengths is not None:
+        num_prompt_tokens, num_output_tokens, limit = error.lengths
+        known = f"prompt is too long: {num_prompt_tokens} tokens > {limit} maximum"
+        if num_output_tokens:
+            known = (
+                f"input length and `max_tokens` exceed context limit: {num_prompt_tokens} + {num_output_tokens} > "
+                f"{limit}, decrease input length or `max_tokens` and try again"
+            )
+        error.message = f"{known}. {error.message}"
+        error.args = (error.message,)
     if error.param is None:
         return
-    if found := re.match(r"tools\[\d+\]", error.param):
-        rename(error, f"{found[0]}.function.parameters", f"{found[0]}.input_schema")
-        rename(error, f"{found[0]}.function", found[0])
+    if found := re.match(r"tools\[(\d+)\]", error.param):
+        sources = [param for param, _ in offer(body).tools]
+        if int(found[1]) < len(sources):
+            source = sources[int(found[1])]
+            rename(error, f"{found[0]}.function.parameters", f"{source}.input_schema")
+            rename(error, f"{found[0]}.function", source)
     if found := re.match(r"messages\[(\d+)\]", error.param):
         sources = [name for name, _ in _named_messages(body)]
         rename(error, found[0], sources[min(int(found[1]), len(sources) - 1)])
@@ -77,106 +128,90 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Return the chat's messages, each with the name of the field that it was made from."""
+    """Return the chat's messages, each with the name of the field that it was made from. Several messages in a row of
+    the user are one turn, and so are several of the assistant.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
-    system = _text(body.system or "", "system")
+    system = system_text(body.system or "")
     if system:
         found.append(("system", {"role": "system", "content": system}))
+    last_user = max((index for index, each in enumerate(body.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(body.messages):
         param = f"messages[{index}]"
+        if message.clear_at == "next_user_message" and index < last_user:
+            continue
+        if message.content is None and message.role != "system":
+            raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
         made = _of_assistant(message, param) if message.role == "assistant" else _of_user(message, param)
-        found += [(param, each) for each in made]
+        for each in made:
+            if found and (joined := _joined(found[-1][1], each)) is not None:
+                found[-1] = (found[-1][0], joined)
+            else:
+                found.append((param, each))
     return found
+
+
+def _joined(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any] | None:
+    """Return two messages of one turn as one, or None if they cannot be."""
+    role = message["role"]
+    if role != following["role"] or role not in ("user", "assistant") or "tool_calls" in message:
+        return None
+    content = ("\n" if role == "user" else "").join(each["content"] or "" for each in (message, following))
+    thoughts = "\n".join(each["reasoning_content"] for each in (message, following) if "reasoning_content" in each)
+    joined = message | following | {"content": content or (None if "tool_calls" in following else "")}
+    return joined | ({"reasoning_content": thoughts} if thoughts else {})
 
 
 def _of_user(message: Message, param: str) -> list[dict[str, Any]]:
     """Return the results of tools as messages of their own, before the text."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
+    content = message.content or ""
+    if isinstance(content, str):
+        return [] if message.content is None else [{"role": message.role, "content": content}]
     results, texts = [], []
-    for index, block in enumerate(message.content):
+    for index, block in enumerate(content):
         name = f"{param}.content[{index}]"
-        if block.get("type") == "tool_result":
-            call_id = _required(block, "tool_use_id", name)
-            text = _text(block.get("content") or "", f"{name}.content")
-            results.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        else:
-            texts.append(_text([block], f"{param}.content", first=index))
+        if is_result(block):
+            results.append(_result(block, name))
+        elif block.get("type") not in NOT_READ:
+            texts.append(text_of([block], f"{param}.content", first=index))
     if not texts:
-        return results or [{"role": message.role, "content": ""}]
+        return results or ([] if content else [{"role": message.role, "content": ""}])
     return [*results, {"role": message.role, "content": "\n".join(texts)}]
 
 
 def _of_assistant(message: Message, param: str) -> list[dict[str, Any]]:
+    """Return the message of a turn; several, if a server has run tools in the midst of it."""
     if isinstance(message.content, str):
         return [{"role": "assistant", "content": message.content}]
+    made: list[dict[str, Any]] = []
     texts, thoughts, calls = [], [], []
-    for index, block in enumerate(message.content):
+
+    def close() -> None:
+        turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+        if "".join(thoughts):
+            turn["reasoning_content"] = "\n".join(thoughts)
+        made.append(turn | ({"tool_calls": list(calls)} if calls else {}))
+        for each in (texts, thoughts, calls):
+            each.clear()
+
+    for index, block in enumerate(message.content or ()):
         name = f"{param}.content[{index}]"
-        match block.get("type"):
-            case "thinking":
-                thoughts.append(_required(block, "thinking", name))
-            case "redacted_thinking":
-                pass  # encrypted: only its author can read it
-            case "tool_use":
-                arguments = block.get("input") or {}
-                if not isinstance(arguments, dict):
-                    raise InvalidRequest(f"{name}.input must be an object", param=f"{name}.input")
-                function = {
-                    "name": _required(block, "name", name),
-                    "arguments": msgspec.json.encode(arguments).decode(),
-                }
-                calls.append({"id": _required(block, "id", name), "type": "function", "function": function})
-            case _:
-                texts.append(_text([block], f"{param}.content", first=index))
-    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
-    if "".join(thoughts):
-        made["reasoning_content"] = "\n".join(thoughts)
-    return [made | ({"tool_calls": calls} if calls else {})]
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(required(block, "thinking", name))
+        elif kind in CALLS:
+            calls.append(call(block, name))
+        elif is_result(block):
+            if calls:
+                close()
+            made.append(_result(block, name))
+        elif kind not in NOT_READ:
+            texts.append(text_of([block], f"{param}.content", first=index))
+    if texts or thoughts or calls or not made:
+        close()
+    return made
 
 
-def _text(content: object, param: str, *, first: int = 0) -> str:
-    """Return the text of blocks. Raises InvalidRequest for other blocks; `first` is the index of the first one."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{param} must be a text or a list of blocks", param=param)
-    texts = []
-    for index, block in enumerate(content, start=first):
-        name = f"{param}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        source = block.get("source") if kind == "document" else None
-        if isinstance(source, dict) and source.get("type") == "text":
-            texts.append(_required(source, "data", f"{name}.source"))
-        elif kind == "text":
-            texts.append(_required(block, "text", name))
-        else:
-            raise not_supported(f"{name}.type", f"content of type {str(kind)[:40]!r}")
-    return "\n".join(texts)
-
-
-def _required(block: Block, field: str, param: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{param}.{field} must be a text", param=f"{param}.{field}")
-    return value
-
-
-def _tool(tool: ToolDefinition, param: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise not_supported(f"{param}.type", f"a tool of type {tool.type[:40]!r}, which the server would run,")
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
-
-
-def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
-    if choice.type == "tool":
-        if choice.name is None:
-            raise InvalidRequest("tool_choice.name is missing", param="tool_choice.name")
-        return {"type": "function", "function": {"name": choice.name}}
-    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+def _result(block: dict[str, Any], param: str) -> dict[str, Any]:
+    call_id = required(block, "tool_use_id", param)
+    return {"role": "tool", "tool_call_id": call_id, "content": result_text(block, param)}

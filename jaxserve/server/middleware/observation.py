@@ -13,6 +13,7 @@ logger = logging.getLogger("jaxserve.access")
 
 HEADER = "x-request-id"
 _HEADER = HEADER.encode()
+_ANTHROPIC_HEADER = b"request-id"  # where Anthropic's clients look for it
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # safe in a header and in a log line
 QUIET_PATHS = frozenset({"/live", "/health", "/ping", "/load", "/metrics", "/engine/state"})  # polled every few seconds
 _CLIENT_GONE = 499
@@ -21,7 +22,8 @@ _CLIENT_GONE = 499
 class Observation:
     """Gives each request its id (the client's X-Request-Id, else a new one), and logs it when it has ended.
 
-    The id is in `scope["request_id"]` from here on, and in the answer's X-Request-Id.
+    The id is in `scope["request_id"]` from here on, and in the answer's X-Request-Id and
+    Request-Id.
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool):
@@ -43,7 +45,8 @@ class Observation:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (_HEADER, request_id)]}
+                ids = [(name, request_id) for name in (_HEADER, _ANTHROPIC_HEADER)]
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:

@@ -10,7 +10,7 @@ import regex
 from jaxserve.server.literals.text import ValueEnds
 from jaxserve.server.syntaxes.syntax import Calls, Elements, Object, PythonCall, Tags, Thoughts, Wrapped
 
-_NAME = r"(?P<name>[\w.-]{1,64}+)(?=[^\w.-])"  # what follows must have arrived
+_NAME = r"(?P<name>[\w.-]{1,128}+)(?=[^\w.-])"  # what follows must have arrived
 _GAP = r"\s{0,8}"
 _PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
 _MARK = re.compile(r"\]<\]\w+\[>\[</?\w+>|<[^<>]+>(?:\w+<[^<>]+>)*|\[/?[A-Z_]+\]|◁[^▷]+▷")
@@ -25,7 +25,7 @@ KEY = regex.compile(
 )
 """A key of an object that calls a tool."""
 
-TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,64})(?P=quote)")
+TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,128})(?P=quote)")
 """A tool's name as a text of JSON."""
 
 
@@ -129,7 +129,7 @@ def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], clo
     """
     is_key = isinstance(calls.arguments, Wrapped) and not calls.arguments.name
     key = "" if is_key else rf'(?:tool_)?name"{_GAP}:{_GAP}"'
-    whole = rf'(?:(?:{_either(openings)}){_GAP}){{1,2}}\[?{_GAP}\{{{_GAP}"{key}(?P<name>[^"\\]{{1,64}})"'
+    whole = rf'(?:(?:{_either(openings)}){_GAP}){{1,2}}\[?{_GAP}\{{{_GAP}"{key}(?P<name>[^"\\]{{1,128}})"'
     after = _either([*_after_name(calls), r"\(" if isinstance(calls.arguments, PythonCall) else r"\{", "<"])
     calls_begin = "|".join([whole, *(rf"{head}(?={_GAP}(?:{after}))" for head in heads)])
     last = rf"(?:(?:```{_GAP})?(?:{_either(closings)}){_GAP})"
@@ -178,7 +178,7 @@ def _flexible(text: str) -> str:
     """
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
     pattern = _GAP.join(regex.escape(part) for part in parts)
-    return pattern.replace(r"\{name\}", r"[\w.-]{1,64}+").replace(_DSML, f"{_DSML} ?")
+    return pattern.replace(r"\{name\}", r"[\w.-]{1,128}+").replace(_DSML, f"{_DSML} ?")
 
 
 def _section(mark: str) -> str:

@@ -227,10 +227,10 @@ FIELDS: tuple[Field, ...] = (
     Field("cache_salt", "prefixes are found again by requests with the same salt only", *_READERS),
     Field("suffix", "what comes behind the answer", _NOT, _NOT, _NOT),
     # Tools.
-    Field("tools", "functions that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
+    Field("tools", "functions and custom tools that the model may call", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     Field(
         "tool_choice",
-        "none, auto, required, a function, or allowed_tools",
+        "none, auto, required, a function or custom tool, or allowed_tools",
         Refused(_NEEDS_CHAT.word, (None, "none", "auto")),
         FOLLOWED,
         FOLLOWED,
@@ -331,7 +331,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *(
         Field(name, "changes nothing here", NO_EFFECT, NO_EFFECT, NO_EFFECT)
-        for name in ("prompt_cache_retention", "prediction", "spaces_between_special_tokens")
+        for name in ("prompt_cache_retention", "client_metadata", "prediction", "spaces_between_special_tokens")
     ),
     # Vectors and token ids.
     *(

@@ -34,11 +34,23 @@ class MessageItem(ItemBase, kw_only=True):
 
 
 class CallItem(ItemBase, kw_only=True):
-    """A call of a function."""
+    """A call of a function, which may be in a namespace."""
 
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+    caller: Any = None
+
+
+class CustomCallItem(ItemBase, kw_only=True):
+    """A call of a custom tool."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+    caller: Any = None
 
 
 class ThoughtsItem(ItemBase, kw_only=True):
@@ -54,10 +66,46 @@ class CallOutputItem(ItemBase, kw_only=True):
 
     call_id: str
     output: str | list[Part]
+    name: Any = None
+    caller: Any = None
 
+
+class ToolsItem(ItemBase, kw_only=True):
+    """Further tools: what a search of tools has found, or what was added in the midst of a conversation."""
+
+    call_id: str | None = None
+    tools: list[dict[str, Any]]
+    execution: Any = None
+    role: Any = None
+
+
+class ShellOutput(msgspec.Struct, kw_only=True):
+    """What a command of a hosted shell has written."""
+
+    stdout: Any = None
+    stderr: Any = None
+    outcome: Any = None
+    created_by: Any = None
+
+
+HostedItem = msgspec.defstruct(
+    "HostedItem",
+    [
+        *(
+            (name, Any, None)
+            for name in (
+                *("action", "approval_request_id", "approve", "arguments", "background", "code", "container_id"),
+                *("created_by", "environment", "error", "max_output_length", "operation", "outputs", "output_format"),
+                *("queries", "quality", "reason", "result", "results", "revised_prompt", "server_label", "size"),
+            )
+        ),
+        ("output", list[ShellOutput], []),
+    ],
+)
+"""Fields of the items of hosted tools (`responses.foreign`)."""
 
 Item = dict[str, Any]
 
-ITEM_STRUCTS = (MessageItem, CallItem, ThoughtsItem, CallOutputItem)
+ITEM_STRUCTS = (MessageItem, CallItem, CustomCallItem, ThoughtsItem, CallOutputItem, ToolsItem, HostedItem)
 InputItem = Annotated[Item, msgspec.Meta(extra={STRUCTS: ITEM_STRUCTS})]
 """One item of an input, of any type."""

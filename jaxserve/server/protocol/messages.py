@@ -43,15 +43,18 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class MessageStyle(NamedTuple):
-    """What a template expects of an assistant's message with calls; see `message_style`.
+    """What a template expects of messages; see `message_style`.
 
     `arguments_are_text`: the arguments of a call are JSON text, not the object itself. `empty_content` represents
-    absent content. `shows_both`: a message with a call may have both content and reasoning.
+    absent content. `shows_both`: a message with a call may have both content and reasoning. `shows_systems`: several
+    system messages may begin a conversation; `shows_late_system`: one may come later.
     """
 
     arguments_are_text: bool = False
     empty_content: str | None = ""
     shows_both: bool = True
+    shows_systems: bool = True
+    shows_late_system: bool = True
 
 
 def template_messages(
@@ -75,7 +78,28 @@ def template_messages(
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
-    return [_template_message(message, style, f"messages[{i}]") for i, message in enumerate(messages)]
+    return _placed([_template_message(message, style, f"messages[{i}]") for i, message in enumerate(messages)], style)
+
+
+def _placed(messages: Sequence[dict[str, Any]], style: MessageStyle) -> list[dict[str, Any]]:
+    """Return the messages with system messages where the template shows them: several at the beginning become one, and
+    later ones are said by the user.
+    """
+    placed: list[dict[str, Any]] = []
+    joins_user = False
+    for message in messages:
+        is_system = message["role"] == "system" and bool(placed)
+        is_late = is_system and any(each["role"] != "system" for each in placed)
+        if is_late and not style.shows_late_system:
+            message = {"role": "user", "content": message["content"]}
+            joins_user = True
+        joins = joins_user if message["role"] == "user" else is_system and not is_late and not style.shows_systems
+        if joins and placed[-1]["role"] == message["role"]:
+            placed[-1] = placed[-1] | {"content": f"{placed[-1]['content']}\n\n{message['content']}"}
+        else:
+            placed.append(message)
+        joins_user &= message["role"] == "user"
+    return placed
 
 
 def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> dict[str, Any]:
@@ -112,9 +136,10 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
 
 
 def _template_call(call: ToolCall, style: MessageStyle) -> dict[str, Any]:
-    given = call.function.arguments
+    function = call.as_function
+    given = function.arguments
     arguments = given if style.arguments_are_text else as_object(given)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 
 def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:

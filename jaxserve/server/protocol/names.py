@@ -38,7 +38,9 @@ class _Shape(NamedTuple):
         names = {**self.names}
         for name, shape in other.names.items():
             names[name] = names[name].merged(shape) if name in names else shape
-        return _Shape(names, self.entries or other.entries)
+        if self.entries is None or other.entries is None:
+            return _Shape(names, self.entries or other.entries)
+        return _Shape(names, self.entries.merged(other.entries))
 
 
 def unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[UnknownName]:

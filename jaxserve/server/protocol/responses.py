@@ -50,27 +50,83 @@ class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function that the model may call."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class AllowedFunction(msgspec.Struct, kw_only=True):
-    """A function that may be called."""
+    """A function that the model may call. One with `defer_loading` is offered like any other: nothing searches it."""
 
     type: str
     name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    output_schema: Any = None
 
 
-class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The function that the model must call, or with the type allowed_tools those that it may call."""
+class CustomToolFormat(msgspec.Struct, kw_only=True):
+    """What a custom tool takes: any text, or that of a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    definition: str | None = None
+    syntax: str | None = None
+
+
+class CustomTool(msgspec.Struct, kw_only=True):
+    """A tool that takes a text."""
+
+    type: str
+    name: str
+    description: str | None = None
+    format: CustomToolFormat | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+
+class NamespaceTool(msgspec.Struct, kw_only=True):
+    """Tools under a common name."""
+
+    type: str
+    name: str
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+HostedTool = msgspec.defstruct(
+    "HostedTool",
+    [
+        (name, Any, None)
+        for name in (
+            *("action", "allowed_tools", "authorization", "background", "connector_id", "container", "display_height"),
+            *("display_width", "environment", "execution", "external_web_access", "filters", "headers"),
+            *("image_settings", "input_fidelity", "input_image_mask", "max_num_results", "model", "moderation"),
+            *("output_compression", "output_format", "partial_images", "quality", "ranking_options"),
+            *("require_approval", "search_content_types", "search_context_size", "server_description"),
+            *("server_label", "server_url", "size", "tunnel_id", "user_location", "vector_store_ids"),
+        )
+    ],
+)
+"""Fields of the tools that OpenAI's servers run."""
+
+_TOOLS = (FunctionTool, CustomTool, NamespaceTool, HostedTool)
+AnyTool = Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: _TOOLS})]
+"""A tool of any type, as it was sent."""
+
+
+class AllowedFunction(msgspec.Struct, kw_only=True):
+    """A tool that may be called."""
 
     type: str
     name: str | None = None
+    namespace: str | None = None
+    server_label: str | None = None
+
+
+class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The tool that the model must call, or with the type allowed_tools those that it may call."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    server_label: str | None = None
     mode: str | None = None
     tools: list[Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: (AllowedFunction,)})]] | None = None
 
@@ -92,7 +148,7 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     reasoning_effort: Effort | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -148,9 +204,6 @@ def check_responses_request(body: ResponsesRequest) -> None:
                 f"metadata: keys have at most {MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}",
                 param="metadata",
             )
-    for index, tool in enumerate(body.tools or ()):
-        if tool.type != "function":
-            raise not_supported(f"tools[{index}].type", f"a tool of type {tool.type[:40]!r}")
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -195,9 +248,21 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool; its result comes as a `custom_tool_call_output` item of the next turn."""
+
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 def without_logprobs(item: OutputItem) -> OutputItem:
@@ -266,7 +331,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceFunction
-    tools: list[FunctionTool]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"

@@ -1,4 +1,7 @@
-"""Tools that a chat offers, and calls of them: in requests, in the conversation, and in answers."""
+"""Tools that a chat offers, and calls of them: in requests, in the conversation, and in answers.
+
+A custom tool takes a text. To the model it is a function of one argument, `input`; only clients see the difference.
+"""
 
 import re
 from typing import Any, Literal
@@ -7,10 +10,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.server.protocol.custom_tools import Custom, CustomCall, CustomCallDelta, input_schema
 from jaxserve.server.syntaxes.tool import Tool
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -27,24 +31,60 @@ class Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+ToolType = Literal["function", "custom"]
+
+
+def _require(name: ToolType, value: object) -> None:
+    """Raise the error of msgspec for a missing field: a tool has the field that its type names."""
+    if value is None or value is UNSET:
+        raise ValueError(f"Object missing required field `{name}`")
+
+
 class ToolDefinition(msgspec.Struct, kw_only=True):
     """A tool that the model may call."""
 
-    type: Literal["function"] = "function"
-    function: Function
+    type: ToolType = "function"
+    function: Function | None = None
+    custom: Custom | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.type, getattr(self, self.type))
+
+    @property
+    def as_function(self) -> Function:
+        """The tool as the model sees it."""
+        if self.type == "custom" and self.custom is not None:
+            # A schema of its own grammar is strict: every input is promised to follow it.
+            schema, is_enforced = input_schema(self.custom)
+            return Function(
+                name=self.custom.name, description=self.custom.told, parameters=schema, strict=is_enforced or None
+            )
+        assert self.function is not None
+        return self.function
 
 
 class FunctionName(msgspec.Struct):
-    """The name of a function."""
+    """The name of a tool."""
 
     name: str
 
 
 class AllowedFunction(msgspec.Struct, kw_only=True):
-    """One of the functions that may be called."""
+    """One of the tools that may be called."""
 
-    type: Literal["function"] = "function"
-    function: FunctionName
+    type: ToolType = "function"
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.type, getattr(self, self.type))
+
+    @property
+    def name(self) -> str:
+        """The tool's name."""
+        named = self.custom if self.type == "custom" else self.function
+        assert named is not None
+        return named.name
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
@@ -55,18 +95,19 @@ class AllowedTools(msgspec.Struct, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """The function that must be called, or those that may be."""
+    """The tool that must be called, or those that may be."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
     @property
     def names(self) -> list[str]:
-        """Names of the functions that may be called."""
+        """Names of the tools that may be called."""
         if self.allowed_tools is not None:
-            return [tool.function.name for tool in self.allowed_tools.tools]
-        return [] if self.function is None else [self.function.name]
+            return [tool.name for tool in self.allowed_tools.tools]
+        return [named.name for named in (self.function, self.custom) if named is not None]
 
 
 def must_call(choice: str | ToolChoice | None) -> bool:
@@ -78,7 +119,7 @@ def must_call(choice: str | ToolChoice | None) -> bool:
 
 def is_chosen(choice: str | ToolChoice | None) -> bool:
     """Return true if the client has named the one function to be called."""
-    return isinstance(choice, ToolChoice) and choice.function is not None
+    return isinstance(choice, ToolChoice) and choice.allowed_tools is None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -92,8 +133,20 @@ class ToolCall(msgspec.Struct, kw_only=True):
     """A call that the model has made."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: ToolType = "function"
+    function: FunctionCall | UnsetType | None = UNSET
+    custom: CustomCall | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        _require(self.type, getattr(self, self.type))
+
+    @property
+    def as_function(self) -> FunctionCall:
+        """The call as the model sees it."""
+        if self.type == "custom" and self.custom:
+            return FunctionCall(name=self.custom.name, arguments=self.custom.arguments)
+        assert self.function
+        return self.function
 
 
 class FunctionCallDelta(msgspec.Struct, kw_only=True):
@@ -108,8 +161,9 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionCallDelta
+    type: ToolType | UnsetType = UNSET
+    function: FunctionCallDelta | UnsetType = UNSET
+    custom: CustomCallDelta | UnsetType = UNSET
 
 
 def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | None) -> None:
@@ -119,15 +173,16 @@ def check_tools(tools: list[ToolDefinition] | None, choice: str | ToolChoice | N
         raise InvalidRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools")
     names = set()
     for index, tool in enumerate(tools):
-        param = f"tools[{index}].function.name"
-        name = tool.function.name
+        param = f"tools[{index}].{tool.type}.name"
+        name = tool.as_function.name
         if _NAME.fullmatch(name) is None:
-            raise InvalidRequest(f"{param} must have 1 to 64 letters, digits, dots, _ or -", param=param)
+            raise InvalidRequest(f"{param} must have 1 to 128 letters, digits, dots, _ or -", param=param)
         if name in names:
             raise InvalidRequest(f"{param}: there are two tools of the name {name!r}", param=param)
         names.add(name)
     if isinstance(choice, ToolChoice):
-        for name, value in (("function", choice.function), ("allowed_tools", choice.allowed_tools)):
+        values = (("function", choice.function), ("custom", choice.custom), ("allowed_tools", choice.allowed_tools))
+        for name, value in values:
             if (value is None) == (choice.type == name):
                 what = "is required" if value is None else f"contradicts its type {choice.type!r}"
                 raise InvalidRequest(f"tool_choice.{name} {what}", param=f"tool_choice.{name}")
@@ -147,12 +202,12 @@ def template_tools(tools: list[ToolDefinition]) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": tool.function.name,
-                "description": tool.function.description or "",
-                "parameters": NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": NO_PARAMETERS if function.parameters is None else function.parameters,
             },
         }
-        for tool in tools
+        for function in (tool.as_function for tool in tools)
     ]
 
 
@@ -160,13 +215,19 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
     """Return the tools that the model may call."""
     if choice == "none":
         return []
-    chosen = choice.names if isinstance(choice, ToolChoice) else [tool.function.name for tool in tools]
+    functions = [tool.as_function for tool in tools]
+    chosen = choice.names if isinstance(choice, ToolChoice) else [function.name for function in functions]
     return [
         Tool(
-            tool.function.name,
-            NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
-            is_strict=bool(tool.function.strict),
+            function.name,
+            NO_PARAMETERS if function.parameters is None else function.parameters,
+            is_strict=bool(function.strict),
         )
-        for tool in tools
-        if tool.function.name in chosen
+        for function in functions
+        if function.name in chosen
     ]
+
+
+def custom_names(tools: list[ToolDefinition]) -> frozenset[str]:
+    """Return the names of the tools that take a text."""
+    return frozenset(tool.custom.name for tool in tools if tool.type == "custom" and tool.custom is not None)

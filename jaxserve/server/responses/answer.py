@@ -21,6 +21,7 @@ from jaxserve.server.responses.conversation import name_as_sent
 from jaxserve.server.responses.journal import Journal
 from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.responses.tools import Tools
 from jaxserve.server.responses.writer import Event, ResponseWriter, frame
 from jaxserve.server.routes.chat import Chat
 from jaxserve.server.state import ServerState
@@ -45,6 +46,7 @@ class Answer:
         chat: Chat,
         response: ResponseBody,
         items: list[Item],
+        tools: Tools,
         *,
         owner: str,
     ):
@@ -54,7 +56,10 @@ class Answer:
         self._state = state
         self._chat = chat
         self._items = items
-        self._writer = ResponseWriter(response)
+        self._tools = tools
+        self._writer = ResponseWriter(
+            response, names={name: (tool.name, tool.namespace) for name, tool in tools.by_name.items()}
+        )
         self._logprobs: list[TokenLogprob] = []
         self._untold: list[bytes] = []  # events not yet written
 
@@ -156,7 +161,7 @@ class Answer:
         try:
             await self._chat.run(take)
         except InvalidRequest as error:
-            name_as_sent(error, self._body)
+            name_as_sent(error, self._body, self._tools)
             raise
         finally:
             if saving is not None:  # it must not overwrite what is stored next
@@ -181,11 +186,13 @@ class Answer:
             yield from writer.text(delta.content or "", self._logprobs)
             self._logprobs = []
         for call in delta.tool_calls or ():
+            name, given = "", ""
+            if call.function:
+                name, given = call.function.name, call.function.arguments
+            elif call.custom:
+                name, given = call.custom.name, call.custom.input
             yield from writer.call(
-                call.index,
-                call_id=call.id or None,
-                name=call.function.name or None,
-                arguments=call.function.arguments or "",
+                call.index, call_id=call.id or None, name=name or None, given=given or "", is_custom=bool(call.custom)
             )
 
     async def _save(self) -> None:

@@ -1,5 +1,6 @@
 """Convert a request of /v1/responses to the equivalent chat: items become messages, and other fields are renamed."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,18 @@ from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import not_supported, rename
 from jaxserve.server.protocol.decoding import converted
-from jaxserve.server.protocol.items import CallItem, CallOutputItem, Item, MessageItem, Part, ThoughtsItem
+from jaxserve.server.protocol.items import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    Item,
+    MessageItem,
+    Part,
+    ThoughtsItem,
+)
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
+from jaxserve.server.responses import foreign
+from jaxserve.server.responses.tools import Tools, chat_tool_choice, flat_name
 
 _CONVERTED = frozenset({"stream", "stream_options", "tools", "tool_choice", "top_logprobs", "metadata", "store"})
 """Fields that chats also follow, but that are converted or omitted."""
@@ -23,6 +34,7 @@ _NAMES = {
     "response_format": "text.format",
     "verbosity": "text.verbosity",
     "tool_choice.function": "tool_choice",
+    "tool_choice.custom": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
 
@@ -72,9 +84,21 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
                 messages += [*turn.close(), {"role": message.role, "content": text}]
         elif kind == "function_call":
             call = converted(item, CallItem, param)
-            function = {"name": call.name, "arguments": call.arguments}
+            function = {"name": flat_name(call.namespace, call.name), "arguments": call.arguments}
             turn.calls.append({"id": call.call_id, "type": "function", "function": function})
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            call = converted(item, CustomCallItem, param)
+            custom = {"name": flat_name(call.namespace, call.name), "input": call.input}
+            turn.calls.append({"id": call.call_id, "type": "custom", "custom": custom})
+        elif kind in foreign.CALLS:
+            turn.calls.append(foreign.call(item))
+            if (result := foreign.own_result(item)) is not None:
+                messages += [*turn.close(), result]
+        elif kind in foreign.OUTPUTS:
+            messages += [*turn.close(), foreign.output(item)]
+        elif kind in foreign.NOT_READ:
+            pass
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = converted(item, CallOutputItem, param)
             text = _text(output.output, f"{param}.output")
             messages += [*turn.close(), {"role": "tool", "tool_call_id": output.call_id, "content": text}]
@@ -110,8 +134,8 @@ class _Turn:
         return [message | ({"tool_calls": calls} if calls else {})]
 
 
-def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """Return the chat of a request. Raises InvalidRequest."""
+def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]], tools: Tools) -> ChatRequest:
+    """Return the chat of a request, which offers `tools`. Raises InvalidRequest."""
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     chat["messages"] = [*_instructions(body.instructions), *messages]
     chat["max_tokens"], chat["max_completion_tokens"] = body.token_limit, None
@@ -121,33 +145,11 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
         chat["response_format"] = _response_format(body.text.format)
     if body.text is not None:
         chat["verbosity"] = body.text.verbosity
-    if body.tools:
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    name: value
-                    for name, value in (
-                        ("name", tool.name),
-                        ("description", tool.description),
-                        ("parameters", tool.parameters),
-                        ("strict", tool.strict),
-                    )
-                    if value is not None
-                },
-            }
-            for tool in body.tools
-        ]
+    if tools.offered:
+        chat["tools"] = [tool.chat for tool in tools.offered]
     choice = body.tool_choice
-    chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ToolChoiceFunction) else choice
+    chat["tool_choice"] = chat_tool_choice(choice, tools) if isinstance(choice, ToolChoiceFunction) else choice
     return converted({name: value for name, value in chat.items() if value is not None}, ChatRequest)
-
-
-def _tool_choice(choice: ToolChoiceFunction) -> dict[str, Any]:
-    if choice.type != "allowed_tools":
-        return {"type": choice.type, "function": {"name": choice.name}}
-    tools = [{"type": tool.get("type"), "function": {"name": tool.get("name")}} for tool in choice.tools or ()]
-    return {"type": choice.type, "allowed_tools": {"mode": choice.mode or "auto", "tools": tools}}
 
 
 def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:
@@ -161,13 +163,13 @@ def _instructions(given: str | list[Item] | None) -> list[dict[str, Any]]:
     return [] if given is None else [{"role": "system", "content": given}]
 
 
-def name_as_sent(error: InvalidRequest, body: ResponsesRequest) -> None:
+def name_as_sent(error: InvalidRequest, body: ResponsesRequest, tools: Tools) -> None:
     """Rename the field in an error of the chat to its name here, also where its message begins with it."""
     limit = body.token_limit_field
     for old, new in (*_NAMES.items(), ("max_tokens", limit), ("max_completion_tokens", limit)):
         rename(error, old, new)
-    if error.param is not None and error.param.startswith("tools["):
-        rename(error, error.param, error.param.replace(".function", "", 1))
+    if error.param is not None and (found := re.match(r"tools\[(\d+)\](\.function|\.custom)", error.param)):
+        rename(error, found[0], tools.offered[int(found[1])].param)
     elif error.param is not None and error.param.startswith("messages"):
         rename(error, error.param, "input")  # the index of a message is not that of an item
 

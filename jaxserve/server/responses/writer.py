@@ -1,7 +1,7 @@
 """Write the answer of /v1/responses: the deltas of a chat become output items and the events that report them."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
@@ -10,6 +10,7 @@ from msgspec import UNSET
 from jaxserve.server.body import EncodedList, encoded
 from jaxserve.server.protocol.chat import ChatFinishReason, TokenLogprob
 from jaxserve.server.protocol.responses import (
+    CustomToolCall,
     FunctionCall,
     IncompleteDetails,
     InputTokensDetails,
@@ -27,6 +28,9 @@ from jaxserve.server.protocol.usage import Usage
 
 type Event = dict[str, Any]
 
+_GIVEN: dict[Any, str] = {FunctionCall: "function_call_arguments", CustomToolCall: "custom_tool_call_input"}
+"""What calls are given, in the names of events."""
+
 
 class ResponseWriter:
     """Fills `response` as deltas arrive. Each method yields its events in order and must be iterated to the end.
@@ -35,8 +39,10 @@ class ResponseWriter:
     arrive, once for all events that close an item and the response, which contain them four times.
     """
 
-    def __init__(self, response: ResponseBody):
+    def __init__(self, response: ResponseBody, *, names: Mapping[str, tuple[str, str | None]] | None = None):
+        """`names` are the names and namespaces that tools have for the client, by the names that the model writes."""
         self.response = response
+        self._names = names or {}
         self._num_events = 0
         self._open: OutputItem | None = None
         self._text: list[str] = []  # of the open item
@@ -79,23 +85,37 @@ class ResponseWriter:
         yield self._part_event("response.reasoning_text.delta", {"delta": text})
 
     def call(
-        self, index: int, *, call_id: str | None, name: str | None, arguments: str, item_id: str | None = None
+        self,
+        index: int,
+        *,
+        call_id: str | None,
+        name: str | None,
+        given: str,
+        is_custom: bool = False,
+        item: FunctionCall | CustomToolCall | None = None,
     ) -> Iterator[Event]:
-        """Add to the model's call number `index`; the first delta of a call has its id and name."""
-        if not isinstance(self._open, FunctionCall) or index != self._call_index:
+        """Add to the model's call number `index` what the tool is `given`: arguments, or the text of a custom tool.
+
+        The first delta of a call has its id and name; with `item`, it is the call of this complete item.
+        """
+        if not isinstance(self._open, FunctionCall | CustomToolCall) or index != self._call_index:
             yield from self._close("completed")
             self._call_index = index
-            item = FunctionCall(
-                id=item_id or _new_id("fc"),
-                status="in_progress",
-                call_id=call_id or _new_id("call"),
-                name=name or "",
-                arguments="",
+            own_name, namespace = self._names.get(name or "", (name or "", None))
+            new = CustomToolCall if is_custom else FunctionCall
+            yield from self._add(
+                new(
+                    **{"input" if is_custom else "arguments": ""},
+                    id=item.id if item is not None else _new_id("ctc" if is_custom else "fc"),
+                    status="in_progress",
+                    call_id=call_id or _new_id("call"),
+                    name=own_name,
+                    namespace=item.namespace if item is not None else namespace or UNSET,
+                )
             )
-            yield from self._add(item)
-        if arguments:
-            self._text.append(arguments)
-            yield self._item_event("response.function_call_arguments.delta", {"delta": arguments})
+        if given:
+            self._text.append(given)
+            yield self._item_event(f"response.{_GIVEN[type(self._open)]}.delta", {"delta": given})
 
     def item(self, item: OutputItem) -> Iterator[Event]:
         """Write an item that is complete, with its own id."""
@@ -107,9 +127,14 @@ class ResponseWriter:
             case ReasoningItem(content=content):
                 for thought in content:
                     yield from self.reasoning(thought.text, item_id=item.id)
-            case FunctionCall():
+            case FunctionCall(arguments=given) | CustomToolCall(input=given):
                 yield from self.call(
-                    index, call_id=item.call_id, name=item.name, arguments=item.arguments, item_id=item.id
+                    index,
+                    call_id=item.call_id,
+                    name=item.name,
+                    given=given,
+                    is_custom=isinstance(item, CustomToolCall),
+                    item=item,
                 )
         yield from self._close("completed" if item.status == "completed" else "incomplete")
 
@@ -167,6 +192,9 @@ class ResponseWriter:
             case FunctionCall():
                 item.arguments = text
                 yield self._item_event("response.function_call_arguments.done", {"name": item.name, "arguments": text})
+            case CustomToolCall():
+                item.input = text
+                yield self._item_event("response.custom_tool_call_input.done", {"input": text})
             case _:
                 pass
         yield self._event("response.output_item.done", {"output_index": self._output_index, "item": item})

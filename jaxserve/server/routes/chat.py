@@ -30,7 +30,7 @@ from jaxserve.server.protocol.chat import (
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
-from jaxserve.server.protocol.tools import callable_tools, is_chosen, must_call
+from jaxserve.server.protocol.tools import callable_tools, custom_names, is_chosen, must_call
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request, unique
 from jaxserve.server.state import ServerState, server_state
@@ -110,7 +110,10 @@ def _bound_tools(
     is_all = must_call(body.tool_choice) or has_constraint
     if not is_all and not state.syntax.forcing.follows_strict(tools):
         return {}
-    params = {tool.function.name: f"tools[{index}].function.parameters" for index, tool in enumerate(body.tools or ())}
+    params = {
+        tool.as_function.name: f"tools[{index}].{'custom.format' if tool.type == 'custom' else 'function.parameters'}"
+        for index, tool in enumerate(body.tools or ())
+    }
     return {tool.name: params[tool.name] for tool in tools if is_all or tool.is_strict}
 
 
@@ -283,7 +286,8 @@ class Chat:
             tools = callable_tools(self._body.tools or [], self._body.tool_choice)
             reader = syntax.reader(tools, is_open=is_open, max_calls=None if _is_parallel(self._body) else 1)
             counter = syntax.reasoning_counter(tools, is_open=is_open)
-            self._writers[index] = AnswerWriter(reader, syntax.call_id, counter)
+            custom = custom_names(self._body.tools or [])
+            self._writers[index] = AnswerWriter(reader, syntax.call_id, counter, custom=custom)
         return self._writers[index]
 
     async def _choice(self, output: CompletionOutput) -> ChatChoice:

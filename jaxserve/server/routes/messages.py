@@ -1,22 +1,29 @@
 """POST /v1/messages: a conversation in the shapes of Anthropic's API, answered by the same engine as a chat."""
 
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.server import errors, generation
-from jaxserve.server.anthropic.conversation import chat_request, name_as_sent
+from jaxserve.server.anthropic.context import Edit, edited, edits_of
+from jaxserve.server.anthropic.conversation import chat_request, ignored, name_as_sent
 from jaxserve.server.anthropic.protocol import (
+    AppliedEdit,
+    AppliedEdits,
     CountRequest,
     ErrorBody,
     ErrorDetail,
+    Message,
     MessagesRequest,
     MessagesResponse,
     MessagesUsage,
+    OriginalCount,
     TokenCount,
 )
 from jaxserve.server.anthropic.writer import MessageWriter, frame
@@ -30,11 +37,13 @@ from jaxserve.server.template import render_chat
 
 _ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -57,7 +66,7 @@ def _in_its_shape(route: Callable[[Request], Awaitable[Response]]) -> Callable[[
 async def create(request: Request) -> Response:
     """Answer a conversation."""
     state = server_state(request.scope)
-    body, chat_body = await _read(state, request, MessagesRequest)
+    body, chat_body, applied = await _read(state, request, MessagesRequest)
     size = len(await request.body())
     request_id = f"msg_{uuid.uuid4().hex}"
     try:
@@ -67,7 +76,15 @@ async def create(request: Request) -> Response:
         raise
     usage = MessagesUsage(input_tokens=len(group.prompt_token_ids), output_tokens=0)
     message = MessagesResponse(id=request_id, model=state.model, content=[], usage=usage)
-    answer = _Answer(body, Chat(state, chat_body, group, answer_id=request_id), message)
+    if body.context_management is not None:
+        message.context_management = AppliedEdits(applied_edits=applied)
+    info = state.frontend.client.info
+    writer = MessageWriter(
+        message,
+        shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
+        cache_block=info.block_size if info.enable_prefix_caching and _asks_to_cache(body) else None,
+    )
+    answer = _Answer(body, Chat(state, chat_body, group, answer_id=request_id), writer)
     if body.stream:
 
         async def tell_failure(error: Exception) -> bytes:
@@ -85,7 +102,7 @@ async def create(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation, as the model would read them."""
     state = server_state(request.scope)
-    body, chat_body = await _read(state, request, CountRequest)
+    body, chat_body, applied = await _read(state, request, CountRequest)
     size = len(await request.body())
     try:
         check_chat_request(chat_body)
@@ -93,7 +110,8 @@ async def count_tokens(request: Request) -> Response:
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
-    return json_response(TokenCount(count))
+    original = OriginalCount(count + sum(edit.cleared_input_tokens for edit in applied))
+    return json_response(TokenCount(count, UNSET if body.context_management is None else original))
 
 
 def _count(state: ServerState, body: ChatRequest) -> int:
@@ -102,23 +120,69 @@ def _count(state: ServerState, body: ChatRequest) -> int:
     return len(state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
-async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> tuple[T, ChatRequest]:
-    """Return the body, and the equivalent chat. Raises InvalidRequest and ModelNotFound."""
+class _Read[T: CountRequest](NamedTuple):
+    """A body whose conversation was edited, the equivalent chat, and the edits that have removed something."""
+
+    body: T
+    chat: ChatRequest
+    applied: list[AppliedEdit]
+
+
+async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> _Read[T]:
+    """Return what a request asks for. Raises InvalidRequest and ModelNotFound."""
     body = await read_struct(state, request, kind, route="messages")
     try:
-        return body, chat_request(body, has_thoughts=state.syntax.has_thoughts)
+        chat = chat_request(body, has_thoughts=state.syntax.has_thoughts)
+        edits = edits_of(body.context_management).known
+        for what in ignored(body):
+            state.unknown_fields.ignore(what, route="messages")
+        if not edits:
+            return _Read(body, chat, [])
+        check_chat_request(chat)
+        size = len(await request.body())
+        messages, applied = await generation.prepare(
+            state, lambda _: _edited(state, body, edits), size=size, receive=request.receive
+        )
+        body = msgspec.structs.replace(body, messages=messages)
+        return _Read(body, chat_request(body, has_thoughts=state.syntax.has_thoughts), applied)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
 
 
+def _edited(state: ServerState, body: CountRequest, edits: Sequence[Edit]) -> tuple[list[Message], list[AppliedEdit]]:
+    def count(messages: Sequence[Message]) -> int:
+        edited_body = msgspec.structs.replace(body, messages=list(messages))
+        return _count(state, chat_request(edited_body, has_thoughts=state.syntax.has_thoughts))
+
+    return edited(body.messages, edits, count)
+
+
+def _asks_to_cache(body: CountRequest) -> bool:
+    """Return true if a part of the prompt is marked with `cache_control`."""
+
+    def is_marked(blocks: Any) -> bool:
+        return isinstance(blocks, list) and any(
+            block.get("cache_control") is not None or is_marked(block.get("content"))
+            for block in blocks
+            if isinstance(block, dict)
+        )
+
+    return (
+        body.cache_control is not None
+        or any(tool.cache_control is not None for tool in body.tools or ())
+        or is_marked(body.system)
+        or any(is_marked(message.content) for message in body.messages)
+    )
+
+
 class _Answer:
     """The answer to one request."""
 
-    def __init__(self, body: MessagesRequest, chat: Chat, message: MessagesResponse):
+    def __init__(self, body: MessagesRequest, chat: Chat, writer: MessageWriter):
         self._body = body
         self._chat = chat
-        self._writer = MessageWriter(message)
+        self._writer = writer
 
     async def run(self, write: Write | None = None) -> None:
         """Run the request and `write` its events in order."""
@@ -128,7 +192,7 @@ class _Answer:
             nonlocal is_begun
             if not is_begun:  # the engine's refusal comes before any event
                 is_begun = True
-                for event in self._writer.start():
+                for event in self._writer.start(self._chat.usage.total()):
                     if write is not None:
                         write(frame(event))
             for event in self._writer.take(choice):

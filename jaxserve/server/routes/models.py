@@ -1,5 +1,6 @@
-"""GET /v1/models and /v1/models/{id}: the served models."""
+"""GET /v1/models and /v1/models/{id}: the served models, with the fields of OpenAI's and of Anthropic's API."""
 
+import datetime
 from typing import Literal
 
 import msgspec
@@ -19,19 +20,30 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "jaxserve"
     root: str
     max_model_len: int
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
 
 
 class ModelList(msgspec.Struct):
-    """All served models."""
+    """All served models, on one page."""
 
     data: list[Model]
     object: Literal["list"] = "list"
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 async def index(request: Request) -> Response:
     """Answer with the served model, once under each of its names."""
     state = server_state(request.scope)
-    return json_response(ModelList([_model(state, name) for name in state.names]))
+    names = state.names
+    models = [_model(state, name) for name in names]
+    return json_response(ModelList(models, first_id=names[0], last_id=names[-1]))
 
 
 async def show(request: Request) -> Response:
@@ -43,4 +55,14 @@ async def show(request: Request) -> Response:
 
 def _model(state: ServerState, name: str) -> Model:
     info = state.frontend.client.info
-    return Model(id=name, created=state.created, root=info.model, max_model_len=info.max_model_len)
+    created = datetime.datetime.fromtimestamp(state.created, datetime.UTC)
+    return Model(
+        id=name,
+        created=state.created,
+        root=info.model,
+        max_model_len=info.max_model_len,
+        display_name=name,
+        created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        max_input_tokens=info.max_model_len,
+        max_tokens=info.max_model_len,
+    )

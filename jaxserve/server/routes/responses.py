@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 import uuid
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -40,6 +41,7 @@ from jaxserve.server.responses.conversation import (
 from jaxserve.server.responses.journal import follow
 from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
+from jaxserve.server.responses.tools import tools_of
 from jaxserve.server.routes.chat import Chat, prepare
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.streaming import EventStream, while_wanted
@@ -166,15 +168,18 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     if any(is_reference(item) for item in items):
         items = await asyncio.to_thread(_resolved, state.responses, items, num_before=len(earlier), owner=owner)
     response_id = f"resp_{uuid.uuid4().hex}"
+    tools = tools_of(body, items, num_before=len(earlier))
+    for kind in tools.left_out:
+        state.unknown_fields.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
-        chat_body = chat_request(body, as_messages(items, num_before=len(earlier)))
+        chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
         group = await prepare(state, chat_body, request_id=response_id, size=size, receive=receive)
     except InvalidRequest as error:
-        name_as_sent(error, body)
+        name_as_sent(error, body, tools)
         raise
     response = _new_response(state, body, response_id)
     chat = Chat(state, chat_body, group, answer_id=response_id)
-    return Answer(state, body, chat, response, items, owner=owner)
+    return Answer(state, body, chat, response, items, tools, owner=owner)
 
 
 def _resolved(responses: ResponseStore, items: list[Item], *, num_before: int, owner: str) -> list[Item]:
@@ -238,7 +243,7 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
             verbosity=body.text and body.text.verbosity,
         ),
         tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
+        tools=[_echoed(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
         user=UNSET if body.user is None else body.user,
         safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
@@ -246,6 +251,12 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         service_tier=body.service_tier,
         top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
     )
+
+
+def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as it was sent. Clients expect all fields of a function."""
+    absent = dict.fromkeys(("description", "parameters", "strict")) if tool.get("type") == "function" else {}
+    return absent | tool
 
 
 async def _find(request: Request) -> StoredResponse:
