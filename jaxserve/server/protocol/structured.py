@@ -10,7 +10,9 @@ from jaxserve.structured.grammar import JsonOptions, json_options
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A schema, with a name and description for the reader; it is followed whatever `strict` says."""
+    """A schema, with a name and description for the reader. With `strict` false it is followed as far as a grammar
+    can; else all of it is, or the request is refused.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -31,6 +33,11 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """False if what no grammar can follow may be left out of the schema."""
+        return self.strict is not False and (self.json_schema is None or self.json_schema.strict is not False)
 
 
 class StructuredOutputsBody(msgspec.Struct, kw_only=True):

@@ -81,7 +81,9 @@ async def prepare(
         constraint = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
         if constraint is not None and not must_call(body.tool_choice):
-            answer = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=receive)
+            answer = await grammars.answer_grammar(
+                state, constraint, field=body.constraint_field, is_strict=body.is_strict, receive=receive
+            )
         written = await grammars.with_checked_parameters(
             state,
             tools,

@@ -38,7 +38,9 @@ async def create(request: Request) -> Response:
     constraint = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
     if constraint is not None and not body.is_score_only:  # once, for all prompts
-        grammar = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=request.receive)
+        grammar = await grammars.answer_grammar(
+            state, constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
+        )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     request_id = unique(answer_id)
     groups = await generation.prepare(
