@@ -93,6 +93,28 @@ def test_other_formats(server, form, pattern):
         assert re.fullmatch(pattern, text, re.DOTALL), text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+def test_a_schema_that_is_not_strict_is_followed_as_far_as_a_grammar_can(server, path):
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 3}
+    for is_strict in (None, True, False):
+        given = {"name": "x", "schema": schema, "strict": is_strict}
+        flat, nested = {"type": "json_schema", **given}, {"type": "json_schema", "json_schema": given}
+        for form in (flat, nested) if path != "/v1/responses" else (flat,):
+            body = {"max_output_tokens": 200, "input": "a", "text": {"format": form}}
+            if path != "/v1/responses":
+                what = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
+                body = {"response_format": form, "max_tokens": 200, "seed": 1, "n": 3} | what
+            answer = server.post(path, body)
+            if is_strict is not False:
+                assert answer.status_code == 400, answer.text
+                assert "'uniqueItems'" in answer.json()["error"]["message"]
+            elif path == "/v1/responses":
+                assert answer.status_code == 200, answer.text
+            else:
+                assert texts(answer)
+                assert [text for text in texts(answer) if not re.fullmatch(r'\[("[ab]",?\s*){2,3}\]', text)] == []
+
+
 def test_a_stream_is_the_answer_in_pieces(server):
     body = {"messages": [USER], "max_tokens": 200, "seed": 4, "logprobs": True, "top_logprobs": 2} | FORMS["json"]
     whole = server.post(CHAT, body).json()["choices"][0]
