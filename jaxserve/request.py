@@ -86,9 +86,9 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
     context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
     the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
-    than the largest k. `logprob_token_ids` adds the log probabilities of these tokens at each position. Biases are
-    clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in
-    the batch.
+    than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
+    ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
+    whatever else is in the batch.
 
     Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
     type or out of its range, and TypeError for an unknown field.
@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         num_bytes = sum(len(stop.encode()) for stop in self.stop_strings)
         if num_bytes > MAX_STOP_BYTES:
             raise InvalidRequest(f"stop has {num_bytes} bytes, at most {MAX_STOP_BYTES} are allowed", param="stop")
-        if self.logprob_token_ids and self.logprobs is None:
+        if self.logprob_token_ids:  # in place of the most likely ones
             msgspec.structs.force_setattr(self, "logprobs", 0)
         if self.logit_bias:
             limit = LOGIT_BIAS_LIMIT

@@ -160,7 +160,12 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
     """Return the tools that the model may call."""
     if choice == "none":
         return []
-    chosen = choice.names if isinstance(choice, ToolChoice) else [tool.function.name for tool in tools]
+    offered = offered_tools(tools)
+    return [tool for tool in offered if tool.name in choice.names] if isinstance(choice, ToolChoice) else offered
+
+
+def offered_tools(tools: list[ToolDefinition]) -> list[Tool]:
+    """Return all tools of a request, those that may not be called, too: a call of these is hidden."""
     return [
         Tool(
             tool.function.name,
@@ -168,5 +173,4 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
             is_strict=bool(tool.function.strict),
         )
         for tool in tools
-        if tool.function.name in chosen
     ]
