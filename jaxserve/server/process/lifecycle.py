@@ -86,6 +86,8 @@ def make_state(
         tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
         pooling=config.pooling,
         closes_objects=config.disable_additional_properties,
+        forces_usage=config.enable_force_include_usage,
+        shows_token_ids=config.return_tokens_as_token_ids,
         profile_dir=config.profile_dir,
         syntax=ModelSyntax(
             frontend.tokenizer, (choice or _choose(frontend, config)).syntax, vocab_size=frontend.client.info.vocab_size
