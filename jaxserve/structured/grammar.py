@@ -24,6 +24,7 @@ from jaxserve.structured.equivalents import Unfollowable
 from jaxserve.structured.loosening import loosened
 from jaxserve.structured.reasons import in_our_words
 from jaxserve.structured.schemas import describes_object, followable
+from jaxserve.structured.tags import tag_lark
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or grammar: with the limits below, the worst compilation takes seconds."""
@@ -212,10 +213,27 @@ def _entry(
         lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choice)
         check_size(lark, param)
         return param, {"lark_grammar": lark}
+    if constraint.structural_tag is not None:
+        param = "structured_outputs.structural_tag"
+        return param, {"lark_grammar": _structural_tag(constraint.structural_tag, param, options)}
     assert constraint.grammar is not None
     param = "structured_outputs.grammar"
     check_size(constraint.grammar, param)
     return param, {"lark_grammar": _to_lark(constraint.grammar, param)}
+
+
+def _structural_tag(given: str | dict[str, Any], param: str, options: JsonOptions) -> str:
+    def write(schema: Any, path: str) -> str:
+        rewritten = _followable(json.dumps(schema), f"{param}: {path}", options, None)
+        return json_rule(_with_options({} if rewritten is True else rewritten, options))
+
+    try:
+        return tag_lark(json.loads(schema_text(given, param)), write)
+    except (Unfollowable, InvalidRequest) as error:
+        message = str(error) if isinstance(error, InvalidRequest) else f"{param}: {error}"
+        raise InvalidRequest(message, param=param, code="unsupported_grammar") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
 
 
 def _followable(text: str, param: str, options: JsonOptions, left_out: list[str] | None) -> Any:

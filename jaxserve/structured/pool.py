@@ -93,7 +93,10 @@ class GrammarPool:
             constraint = msgspec.structs.replace(
                 constraint, json=schema_text(constraint.json, "structured_outputs.json")
             )
-        for name in ("json", "regex", "choice", "grammar"):
+        if isinstance(constraint.structural_tag, dict):
+            text = schema_text(constraint.structural_tag, "structured_outputs.structural_tag")
+            constraint = msgspec.structs.replace(constraint, structural_tag=text)
+        for name in ("json", "regex", "choice", "grammar", "structural_tag"):
             if getattr(constraint, name) is not None:
                 return self._submit(AnswerJob(constraint, is_closed, is_strict, f"structured_outputs.{name}"))
         return self._submit(AnswerJob(constraint, is_closed, is_strict, "structured_outputs.json_object"))

@@ -91,10 +91,10 @@ class TestUsageOfStreams:
     def test_the_first_usage_of_a_chat_counts_no_answer(self, server, path, body):
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = body | {"stream": True, "max_tokens": 3, "logprobs": 1 if path == COMPLETIONS else True}
-        long = {"prompt": "abc" * 500} if path == COMPLETIONS else {"messages": [USER | {"content": "abc" * 500}]}
+        long = {"prompt": "abc " * 20} if path == COMPLETIONS else {"messages": [USER | {"content": "abc " * 20}]}
         first, *_ = frames(server.post(path, body | {"stream_options": options} | long))
         assert first["usage"]["completion_tokens"] == (1 if path == COMPLETIONS else 0)
-        assert first["usage"]["total_tokens"] > 500
+        assert first["usage"]["total_tokens"] > 20
 
     def test_continuous_usage_counts_up(self, server, path, body):
         options = {"include_usage": True, "continuous_usage_stats": True}

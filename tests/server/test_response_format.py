@@ -75,6 +75,15 @@ def test_a_schema_by_any_field(server, path, form):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
+TAG = {
+    "type": "tag",
+    "begin": "<a>",
+    "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+    "end": "</a>",
+}
+TRIGGERED = {"structures": [{"begin": "<a>", "schema": {"enum": [1, 2]}, "end": "</a>"}], "triggers": ["<a"]}
+
+
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [
@@ -83,6 +92,9 @@ def test_a_schema_by_any_field(server, path, form):
         ({"structured_outputs": {"grammar": 'root ::= "<" [a-c]+ ">"'}}, "<[a-c]+>"),
         ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, "<a>[12]</a>"),
+        ({"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}}, "<a>[12]</a>"),
+        ({"response_format": {"type": "structural_tag", **TRIGGERED}}, "([^<]|<(?!a)|<a>[12]</a>)*"),
         ({"response_format": {"type": "text"}}, ".*"),
         ({"response_format": None, "structured_outputs": None}, ".*"),
     ],
