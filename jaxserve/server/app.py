@@ -23,6 +23,7 @@ from jaxserve.server.middleware.root_path import RootPath
 from jaxserve.server.routes import (
     admin,
     chat,
+    chat_batch,
     completions,
     docs,
     embeddings,
@@ -41,6 +42,7 @@ from jaxserve.server.tracing import Traces
 ROUTES = (
     Route("/v1/completions", completions.create, methods=["POST"]),
     Route("/v1/chat/completions", chat.create, methods=["POST"]),
+    Route("/v1/chat/completions/batch", chat_batch.create, methods=["POST"]),
     Route("/v1/embeddings", embeddings.create, methods=["POST"]),
     Route("/v1/responses", responses.create, methods=["POST"]),
     Route("/v1/responses/{response_id}", responses.show, methods=["GET"]),
