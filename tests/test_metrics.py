@@ -70,11 +70,11 @@ def test_http_requests_are_counted_by_route():
         metrics.answered("POST", path, status=status, seconds=seconds)
     text = metrics.render().decode()
     for line in (
-        'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0',
-        'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 1.0',
-        'http_requests_total{handler="none",method="OTHER",status="4xx"} 1.0',
-        'http_request_duration_seconds_bucket{handler="/v1/completions",le="0.5",method="POST"} 1.0',
-        'http_request_duration_seconds_count{handler="/v1/completions",method="POST"} 2.0',
+        'http_requests_total{handler="/v1/completions",method="POST",model_name="m",status="2xx"} 1.0',
+        'http_requests_total{handler="/v1/completions",method="POST",model_name="m",status="4xx"} 1.0',
+        'http_requests_total{handler="none",method="OTHER",model_name="m",status="4xx"} 1.0',
+        'http_request_duration_seconds_bucket{handler="/v1/completions",le="0.5",method="POST",model_name="m"} 1.0',
+        'http_request_duration_seconds_count{handler="/v1/completions",method="POST",model_name="m"} 2.0',
         'vllm:admission_rejections_total{engine="0",model_name="m",reason="max_num_queued_reqs"} 0.0',
         'vllm:request_num_preemptions_count{engine="0",model_name="m"} 0.0',
         'vllm:iteration_tokens_total_count{engine="0",model_name="m"} 0.0',
