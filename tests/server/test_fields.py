@@ -156,7 +156,7 @@ def test_named_tokens_are_in_place_of_the_most_likely_ones(server):
 
 
 def test_named_tokens_beside_an_echo(server):
-    """Of the prompt's tokens there are the most likely ones. In both, the text's own token is the first."""
+    """Tokens of the prompt come with the most likely ones. In both, the text's own token is the first."""
     server.says("x")
     (token_id,) = server.tokenizer.encode("x", add_special_tokens=False)
     prompt = [1, 66, 67]
