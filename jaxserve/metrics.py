@@ -283,13 +283,14 @@ class Metrics(Collector):
     def _collect_http(self, cells: Sequence[float]) -> Iterator[Metric]:
         """Yield the counts of routes that have been asked for something."""
         model = self._labels["model_name"]
-        requests = CounterMetricFamily(HTTP_REQUESTS, HTTP_REQUESTS_HELP, labels=("handler", "method", "status", "model_name"))
-        durations = HistogramMetricFamily(HTTP_DURATION, HTTP_DURATION_HELP, labels=("handler", "method", "model_name"))
+        labels = ("handler", "method", "model_name")
+        requests = CounterMetricFamily(HTTP_REQUESTS, HTTP_REQUESTS_HELP, labels=(*labels, "status"))
+        durations = HistogramMetricFamily(HTTP_DURATION, HTTP_DURATION_HELP, labels=labels)
         for method, path in self._routes:
             first = self._first[method, path]
             for index, status in enumerate(HTTP_STATUSES):
                 if count := cells[first + index]:
-                    requests.add_metric((path, method, status, model), count)
+                    requests.add_metric((path, method, model, status), count)
             first += len(HTTP_STATUSES)
             counts = cells[first : first + len(HTTP_DURATIONS) + 1]
             if any(counts):
