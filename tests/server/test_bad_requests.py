@@ -126,7 +126,7 @@ BAD_FOR_BOTH = [
 TOOL = {"type": "function", "function": {"name": "f"}}
 UNSUPPORTED_TOOL = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "if": {}, "then": {"required": ["a"]}}},
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "if": {}, "then": {"required": ["a"]}}},
 }
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_COMPLETIONS = [

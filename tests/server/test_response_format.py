@@ -167,8 +167,9 @@ class SlowGrammars:
     def __init__(self):
         self.waiting = []
 
-    def answer(self, _wish, *, is_closed):
+    def answer(self, _wish, *, is_closed, is_strict):
         assert is_closed
+        assert is_strict
         self.waiting.append(concurrent.futures.Future())
         return self.waiting[-1]
 
@@ -238,7 +239,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_gr
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):
     """What is accepted here may still be refused by the engine, which knows only its own tokens."""
 
-    def pass_nonsense(_wish, *, is_closed):
+    def pass_nonsense(_wish, *, is_closed, is_strict):
         future = concurrent.futures.Future()
         future.set_result("{}")
         return future
