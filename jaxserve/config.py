@@ -253,6 +253,12 @@ class ServerConfig:
         "objects of response_format, tools and structured_outputs have no other properties than their schema names, "
         "where it names some and does not speak of others",
     )
+    enable_force_include_usage: bool = _option(
+        False, "server", "streams of completions and chats end with their usage, whether the request asks for it or not"
+    )
+    return_tokens_as_token_ids: bool = _option(
+        False, "server", 'log probabilities name tokens "token_id:" and their id, unless the request says otherwise'
+    )
     api_workers: int = _option(
         1, "server", "processes that serve HTTP and text over the one engine", aliases=("--api-server-count",)
     )

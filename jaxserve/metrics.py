@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -75,7 +75,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 }
 # Upper bounds of buckets: seconds of a step, tokens of a step, preemptions of a sequence.
 STEP_TIMES = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-STEP_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
@@ -96,7 +96,7 @@ ENGINE_HISTOGRAMS: Mapping[str, EngineHistogram] = {
     "iteration_tokens_total": EngineHistogram(
         "step_tokens_counts", "num_step_tokens", "Tokens of engine steps, prompt and output.", STEP_TOKENS
     ),
-    "request_preemptions": EngineHistogram(
+    "request_num_preemptions": EngineHistogram(
         "preemption_counts", "num_ended_preemptions", "Preemptions of a sequence, at its end.", PREEMPTIONS
     ),
 }
@@ -109,8 +109,20 @@ _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 SERVER_COUNTERS: Mapping[str, str] = {
     "prompt_tokens_total": "Prompt tokens of requests.",
     "generation_tokens_total": "Generated tokens.",
+    "prompt_tokens_cached_total": "Prompt tokens of requests that the prefix cache held.",
     "unknown_request_fields_total": "Fields of requests that no route knows.",
 }
+REJECTIONS = "admission_rejections_total"
+REJECTIONS_HELP = "Prompts that were refused because the queue was full, by the limit."
+QUEUE_LIMIT = "max_num_queued_reqs"
+HTTP_REQUESTS = "http_requests_total"
+HTTP_REQUESTS_HELP = "HTTP requests by route, method and class of the status."
+HTTP_DURATION = "http_request_duration_seconds"
+HTTP_DURATION_HELP = "From an HTTP request to the end of its answer."
+HTTP_DURATIONS = (0.1, 0.5, 1.0)
+HTTP_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+OTHER_ROUTE = ("OTHER", "none")
+"""Method and path of the HTTP requests to no route."""
 # name -> (help, upper bounds of the buckets)
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("From arrival to the first token of a sequence.", _LATENCY),
@@ -128,6 +140,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_decode_time_seconds": ("From the first to the last token of a sequence.", _LATENCY),
     "request_inference_time_seconds": ("From the first step of a prompt to the last token of a sequence.", _LATENCY),
     "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Tokens of a prompt that the prefix cache did not hold.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of a sequence.", _TOKENS),
     "request_max_num_generation_tokens": ("Generated tokens of a prompt's longest sequence.", _TOKENS),
     "request_params_max_tokens": ("Tokens that a sequence may generate.", _TOKENS),
@@ -174,6 +187,7 @@ class Metrics(Collector):
     `model` is the value of the label `model_name` of all metrics. `stats` returns the engine's latest snapshot, an
     object with the attributes of EngineStats, without blocking. `cache_config` are the labels of `cache_config_info`.
     `names` is the prefix of all names; with vLLM's, metrics also get the label `engine`, which its dashboards expect.
+    `routes` are the methods and paths whose HTTP requests are counted, by names that have no prefix.
     `file` holds the numbers that are counted here; its siblings, `<same stem>-*`, belong to the other processes.
     """
 
@@ -184,6 +198,7 @@ class Metrics(Collector):
         stats: Callable[[], Any],
         cache_config: Mapping[str, str],
         names: Literal["jaxserve", "vllm"] = "jaxserve",
+        routes: Iterable[tuple[str, str]] = (),
         file: pathlib.Path | None = None,
     ):
         self._prefix = f"{names}:"
@@ -191,22 +206,26 @@ class Metrics(Collector):
         self._stats = stats
         self._cache_config = cache_config
         self._file = file
-        sizes = [1] * (len(SERVER_COUNTERS) + len(FINISH_REASONS))
+        self._routes = [*dict.fromkeys(routes), OTHER_ROUTE]
+        sizes = [1] * (len(SERVER_COUNTERS) + len(FINISH_REASONS) + 1)
         sizes += [len(bounds) + 2 for _, bounds in HISTOGRAMS.values()]
+        sizes += [len(HTTP_STATUSES) + len(HTTP_DURATIONS) + 2] * len(self._routes)
         *firsts, self._num_cells = itertools.accumulate(sizes, initial=0)
         try:
             cells = _cells(self._num_cells, file)
         except OSError as error:
             logger.warning("%s: %s; the metrics of this process will not be in what others show", file, error.strerror)
             cells, self._file = _cells(self._num_cells, None), None
-        counted = [*SERVER_COUNTERS, *FINISH_REASONS, *HISTOGRAMS]
-        self._first = dict(zip(counted, firsts, strict=True))
+        counted = [*SERVER_COUNTERS, *FINISH_REASONS, REJECTIONS, *HISTOGRAMS, *self._routes]
+        self._first: dict[object, int] = dict(zip(counted, firsts, strict=True))
         self._cells = cells
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
         self.prompt_tokens = Counter(cells, self._first["prompt_tokens_total"])
         self.generation_tokens = Counter(cells, self._first["generation_tokens_total"])
+        self.prompt_tokens_cached = Counter(cells, self._first["prompt_tokens_cached_total"])
+        self.rejections = Counter(cells, self._first[REJECTIONS])
         self.unknown_fields = Counter(cells, self._first["unknown_request_fields_total"])
         self.time_to_first_token = self._histogram("time_to_first_token_seconds")
         self.inter_token_latency = self._histogram("inter_token_latency_seconds")
@@ -217,6 +236,7 @@ class Metrics(Collector):
         self.inference_time = self._histogram("request_inference_time_seconds")
         self.time_per_output_token = self._histogram("request_time_per_output_token_seconds")
         self.num_prompt_tokens = self._histogram("request_prompt_tokens")
+        self.num_computed_tokens = self._histogram("request_prefill_kv_computed_tokens")
         self.num_generation_tokens = self._histogram("request_generation_tokens")
         self.max_num_generation_tokens = self._histogram("request_max_num_generation_tokens")
         self.max_tokens = self._histogram("request_params_max_tokens")
@@ -228,6 +248,12 @@ class Metrics(Collector):
     def finished(self, reason: str) -> None:
         """Count a sequence that ended with this finish_reason."""
         self._cells[self._first[reason]] += 1.0
+
+    def answered(self, method: str, path: str, *, status: int, seconds: float) -> None:
+        """Count an HTTP request to the route of this path, such as /v1/responses/{response_id}."""
+        first = self._first.get((method, path), self._first[OTHER_ROUTE])
+        self._cells[first + min(max(status // 100, 1), len(HTTP_STATUSES)) - 1] += 1.0
+        Histogram(self._cells, first + len(HTTP_STATUSES), HTTP_DURATIONS).observe(seconds)
 
     def render(self) -> bytes:
         """Return the text exposition of all metrics."""
@@ -245,10 +271,33 @@ class Metrics(Collector):
             yield self._family(CounterMetricFamily, name, text, cells[self._first[name]])
         reasons = {reason: cells[self._first[reason]] for reason in FINISH_REASONS}
         yield self._split(CounterMetricFamily, SUCCESS, SUCCESS_HELP, "finished_reason", reasons)
+        yield self._split(
+            CounterMetricFamily, REJECTIONS, REJECTIONS_HELP, "reason", {QUEUE_LIMIT: cells[self._first[REJECTIONS]]}
+        )
+        yield from self._collect_http(cells)
         for name, (text, bounds) in HISTOGRAMS.items():
             first = self._first[name]
             counts, total = cells[first : first + len(bounds) + 1], cells[first + len(bounds) + 1]
             yield self._histogram_family(name, text, bounds, counts, total)
+
+    def _collect_http(self, cells: Sequence[float]) -> Iterator[Metric]:
+        """Yield the counts of routes that have been asked for something."""
+        model = self._labels["model_name"]
+        labels = ("handler", "method", "model_name")
+        requests = CounterMetricFamily(HTTP_REQUESTS, HTTP_REQUESTS_HELP, labels=(*labels, "status"))
+        durations = HistogramMetricFamily(HTTP_DURATION, HTTP_DURATION_HELP, labels=labels)
+        for method, path in self._routes:
+            first = self._first[method, path]
+            for index, status in enumerate(HTTP_STATUSES):
+                if count := cells[first + index]:
+                    requests.add_metric((path, method, model, status), count)
+            first += len(HTTP_STATUSES)
+            counts = cells[first : first + len(HTTP_DURATIONS) + 1]
+            if any(counts):
+                total = cells[first + len(counts)]
+                durations.add_metric((path, method, model), buckets=_buckets(HTTP_DURATIONS, counts), sum_value=total)
+        yield requests
+        yield durations
 
     def _sums(self) -> Sequence[float]:
         if self._file is None:
@@ -291,10 +340,14 @@ class Metrics(Collector):
         self, name: str, text: str, bounds: Sequence[float], counts: Sequence[float], total: float
     ) -> Metric:
         family = HistogramMetricFamily(self._prefix + name, text, labels=tuple(self._labels))
-        limits = [*map(floatToGoString, bounds), "+Inf"]
-        buckets = list(zip(limits, itertools.accumulate(counts), strict=True))
-        family.add_metric(tuple(self._labels.values()), buckets=buckets, sum_value=total)
+        family.add_metric(tuple(self._labels.values()), buckets=_buckets(bounds, counts), sum_value=total)
         return family
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Return the buckets of a histogram, each with all values up to its bound."""
+    limits = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(limits, itertools.accumulate(counts), strict=True))
 
 
 def _cells(count: int, file: pathlib.Path | None) -> Cells:

@@ -48,11 +48,12 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_LENGT
 
 
 class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
-    """A constraint on a request's text: exactly one of the first five fields, and how its JSON is written.
+    """A constraint on a request's text: exactly one of the first six fields, and how its JSON is written.
 
     `json` is a JSON schema, as a dict or as its text; `json_object` means any JSON object; `regex` is an expression for
     the whole text (in Rust's syntax, with ASCII digits); `choice` is a list of possible texts; `grammar` is a
-    context-free grammar in Lark's or in GBNF syntax.
+    context-free grammar in Lark's or in GBNF syntax; `structural_tag` describes a text with tagged parts, as
+    in vLLM.
 
     `disable_additional_properties`: objects have only the properties that their schema names, if it names some and does
     not mention others; None leaves it to the server, and is True elsewhere. `disable_any_whitespace`: nothing separates
@@ -64,17 +65,19 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
     regex: str | None = None
     choice: Annotated[Sequence[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)] | None = None
     grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_additional_properties: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
         _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
-        given = [self.json, self.regex, self.choice, self.grammar, self.json_object or None]
+        given = [self.json, self.regex, self.choice, self.grammar, self.structural_tag, self.json_object or None]
         num_given = sum(field is not None for field in given)
         if num_given != 1:
             raise InvalidRequest(
-                f"structured_outputs takes one of json, json_object, regex, choice and grammar, got {num_given}",
+                "structured_outputs takes one of json, json_object, regex, choice, grammar and structural_tag, got "
+                f"{num_given}",
                 param="structured_outputs",
             )
 
@@ -86,9 +89,9 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
     context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
     the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
-    than the largest k. `logprob_token_ids` adds the log probabilities of these tokens at each position. Biases are
-    clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in
-    the batch.
+    than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
+    ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
+    whatever else is in the batch.
 
     Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
     type or out of its range, and TypeError for an unknown field.
@@ -134,7 +137,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         num_bytes = sum(len(stop.encode()) for stop in self.stop_strings)
         if num_bytes > MAX_STOP_BYTES:
             raise InvalidRequest(f"stop has {num_bytes} bytes, at most {MAX_STOP_BYTES} are allowed", param="stop")
-        if self.logprob_token_ids and self.logprobs is None:
+        if self.logprob_token_ids:  # in place of the most likely ones
             msgspec.structs.force_setattr(self, "logprobs", 0)
         if self.logit_bias:
             limit = LOGIT_BIAS_LIMIT

@@ -334,10 +334,17 @@ class _Table(Rule):
     @override
     def plain(self, value: Any, path: str) -> dict[Any, Any]:
         _check_length(len(value), self._limits, path)
-        return {
-            self._key(_number_in(key), f"a key of {path}"): self._value(entry, f"{path}[{key!r:.100}]")
-            for key, entry in value.items()
-        }
+        plain, problems = {}, {}
+        for key, entry in value.items():
+            try:
+                plain[self._key(_number_in(key), f"a key of {path}")] = self._value(entry, f"{path}[{key!r:.100}]")
+            except ValueError as error:
+                problems[f"{key!r:.100}"] = str(error)
+        if problems:
+            first, *more = problems
+            also = f" (and {', '.join(more)})" if more else ""
+            raise ValueError(f"{problems[first]}{also}")
+        return plain
 
 
 def _number_in(key: Any) -> Any:

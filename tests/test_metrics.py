@@ -21,13 +21,14 @@ NAMES = """
     iteration_tokens_total_bucket compiles_total recompiles_after_warmup_total step_time_seconds_bucket
     hbm_bandwidth_utilization_ratio corrupted_requests_total
     request_prompt_tokens_bucket request_generation_tokens_bucket request_params_max_tokens_bucket
-    request_params_n_bucket request_inference_time_seconds_bucket request_preemptions_bucket
+    request_params_n_bucket request_inference_time_seconds_bucket request_num_preemptions_bucket
     num_requests_waiting_by_reason kv_cache_free_blocks kv_cache_cached_blocks
 """
 # Names without a panel of the dashboard.
 OTHER_NAMES = """
     cache_config_info request_max_num_generation_tokens_bucket request_time_per_output_token_seconds_bucket
-    unknown_request_fields_total
+    unknown_request_fields_total prompt_tokens_cached_total request_prefill_kv_computed_tokens_bucket
+    admission_rejections_total
 """
 CACHE_CONFIG = {"block_size": "16", "num_gpu_blocks": "99"}
 
@@ -60,6 +61,26 @@ def test_the_names_of_vllm():
     assert theirs.replace("vllm:", "jaxserve:").replace('engine="0",', "") == ours
     assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 0.0' in theirs
     assert 'vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="99"} 1.0' in theirs
+
+
+def test_http_requests_are_counted_by_route():
+    routes = [("GET", "/health"), ("POST", "/v1/completions")]
+    metrics = Metrics(model="m", stats=EngineStats, cache_config={}, names="vllm", routes=routes)
+    for path, status, seconds in (("/v1/completions", 200, 0.3), ("/v1/completions", 429, 2.0), ("/nowhere", 404, 0.0)):
+        metrics.answered("POST", path, status=status, seconds=seconds)
+    text = metrics.render().decode()
+    for line in (
+        'http_requests_total{handler="/v1/completions",method="POST",model_name="m",status="2xx"} 1.0',
+        'http_requests_total{handler="/v1/completions",method="POST",model_name="m",status="4xx"} 1.0',
+        'http_requests_total{handler="none",method="OTHER",model_name="m",status="4xx"} 1.0',
+        'http_request_duration_seconds_bucket{handler="/v1/completions",le="0.5",method="POST",model_name="m"} 1.0',
+        'http_request_duration_seconds_count{handler="/v1/completions",method="POST",model_name="m"} 2.0',
+        'vllm:admission_rejections_total{engine="0",model_name="m",reason="max_num_queued_reqs"} 0.0',
+        'vllm:request_num_preemptions_count{engine="0",model_name="m"} 0.0',
+        'vllm:iteration_tokens_total_count{engine="0",model_name="m"} 0.0',
+    ):
+        assert f"\n{line}\n" in text
+    assert "/health" not in text
 
 
 def test_what_requests_wait_for():

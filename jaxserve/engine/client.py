@@ -88,6 +88,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             "num_gpu_blocks": str(self.num_blocks),
             "cache_dtype": self.kv_dtype,
             "enable_prefix_caching": str(self.enable_prefix_caching),
+            "prefix_caching_hash_algo": "sha256",
+            "num_cpu_blocks": "0",
+            "sliding_window": str(min((kind.window for kind in self.kv_kinds if kind.window), default=None)),
+            "is_attention_free": str(not self.kv_kinds),
+            "kv_cache_memory_bytes": str(self.kv_cache_bytes),
         }
 
     def kv_bytes(self, num_tokens: float) -> float:

@@ -388,5 +388,7 @@ def _as_token_ids(name: str, token_ids: Iterable[Any]) -> list[int]:
 
 def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}", param=name)
+        wrong = dict.fromkeys(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        what = "token id {} is" if len(wrong) == 1 else "token ids {} are"
+        shown = ", ".join(map(str, wrong))
+        raise InvalidRequest(f"{name}: {what.format(shown)} outside the vocabulary of {vocab_size}", param=name)

@@ -1,6 +1,6 @@
 """Chat choices made from engine outputs: thoughts, text and calls in the format that clients expect."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import UNSET
 
@@ -23,13 +23,17 @@ class AnswerWriter:
         self,
         reader: AnswerReader | None,
         call_id: Callable[[CallStart, int], str],
-        counter: ReasoningCounter | None = None,
         *,
+        counter: ReasoningCounter | None = None,
         custom: frozenset[str] = frozenset(),
+        hidden_tools: Collection[str] = (),
     ):
         """Without a reader the text is the answer. `call_id` makes the id of the n-th call; without a `counter` there
-        are no thoughts. The tools `custom` take a text.
+        are no thoughts. The tools `custom` take a text. Calls of `hidden_tools`, which the client did not allow, are
+        left out.
         """
+        self._hidden_tools = hidden_tools
+        self._is_hidden = False  # the latest call
         self._reader = reader
         self._counter = counter
         self._call_id = call_id
@@ -71,9 +75,14 @@ class AnswerWriter:
     def _read(self, output: CompletionOutput) -> list[Event]:
         assert self._reader is not None
         events = self._reader.push(output.text)
-        if output.finish_reason is None:
-            return events
-        return [*events, *self._reader.finish(is_cut=output.finish_reason == "length")]
+        if output.finish_reason is not None:
+            events = [*events, *self._reader.finish(is_cut=output.finish_reason == "length")]
+        return [event for event in events if not self._hides(event)] if self._hidden_tools else events
+
+    def _hides(self, event: Event) -> bool:
+        if isinstance(event, CallStart):
+            self._is_hidden = event.name in self._hidden_tools
+        return self._is_hidden and isinstance(event, CallStart | CallArguments)
 
     def _delta(self, events: Sequence[Event], *, is_last: bool) -> Delta:
         content = "".join(event.text for event in events if isinstance(event, Content))

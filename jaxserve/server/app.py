@@ -23,6 +23,7 @@ from jaxserve.server.middleware.root_path import RootPath
 from jaxserve.server.routes import (
     admin,
     chat,
+    chat_batch,
     completions,
     docs,
     embeddings,
@@ -41,6 +42,7 @@ from jaxserve.server.tracing import Traces
 ROUTES = (
     Route("/v1/completions", completions.create, methods=["POST"]),
     Route("/v1/chat/completions", chat.create, methods=["POST"]),
+    Route("/v1/chat/completions/batch", chat_batch.create, methods=["POST"]),
     Route("/v1/embeddings", embeddings.create, methods=["POST"]),
     Route("/v1/responses", responses.create, methods=["POST"]),
     Route("/v1/responses/{response_id}", responses.show, methods=["GET"]),
@@ -77,6 +79,12 @@ ADMIN_ROUTES = (
     Route("/stop_profile", admin.stop_profile, methods=["POST"]),
 )
 ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+METHODS_AND_PATHS = [
+    (method, route.path)
+    for route in (*ROUTES, *ADMIN_ROUTES)
+    for method in sorted(route.methods or ())
+    if method != "HEAD"
+]
 
 EXCEPTION_HANDLERS = {
     JaxserveError: errors.on_jaxserve_error,
@@ -121,7 +129,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
         middleware.insert(0, cors)
     if state.tracing is not None:
         middleware.insert(0, Middleware(Traces, tracing=state.tracing, routes=routes, quiet_paths=QUIET_PATHS))
-    middleware.insert(0, Middleware(Observation, logs=config.access_log))
+    middleware.insert(0, Middleware(Observation, logs=config.access_log, metrics=state.metrics, routes=routes))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, root_path=config.root_path))
     return Starlette(

@@ -166,6 +166,8 @@ class _Observer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_refused = self._first is None and isinstance(error, InvalidRequest | QueueFull)
+        if is_refused and isinstance(error, QueueFull):
+            self._metrics.rejections.inc(len(self._groups))
         if not is_refused:
             self._metrics.prompt_tokens.inc(sum(self._uncounted.values()))
             now = time.monotonic()
@@ -205,7 +207,10 @@ class _Observer:
         now = time.monotonic()  # one time for all, so that the parts of a request's time add up
         if index in self._arrivals:  # the first delta: the prompt has been computed
             arrival = self._arrivals.pop(index)
-            self._metrics.prompt_tokens.inc(self._uncounted.pop(index))
+            num_tokens = self._uncounted.pop(index)
+            self._metrics.prompt_tokens.inc(num_tokens)
+            self._metrics.prompt_tokens_cached.inc(delta.num_cached_tokens)
+            self._metrics.num_computed_tokens.observe(num_tokens - delta.num_cached_tokens)
             self._metrics.queue_time.observe(delta.queue_seconds)
             self._metrics.prefill_time.observe(max(0.0, now - arrival - delta.queue_seconds))
             for timer in self._timers[index]:

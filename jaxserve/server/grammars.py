@@ -21,15 +21,17 @@ QUEUE_SECONDS = 10.0
 
 
 async def answer_grammar(
-    state: ServerState, constraint: StructuredOutputs, *, field: str | None, receive: Receive
+    state: ServerState, constraint: StructuredOutputs, *, field: str | None, is_strict: bool, receive: Receive
 ) -> str:
-    """Return the grammar text of a constraint, which is the request's `field`.
+    """Return the grammar text of a constraint, which is the request's `field`. If it `is_strict`, all of its schema has
+    to be followed.
 
     Raises InvalidRequest, naming the field, for what cannot be followed; QueueFull when its turn does not come; and as
     `while_wanted` does when the result is no longer needed.
     """
     try:
-        return await _made(state, state.frontend.grammars.answer(constraint, is_closed=state.closes_objects), receive)
+        made = state.frontend.grammars.answer(constraint, is_closed=state.closes_objects, is_strict=is_strict)
+        return await _made(state, made, receive)
     except InvalidRequest as error:
         blame(error, field)
         raise
@@ -44,7 +46,7 @@ async def with_checked_parameters(
     """
     if not params:
         return list(tools)
-    schemas = [(params[tool.name], tool.parameters) for tool in tools if tool.name in params]
+    schemas = [(params[tool.name], tool.parameters, tool.is_strict) for tool in tools if tool.name in params]
     made = iter(json.loads(await _made(state, state.frontend.grammars.arguments(schemas, options=options), receive)))
     return [tool._replace(parameters=next(made)) if tool.name in params else tool for tool in tools]
 

@@ -29,19 +29,22 @@ def id_of_token(token_id: int, _logprob: Logprob) -> str:
 
 
 class Shown(NamedTuple):
-    """The candidates shown at each position: the `num_top` most likely tokens, then those that were `asked` for."""
+    """The candidates shown at each position: the `num_top` most likely tokens, or the token itself and those that were
+    `asked` for.
+    """
 
     num_top: int
     asked: Sequence[int]
     show: Show
 
-    def among(self, entry: Candidates) -> list[tuple[int, Logprob]]:
-        """Return the candidates that are shown, in order. The chosen token may be an additional one, which is not."""
+    def among(self, entry: Candidates, token_id: int) -> list[tuple[int, Logprob]]:
+        """Return the candidates that are shown, in order. The token itself, `token_id`, may be an additional one, which
+        is not shown beside the most likely ones.
+        """
+        if self.asked:
+            return [(each, entry[each]) for each in dict.fromkeys((token_id, *self.asked)) if each in entry]
         ranked = sorted(entry.items(), key=lambda candidate: candidate[1].rank)
-        most_likely = [candidate for candidate in ranked if candidate[1].rank <= self.num_top][: self.num_top]
-        shown = {token_id for token_id, _ in most_likely}
-        asked = [token_id for token_id in dict.fromkeys(self.asked) if token_id not in shown]
-        return [*most_likely, *((token_id, entry[token_id]) for token_id in asked if token_id in entry)]
+        return [candidate for candidate in ranked if candidate[1].rank <= self.num_top][: self.num_top]
 
 
 def shown(params: SamplingParams, *, as_ids: bool | None) -> Shown | None:
@@ -60,7 +63,7 @@ def chat_logprobs(
     for token_id, entry in zip(token_ids, candidates, strict=True):
         top = [
             TopLogprob(show(top_id, logprob), _finite(logprob.logprob), list(tokenizer.token_bytes(top_id)))
-            for top_id, logprob in shown.among(entry)
+            for top_id, logprob in shown.among(entry, token_id)
         ]
         token = entry[token_id]
         token_bytes = list(tokenizer.token_bytes(token_id))
@@ -85,6 +88,7 @@ class CompletionLogprobsBuilder:
 
     `prompt_token_ids` precede the text: they are [] if the prompt is echoed and so part of it. `keeps_first_space` is
     set for a text that begins with a form field. The first `num_shown` tokens are in the text even if they are special.
+    The first `num_echoed` are the prompt's, with candidates as `of_echo` says.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class CompletionLogprobsBuilder:
         keeps_first_space: bool,
         num_shown: int,
         shown: Shown,
+        num_echoed: int = 0,
+        of_echo: Shown | None = None,
     ):
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -106,6 +112,8 @@ class CompletionLogprobsBuilder:
         self._tokenizer = tokenizer
         self._num_shown = num_shown if skip_special_tokens else 0
         self._shown = shown
+        self._num_echoed = num_echoed
+        self._of_echo = shown if of_echo is None else of_echo
         self._offset = 0
 
     def add(self, token_ids: Iterable[int], candidates: Iterable[Candidates | None]) -> CompletionLogprobs:
@@ -128,6 +136,7 @@ class CompletionLogprobsBuilder:
                 built.tokens.append(self._shown.show(token_id, entry[token_id]))
                 built.token_logprobs.append(_finite(entry[token_id].logprob))
                 built.top_logprobs.append(self._top(token_id, entry))
+            self._num_echoed -= 1
         return built
 
     async def add_in_turns(self, token_ids: Sequence[int], candidates: list[Candidates | None]) -> CompletionLogprobs:
@@ -141,9 +150,10 @@ class CompletionLogprobsBuilder:
         return CompletionLogprobs(**lists)
 
     def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
-        """Return the shown candidates and the token itself, by text; of two with the same text the more likely one."""
+        """Return the token itself and the shown candidates, by text; of two with the same text the more likely one."""
         top: dict[str, float] = {}
-        for top_id, logprob in [*self._shown.among(entry), (token_id, entry[token_id])]:
+        shown = self._of_echo if self._num_echoed > 0 else self._shown
+        for top_id, logprob in [(token_id, entry[token_id]), *shown.among(entry, token_id)]:
             value, text = _finite(logprob.logprob), self._shown.show(top_id, logprob)
             top[text] = max(value, top.get(text, value))
         return top

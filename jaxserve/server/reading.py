@@ -6,7 +6,13 @@ import msgspec
 from starlette.requests import Request
 
 from jaxserve.server.body import read_json
-from jaxserve.server.protocol.common import RequestBody, decode_request
+from jaxserve.server.protocol.common import (
+    AnswerRequest,
+    GenerationRequest,
+    RequestBody,
+    StreamOptions,
+    decode_request,
+)
 from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.state import ServerState
@@ -18,7 +24,17 @@ async def read_request[T: RequestBody](state: ServerState, request: Request, kin
     for each in unknown:
         state.unknown_fields.count(each, route=kind.route)
     state.check_model(body.model)
+    _set_defaults(state, body)
     return body
+
+
+def _set_defaults(state: ServerState, body: RequestBody) -> None:
+    """Set fields as the server's options say."""
+    if isinstance(body, AnswerRequest) and body.return_tokens_as_token_ids is None and state.shows_token_ids:
+        body.return_tokens_as_token_ids = True
+    if isinstance(body, GenerationRequest) and body.stream and state.forces_usage:
+        body.stream_options = body.stream_options or StreamOptions()
+        body.stream_options.include_usage = True
 
 
 async def read_struct[T: msgspec.Struct](state: ServerState, request: Request, kind: type[T], *, route: str) -> T:

@@ -53,6 +53,10 @@ class ServerState:
     """How the model writes thoughts and tool calls."""
     closes_objects: bool = True
     """Default for schemas that name properties: if true, their objects have no others."""
+    forces_usage: bool = False
+    """True if streams end with their usage, whether the request asks for it or not."""
+    shows_token_ids: bool = False
+    """Default of `return_tokens_as_token_ids`."""
     tokenizing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Held while a large body is tokenized: 8 MiB may keep a core busy for seconds, and take 2 GiB."""
     preparing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_PREPARING))

@@ -51,9 +51,15 @@ def main(args: Sequence[str]) -> None:
 def _run(job: Job) -> Result:
     try:
         if isinstance(job, AnswerJob):
-            return Made(make_grammar(job.constraint, is_closed=job.is_closed))
-        made = [arguments_schema(schema, param=param, options=job.options) for param, schema in job.schemas]
-        return Made(f"[{','.join(made)}]")
+            left_out = None if job.is_strict else []
+            text = make_grammar(job.constraint, is_closed=job.is_closed, left_out=left_out)
+            return Made(text, left_out or [])
+        made, all_left_out = [], []
+        for param, schema, is_strict in job.schemas:
+            left_out = None if is_strict else []
+            made.append(arguments_schema(schema, param=param, options=job.options, left_out=left_out))
+            all_left_out += left_out or []
+        return Made(f"[{','.join(made)}]", all_left_out)
     except InvalidRequest as error:
         return Refused(error.message, error.param or job.param, error.code)
     except MemoryError:

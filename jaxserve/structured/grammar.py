@@ -20,8 +20,11 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.request import StructuredOutputs
 from jaxserve.structured.deep_stack import STACK_BYTES, with_stack
 from jaxserve.structured.disjoint import types
+from jaxserve.structured.equivalents import Unfollowable
+from jaxserve.structured.loosening import loosened
 from jaxserve.structured.reasons import in_our_words
-from jaxserve.structured.schemas import Unfollowable, describes_object, followable
+from jaxserve.structured.schemas import describes_object, followable
+from jaxserve.structured.tags import tag_lark
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or grammar: with the limits below, the worst compilation takes seconds."""
@@ -94,14 +97,14 @@ def parser_limits(text: str) -> LLParserLimits:
     )
 
 
-def make_grammar(constraint: StructuredOutputs, *, is_closed: bool = True) -> str:
+def make_grammar(constraint: StructuredOutputs, *, is_closed: bool = True, left_out: list[str] | None = None) -> str:
     """Compile a constraint into its grammar text. Usually takes milliseconds, but seconds for a schema of thousands of
-    properties.
+    properties. If what no grammar can follow may be left out of a schema, it is appended to `left_out`.
 
     Raises InvalidRequest, naming the field and, if there is one, the unsupported keyword. A hostile constraint may
     crash the process: callers go through `GrammarPool`.
     """
-    param, entry = _entry(constraint, json_options(constraint, is_closed=is_closed))
+    param, entry = _entry(constraint, json_options(constraint, is_closed=is_closed), left_out)
     limits = {} if constraint.grammar is None else {"max_items_in_row": MAX_OWN_ITEMS_IN_ROW}
     text = json.dumps({"grammars": [entry], **limits})
     _check(text, param)
@@ -146,12 +149,13 @@ def limit_of(text: str) -> Limit | None:
     return None if limit is None else Limit(**limit)
 
 
-def arguments_schema(schema: str, *, param: str, options: JsonOptions) -> str:
-    """Return a tool's parameters, a JSON schema, as `json_rule` takes them; only objects satisfy the result.
+def arguments_schema(schema: str, *, param: str, options: JsonOptions, left_out: list[str] | None = None) -> str:
+    """Return a tool's parameters, a JSON schema, as `json_rule` takes them; only objects satisfy the result. `left_out`
+    is that of `make_grammar`.
 
     Raises InvalidRequest as `make_grammar` does, and for a schema that allows no objects; it may crash the process too.
     """
-    rewritten = _followable(schema, param, is_closed=options.is_closed)
+    rewritten = _followable(schema, param, options, left_out)
     if rewritten is True:
         rewritten = {}
     if not describes_object(rewritten):
@@ -190,11 +194,13 @@ def schema_text(schema: Any, param: str) -> str:
     return text
 
 
-def _entry(constraint: StructuredOutputs, options: JsonOptions) -> tuple[str, dict[str, Any]]:
+def _entry(
+    constraint: StructuredOutputs, options: JsonOptions, left_out: list[str] | None
+) -> tuple[str, dict[str, Any]]:
     """Return the field that carries the constraint, and its entry in a list of grammars."""
     if constraint.json is not None:
         param = "structured_outputs.json"
-        schema = _followable(schema_text(constraint.json, param), param, is_closed=options.is_closed)
+        schema = _followable(schema_text(constraint.json, param), param, options, left_out)
         return param, {"json_schema": _with_options({} if schema is True else schema, options)}
     if constraint.json_object:
         return "structured_outputs.json_object", {"json_schema": _with_options({"type": "object"}, options)}
@@ -207,15 +213,39 @@ def _entry(constraint: StructuredOutputs, options: JsonOptions) -> tuple[str, di
         lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choice)
         check_size(lark, param)
         return param, {"lark_grammar": lark}
+    if constraint.structural_tag is not None:
+        param = "structured_outputs.structural_tag"
+        return param, {"lark_grammar": _structural_tag(constraint.structural_tag, param, options)}
     assert constraint.grammar is not None
     param = "structured_outputs.grammar"
     check_size(constraint.grammar, param)
     return param, {"lark_grammar": _to_lark(constraint.grammar, param)}
 
 
-def _followable(text: str, param: str, *, is_closed: bool) -> Any:
+def _structural_tag(given: str | dict[str, Any], param: str, options: JsonOptions) -> str:
+    def write(schema: Any, path: str) -> str:
+        rewritten = _followable(json.dumps(schema), f"{param}: {path}", options, None)
+        return json_rule(_with_options({} if rewritten is True else rewritten, options))
+
     try:
-        schema = followable(text, is_closed=is_closed)
+        return tag_lark(json.loads(schema_text(given, param)), write)
+    except (Unfollowable, InvalidRequest) as error:
+        message = str(error) if isinstance(error, InvalidRequest) else f"{param}: {error}"
+        raise InvalidRequest(message, param=param, code="unsupported_grammar") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from error
+
+
+def _followable(text: str, param: str, options: JsonOptions, left_out: list[str] | None) -> Any:
+    def attempt(schema: Any) -> str | None:
+        return _fault(json.dumps({"grammars": [{"json_schema": _with_options(schema, options)}]}))
+
+    try:
+        if left_out is None:
+            schema = followable(text, is_closed=options.is_closed)
+        else:
+            schema, more = loosened(text, is_closed=options.is_closed, attempt=attempt)
+            left_out += more
     except Unfollowable as error:
         raise InvalidRequest(f"{param}: {error}", param=param, code="unsupported_grammar") from error
     if schema is False:
@@ -274,7 +304,7 @@ def _with_followable_schemas(lark: str, param: str) -> str:
                 raise InvalidRequest(
                     f"{param}: %json is not followed by a JSON schema: {error}", param=param
                 ) from error
-            schema = _followable(lark[position:end], param, is_closed=False)
+            schema = _followable(lark[position:end], param, JsonOptions(is_closed=False), None)
             if isinstance(given, dict) and isinstance(schema, dict) and "x-guidance" in given:
                 options = given["x-guidance"]
                 kept = {name: options[name] for name in _ENGINE_OPTIONS if name in options}
@@ -290,32 +320,49 @@ def _check(text: str, param: str) -> None:
     This shows that at least one text can begin, and that the steps do not crash the process. Raises InvalidRequest. The
     stacks are half as large as those on which the engine does the same.
     """
+    matcher = _compiled(text)
+    if matcher.is_error():
+        raise InvalidRequest(f"{param}: {in_our_words(matcher.get_error())}", param=param, code="unsupported_grammar")
+    if _is_slow(matcher):
+        raise InvalidRequest(f"{param}: its steps take too long", param=param, code="unsupported_grammar")
 
+
+def _fault(text: str) -> str | None:
+    """Return the grammar engine's message about a grammar that cannot be compiled, or None."""
+    matcher = _compiled(text)
+    if matcher.is_error():
+        return matcher.get_error()
+    return "too complex" if _is_slow(matcher) else None
+
+
+def _compiled(text: str) -> LLMatcher:
     def compile_and_look() -> LLMatcher:
         matcher = LLMatcher(_byte_tokenizer(), text, log_level=0, limits=parser_limits(text))
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher
 
-    matcher = with_stack(compile_and_look, STACK_BYTES // 2)
-    if matcher.is_error():
-        raise InvalidRequest(f"{param}: {in_our_words(matcher.get_error())}", param=param, code="unsupported_grammar")
-    with_stack(lambda: _try_out(matcher, param), _TRIAL_STACK_BYTES)
+    return with_stack(compile_and_look, STACK_BYTES // 2)
 
 
-def _try_out(matcher: LLMatcher, param: str) -> None:
-    """Write some random bytes. Raises InvalidRequest if a step is too slow; a grammar that soon comes to a dead end is
-    not yet an error.
+def _is_slow(matcher: LLMatcher) -> bool:
+    """Return true if a step of writing some random bytes is too slow; a grammar that soon comes to a dead end is not
+    yet an error.
     """
+    return with_stack(lambda: _has_slow_step(matcher), _TRIAL_STACK_BYTES)
+
+
+def _has_slow_step(matcher: LLMatcher) -> bool:
     rng = random.Random(0)
     for _ in range(_TRIAL_STEPS):
         start = time.thread_time()
         mask = matcher.compute_bitmask()
         if time.thread_time() - start > _MAX_STEP_SECONDS:
-            raise InvalidRequest(f"{param}: its steps take too long", param=param, code="unsupported_grammar")
+            return True
         allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
         if matcher.is_error() or not allowed or not matcher.consume_token(rng.choice(allowed)):
-            return
+            break
+    return False
 
 
 @functools.cache

@@ -32,6 +32,15 @@ class Literal(float):
     text: str
 
 
+class Beyond(ValueError):
+    """A number that cannot be followed, of a `keyword` that could be left out."""
+
+    def __init__(self, keyword: str, problem: str):
+        """Initialize with the keyword, and what is wrong with its value."""
+        super().__init__(f"{keyword}: {problem}")
+        self.keyword = keyword
+
+
 def exact(number: float) -> Decimal:
     """Return the exact value of a number of a schema, without rounding to a double."""
     return Decimal(number.text if isinstance(number, Literal) else repr(number))
@@ -75,8 +84,8 @@ def move_bounds_inside(schema: dict[str, Any], *, is_integer: bool) -> None:
         if is_number(bound):
             inside.append(_inside(keyword, bound, is_lower=is_lower, is_strict=False, is_integer=is_integer))
         if is_number(strict) and not (_is_held(strict) and abs(strict) < _EXACT):
-            del schema[exclusive]
             inside.append(_inside(exclusive, strict, is_lower=is_lower, is_strict=True, is_integer=is_integer))
+            del schema[exclusive]
         if inside:
             schema[keyword] = max(inside) if is_lower else min(inside)
 
@@ -95,7 +104,7 @@ def multiple_of(number: float) -> Fraction:
     if not value:
         raise ValueError("multipleOf must be greater than 0")
     if not _can_divide(int(coefficient), 10**exponent) or Fraction(int(coefficient), 10**exponent) != value:
-        raise ValueError(f"multipleOf: {show(number)} has too many digits to be followed")
+        raise Beyond("multipleOf", f"{show(number)} has too many digits to be followed")
     return value
 
 
@@ -143,7 +152,7 @@ def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_i
     """
     limit = exact(bound)
     if abs(limit) > _LIMIT:
-        raise ValueError(f"{keyword}: {show(bound)} is beyond 64 bits, which cannot be followed")
+        raise Beyond(keyword, f"{show(bound)} is beyond 64 bits, which cannot be followed")
     inward = math.inf if is_lower else -math.inf
     candidate = float(bound)
     while abs(candidate) <= _LIMIT:
@@ -158,8 +167,8 @@ def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_i
         ):
             return int(candidate) if candidate.is_integer() else candidate
         candidate = math.nextafter(candidate, inward)
-    raise ValueError(
-        f"{keyword}: no number beyond {show(bound)} can be compared exactly, so that the bound cannot be followed"
+    raise Beyond(
+        keyword, f"no number beyond {show(bound)} can be compared exactly, so that the bound cannot be followed"
     )
 
 

@@ -28,7 +28,7 @@ import msgspec
 from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError, QueueFull
 from jaxserve.request import StructuredOutputs
 from jaxserve.structured.grammar import JsonOptions, schema_text
-from jaxserve.structured.wire import AnswerJob, ArgumentsJob, Broken, Job, Made, Refused, Result
+from jaxserve.structured.wire import AnswerJob, ArgumentsJob, Broken, Job, Made, Parameters, Refused, Result
 
 JOB_SECONDS = 10.0
 """Maximum seconds for a grammar; the worst that the other limits allow takes half of it."""
@@ -79,8 +79,11 @@ class GrammarPool:
                 self._lanes = small, large
                 self._finalizer = weakref.finalize(self, _close, self._lanes)
 
-    def answer(self, constraint: StructuredOutputs, *, is_closed: bool = True) -> "concurrent.futures.Future[str]":
-        """Return a future of the constraint's grammar text, see `make_grammar`.
+    def answer(
+        self, constraint: StructuredOutputs, *, is_closed: bool = True, is_strict: bool = True
+    ) -> "concurrent.futures.Future[str]":
+        """Return a future of the constraint's grammar text, see `make_grammar`. Unless it `is_strict`, what no grammar
+        can follow is left out of its schema, and named in the log.
 
         The future's exception is InvalidRequest, naming the field, for a constraint that cannot be followed or takes
         too much time or memory. Raises QueueFull if too many jobs are queued. Cancelling the future removes the job
@@ -90,20 +93,24 @@ class GrammarPool:
             constraint = msgspec.structs.replace(
                 constraint, json=schema_text(constraint.json, "structured_outputs.json")
             )
-        for name in ("json", "regex", "choice", "grammar"):
+        if isinstance(constraint.structural_tag, dict):
+            text = schema_text(constraint.structural_tag, "structured_outputs.structural_tag")
+            constraint = msgspec.structs.replace(constraint, structural_tag=text)
+        for name in ("json", "regex", "choice", "grammar", "structural_tag"):
             if getattr(constraint, name) is not None:
-                return self._submit(AnswerJob(constraint, is_closed, f"structured_outputs.{name}"))
-        return self._submit(AnswerJob(constraint, is_closed, "structured_outputs.json_object"))
+                return self._submit(AnswerJob(constraint, is_closed, is_strict, f"structured_outputs.{name}"))
+        return self._submit(AnswerJob(constraint, is_closed, is_strict, "structured_outputs.json_object"))
 
     def arguments(
-        self, schemas: Sequence[tuple[str, Any]], *, options: JsonOptions
+        self, schemas: Sequence[tuple[str, Any, bool]], *, options: JsonOptions
     ) -> "concurrent.futures.Future[str]":
         """Return a future of the schemas of calls' arguments as a JSON list, each as made by `arguments_schema`;
         otherwise like `answer`.
 
-        Each schema comes with the name of its field.
+        Each schema comes with the name of its field, and with true if it is strict.
         """
-        return self._submit(ArgumentsJob([(param, schema_text(schema, param)) for param, schema in schemas], options))
+        texts = [Parameters(param, schema_text(schema, param), is_strict) for param, schema, is_strict in schemas]
+        return self._submit(ArgumentsJob(texts, options))
 
     def close(self) -> None:
         """End the processes. Queued jobs fail; a later job starts the processes again. Does nothing in a forked
@@ -140,6 +147,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self._results: collections.OrderedDict[bytes, Made | Refused] = collections.OrderedDict()
+        self._told: set[str] = set()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -155,9 +163,19 @@ class _Cache:
             if key in self._results:
                 return
             self._results[key] = result
+            if isinstance(result, Made):
+                self._tell(result.left_out)
             self._num_bytes += _num_bytes(key, result)
             while len(self._results) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
+
+    def _tell(self, left_out: Sequence[str]) -> None:
+        """Name in the log what is not followed, each keyword once."""
+        for what in left_out:
+            keyword = what.split(" at ")[0]
+            if keyword not in self._told:
+                self._told.add(keyword)
+                logger.warning("a schema that is not strict has %.200s: no grammar can follow that, ignored", what)
 
 
 class _Lane:

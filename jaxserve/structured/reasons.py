@@ -22,8 +22,7 @@ _NOTHING = "nothing satisfies it"
 _Row = tuple[str, str | Callable[[re.Match[str]], str]]
 
 # How a message begins -> the reason, where \1 is the text of the first parentheses. The first that matches counts.
-_OF_SCHEMAS: tuple[_Row, ...] = (
-    (r"NoExtension", _NOTHING),
+_UNKNOWN_TO_GRAMMARS: tuple[_Row, ...] = (
     (r"panic", "it is too large"),
     (r".*coerce_one_of", "'oneOf' of schemas that a value may satisfy together is not supported"),
     (r".*Unimplemented keys: \[(.*)\]", lambda match: f"{match[1].replace(chr(34), chr(39))} is not supported"),
@@ -32,6 +31,12 @@ _OF_SCHEMAS: tuple[_Row, ...] = (
     (r"Resource '(?:json-schema:///)?(.*?)' is not present", r"'\1' is another document, and none is fetched"),
     (r"Invalid URI reference '(.*?)'", r"'\1' is no URI"),
     (r"circular references", "a '$ref' that leads back to itself beside other keywords is not supported"),
+    (r"patternProperty regexes /(.*)/ and /(.*)/ are", r"a name may match both '\1' and '\2' of 'patternProperties'"),
+    (r"min/maxProperties", "'minProperties' and 'maxProperties' are supported only if all properties are required"),
+    (r"Value for '(.*)' has too many digits", r"'\1' has too many digits"),
+)
+_FAULTS_OF_SCHEMAS: tuple[_Row, ...] = (
+    (r"NoExtension", _NOTHING),
     (r"(\S+) must be an? (?:array|list)$", r"'\1' must be a list"),
     (r"(\S+) must be an object", r"'\1' must be an object"),
     (r"type must be", "'type' must be the name of a type, or a list of them"),
@@ -45,10 +50,8 @@ _OF_SCHEMAS: tuple[_Row, ...] = (
         rf"{_NOTHING}: the required property '\1' can have no value",
     ),
     (r"(?:Unsatisfiable schema|.*is unsatisfiable)", _NOTHING),
-    (r"patternProperty regexes /(.*)/ and /(.*)/ are", r"a name may match both '\1' and '\2' of 'patternProperties'"),
-    (r"min/maxProperties", "'minProperties' and 'maxProperties' are supported only if all properties are required"),
-    (r"Value for '(.*)' has too many digits", r"'\1' has too many digits"),
 )
+_OF_SCHEMAS = (*_UNKNOWN_TO_GRAMMARS, *_FAULTS_OF_SCHEMAS)
 _LIMITS: tuple[_Row, ...] = (
     (r".*(?:too (?:big|large|many|complex)|limit|exceeded)", "it is too large"),
     (r"no start rule", "there is no rule 'start'"),
@@ -83,6 +86,11 @@ def in_our_words(message: str) -> str:
         return "it cannot be followed"
     where = "" if position is None or is_translated else f"line {position[1]}, column {position[2]}: "
     return f"{where}{reason}"[:MAX_LENGTH]
+
+
+def is_fault_of_schema(message: str) -> bool:
+    """Return true if a message of the grammar engine says that a schema is malformed, or that nothing satisfies it."""
+    return _match(message.strip(), _OF_SCHEMAS) is not None and _match(message.strip(), _UNKNOWN_TO_GRAMMARS) is None
 
 
 def _match(text: str, rows: tuple[_Row, ...]) -> str | None:

@@ -1,5 +1,7 @@
 """The msgpack messages to and from the processes that check grammars."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from jaxserve.request import StructuredOutputs
@@ -11,28 +13,40 @@ class AnswerJob(msgspec.Struct, frozen=True, tag="answer"):
 
     constraint: StructuredOutputs
     is_closed: bool
+    is_strict: bool
     param: str
 
 
-class ArgumentsJob(msgspec.Struct, frozen=True, tag="arguments"):
-    """Make the schemas of calls' arguments from the parameters of tools, given as field names and schema texts."""
+class Parameters(NamedTuple):
+    """A schema of a tool's parameters: the request's field, the text, and if all of it has to be followed."""
 
-    schemas: list[tuple[str, str]]
+    param: str
+    schema: str
+    is_strict: bool
+
+
+class ArgumentsJob(msgspec.Struct, frozen=True, tag="arguments"):
+    """Make the schemas of calls' arguments from the parameters of tools."""
+
+    schemas: list[Parameters]
     options: JsonOptions
 
     @property
     def param(self) -> str:
         """The field to blame if it is not known which one is at fault."""
-        return self.schemas[0][0] if len(self.schemas) == 1 else "tools"
+        return self.schemas[0].param if len(self.schemas) == 1 else "tools"
 
 
 Job = AnswerJob | ArgumentsJob
 
 
 class Made(msgspec.Struct, frozen=True, tag="made"):
-    """A result: the grammar text, or a list of schemas as JSON."""
+    """A result: the grammar text, or a list of schemas as JSON. `left_out` is what could not be followed and did not
+    have to be: keywords with their fields and paths.
+    """
 
     text: str
+    left_out: list[str] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

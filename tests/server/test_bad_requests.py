@@ -126,7 +126,11 @@ BAD_FOR_BOTH = [
 TOOL = {"type": "function", "function": {"name": "f"}}
 UNSUPPORTED_TOOL = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "if": {}, "then": {"required": ["a"]}}},
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"a": {"not": {"const": 1}}}},
+    },
 }
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_COMPLETIONS = [

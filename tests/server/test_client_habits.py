@@ -46,6 +46,19 @@ def test_too_long_is_recognized_by_its_phrases(server, path, body, param):
         (EMBEDDINGS, {"input": [[1], [10**6]]}, "input", "input: token id 1000000"),
         (EMBEDDINGS, {"input": []}, "input", "input must not be empty"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "five"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "logit_bias": {"five": 1, "6": 1, "seven": 1, "-8": 1}},
+            "logit_bias",
+            "'seven', '-8'",
+        ),
+        (CHAT, {"messages": [USER], "logit_bias": {"5": "high", "6": [], "7": 1}}, "logit_bias", "'6'"),
+        (
+            CHAT,
+            {"messages": [USER], "logit_bias": {"1000000": 1, "5": 1, "1000007": 1}},
+            "logit_bias",
+            "1000000, 1000007 are",
+        ),
         (CHAT, {"messages": [USER], "logit_bias": {"5": "high"}}, "logit_bias", "5"),
         (RESPONSES, {"input": "a", "logit_bias": {"1000000": 1}}, "logit_bias", "1000000"),
         (RESPONSES, {"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name", "tool_choice.name"),
@@ -67,6 +80,22 @@ class TestUsageOfStreams:
     def test_continuous_usage_needs_include_usage(self, server, path, body):
         chunks = frames(server.post(path, body | {"stream": True, "stream_options": {"continuous_usage_stats": True}}))
         assert not any("usage" in chunk for chunk in chunks)
+
+    def test_usage_that_the_server_forces(self, tokenizer, path, body):
+        with running(tokenizer, enable_force_include_usage=True) as server:
+            for more in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {}}):
+                chunks = frames(server.post(path, body | {"stream": True, "max_tokens": 3} | more))
+                assert [bool(chunk["usage"]) for chunk in chunks] == [*[False] * (len(chunks) - 1), True]
+            assert server.post(path, body).json()["usage"]
+
+    def test_the_first_usage_of_a_chat_counts_no_answer(self, server, path, body):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = body | {"stream": True, "max_tokens": 3, "logprobs": 1 if path == COMPLETIONS else True}
+        long = {"prompt": "abc " * 20} if path == COMPLETIONS else {"messages": [USER | {"content": "abc " * 20}]}
+        first, *_ = frames(server.post(path, body | {"stream_options": options} | long))
+        logprobs = first["choices"][0]["logprobs"]
+        assert first["usage"]["completion_tokens"] == (len(logprobs["tokens"]) if path == COMPLETIONS else 0)
+        assert first["usage"]["total_tokens"] > 20
 
     def test_continuous_usage_counts_up(self, server, path, body):
         options = {"include_usage": True, "continuous_usage_stats": True}

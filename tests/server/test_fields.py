@@ -114,7 +114,7 @@ def test_sampling_reaches_the_engine(server, route, field):
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"return_tokens_as_token_ids": True}])
 def test_named_tokens_have_log_probabilities_on_every_route(server, is_stream, more):
-    """Without `logprobs` too. Each of them once, in the order of the request, after the most likely ones."""
+    """Without `logprobs` too. The drawn token, then each of them once, in the order of the request."""
     server.says("xy")
     show = (lambda each: f"token_id:{each}") if more else server.tokenizer.token_text
     more = more | {"logprob_token_ids": NAMED, "stream": is_stream}
@@ -134,25 +134,40 @@ def test_named_tokens_have_log_probabilities_on_every_route(server, is_stream, m
     chats = [event["choices"][0] for event in events("/v1/chat/completions", {"messages": [USER], "max_tokens": 4})]
     tokens = [token for choice in chats if choice["logprobs"] for token in choice["logprobs"]["content"]]
     assert [[(each["token"], each["logprob"]) for each in token["top_logprobs"]] for token in tokens] == [
-        [(show(70), -70.0), (show(65), -65.0)]
-    ] * 2
+        [(token["token"], token["logprob"]), (show(70), -70.0), (show(65), -65.0)] for token in tokens
+    ]
 
     last = events("/v1/responses", {"input": "a", "max_output_tokens": 4})[-1]
     (message,) = last.get("response", last)["output"]
-    assert [[each["token"] for each in token["top_logprobs"]] for token in message["content"][0]["logprobs"]] == [
-        [show(70), show(65)]
-    ] * 2
+    tokens = message["content"][0]["logprobs"]
+    assert [[each["token"] for each in token["top_logprobs"]] for token in tokens] == [
+        [token["token"], show(70), show(65)] for token in tokens
+    ]
 
 
-def test_named_tokens_beside_the_most_likely_ones(server):
+def test_named_tokens_are_in_place_of_the_most_likely_ones(server):
     server.says("x")
     (token_id,) = server.tokenizer.encode("x", add_special_tokens=False)
     body = {"messages": [USER], "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
     answer = server.post("/v1/chat/completions", body | {"logprob_token_ids": [70, token_id]}).json()
     (token,) = answer["choices"][0]["logprobs"]["content"]
-    assert [each["token"] for each in token["top_logprobs"]] == [
-        f"token_id:{each}" for each in (token_id + 1, token_id, 70)
-    ]
+    assert [each["token"] for each in token["top_logprobs"]] == [f"token_id:{each}" for each in (token_id, 70)]
+    assert server.client.submitted[0].params.logprobs == 0
+
+
+def test_named_tokens_beside_an_echo(server):
+    """Tokens of the prompt come with the most likely ones. In both, the text's own token is the first."""
+    server.says("x")
+    (token_id,) = server.tokenizer.encode("x", add_special_tokens=False)
+    prompt = [1, 66, 67]
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    answer = server.post("/v1/completions", body | {"logprob_token_ids": [70]}).json()
+    first, *others, last = answer["choices"][0]["logprobs"]["top_logprobs"]
+    assert first is None
+    assert [next(iter(each)) for each in others] == ["token_id:66", "token_id:67"]
+    assert all(2 <= len(each) <= 3 for each in others)
+    assert [*last] == [f"token_id:{token_id}", "token_id:70"]
+    assert server.client.submitted[0].params.prompt_logprobs == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jsonschema
 import openai
 import pytest
 from depths import quick_only
-from serving import Running, frames
+from serving import Running, assert_error, frames
 from tool_cases import CHAT, SCHEMAS, TOOLS, USER, functions, join, without_ids
 from waiting import PATIENCE
 
@@ -80,6 +80,36 @@ def test_forced_calls_in_a_stream(forced):
     if whole["finish_reason"] == "tool_calls":
         assert whole["message"]["content"] is None
         check_calls(whole["message"], SCHEMAS)
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "maxItems": 3},
+        "sort": {"oneOf": [{"const": "up"}, {"enum": ["up", "down"]}]},
+        "source": {"type": "string", "format": "uri-reference", "maxLength": 3},
+    },
+    "required": ["tags", "sort"],
+    "minProperties": 1,
+}
+
+
+def test_tools_that_no_grammar_can_follow_to_the_end(forced):
+    """What can be followed holds, unless the tool is strict: then the request is refused, and the keyword named."""
+    function = {"name": "find", "parameters": PARAMETERS}
+    body = {"messages": [USER], "tool_choice": "required", "seed": 5, "max_tokens": 400}
+    body["parallel_tool_calls"] = False
+    answer = forced.post(CHAT, body | {"n": 8, "tools": [{"type": "function", "function": function}]})
+    assert answer.status_code == 200, answer.text
+    choices = [each for each in answer.json()["choices"] if each["finish_reason"] == "tool_calls"]
+    assert choices
+    followed = json.loads(json.dumps(PARAMETERS).replace('"uniqueItems": true, ', "").replace("oneOf", "anyOf"))
+    for choice in choices:
+        for call in functions(choice["message"]):
+            jsonschema.validate(json.loads(call["arguments"]), followed)
+    answer = forced.post(CHAT, body | {"tools": [{"type": "function", "function": function | {"strict": True}}]})
+    assert_error(answer, 400, "tools[0].function.parameters")
+    assert "'uniqueItems'" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def assert_described(document, path, method, status, body):
 REQUESTS = {
     "/v1/completions": {"prompt": "a", "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True},
     "/v1/chat/completions": {"messages": [USER], "logprobs": True, "top_logprobs": 1, "max_tokens": 3},
+    "/v1/chat/completions/batch": {"messages": [[USER], [USER]], "max_tokens": 3},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/responses": {"input": "a", "include": ["message.output_text.logprobs"]},
     "/invocations": {"messages": [USER], "max_tokens": 3},

@@ -75,6 +75,15 @@ def test_a_schema_by_any_field(server, path, form):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
+TAG = {
+    "type": "tag",
+    "begin": "<a>",
+    "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+    "end": "</a>",
+}
+TRIGGERED = {"structures": [{"begin": "<a>", "schema": {"enum": [1, 2]}, "end": "</a>"}], "triggers": ["<a"]}
+
+
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [
@@ -83,6 +92,9 @@ def test_a_schema_by_any_field(server, path, form):
         ({"structured_outputs": {"grammar": 'root ::= "<" [a-c]+ ">"'}}, "<[a-c]+>"),
         ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, "<a>[12]</a>"),
+        ({"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}}, "<a>[12]</a>"),
+        ({"response_format": {"type": "structural_tag", **TRIGGERED}}, "([^<]|<(?!a)|<a>[12]</a>)*"),
         ({"response_format": {"type": "text"}}, ".*"),
         ({"response_format": None, "structured_outputs": None}, ".*"),
     ],
@@ -91,6 +103,28 @@ def test_other_formats(server, form, pattern):
     body = {"messages": [USER], "max_tokens": 100, "n": 4, "seed": 2}
     for text in texts(server.post(CHAT, body | form)):
         assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+def test_a_schema_that_is_not_strict_is_followed_as_far_as_a_grammar_can(server, path):
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "minItems": 2, "maxItems": 3}
+    for is_strict in (None, True, False):
+        given = {"name": "x", "schema": schema, "strict": is_strict}
+        flat, nested = {"type": "json_schema", **given}, {"type": "json_schema", "json_schema": given}
+        for form in (flat, nested) if path != "/v1/responses" else (flat,):
+            body = {"max_output_tokens": 200, "input": "a", "text": {"format": form}}
+            if path != "/v1/responses":
+                what = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
+                body = {"response_format": form, "max_tokens": 200, "seed": 1, "n": 3} | what
+            answer = server.post(path, body)
+            if is_strict is not False:
+                assert answer.status_code == 400, answer.text
+                assert "'uniqueItems'" in answer.json()["error"]["message"]
+            elif path == "/v1/responses":
+                assert answer.status_code == 200, answer.text
+            else:
+                assert texts(answer)
+                assert [text for text in texts(answer) if not re.fullmatch(r'\[("[ab]",?\s*){2,3}\]', text)] == []
 
 
 def test_a_stream_is_the_answer_in_pieces(server):
@@ -133,8 +167,9 @@ class SlowGrammars:
     def __init__(self):
         self.waiting = []
 
-    def answer(self, _wish, *, is_closed):
+    def answer(self, _wish, *, is_closed, is_strict):
         assert is_closed
+        assert is_strict
         self.waiting.append(concurrent.futures.Future())
         return self.waiting[-1]
 
@@ -204,7 +239,7 @@ def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_gr
 def test_the_engines_refusal_speaks_of_the_field_that_was_sent(server, monkeypatch):
     """What is accepted here may still be refused by the engine, which knows only its own tokens."""
 
-    def pass_nonsense(_wish, *, is_closed):
+    def pass_nonsense(_wish, *, is_closed, is_strict):
         future = concurrent.futures.Future()
         future.set_result("{}")
         return future

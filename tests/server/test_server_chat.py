@@ -4,6 +4,7 @@ import asyncio
 
 import openai
 import pytest
+from serving import assert_error
 from waiting import PATIENCE
 
 USER = {"role": "user", "content": "hello"}
@@ -172,3 +173,40 @@ async def ask_many(url):
 def test_many_at_once_with_the_async_client(server):
     answers = asyncio.run(ask_many(server.url))
     assert [answer.usage.completion_tokens for answer in answers] == [5 + i for i in range(16)]
+
+
+CHAT = "/v1/chat/completions"
+BATCH = f"{CHAT}/batch"
+
+
+def test_several_conversations_in_one_request(server):
+    conversations = [[USER], [{"role": "user", "content": "something else"}], [USER]]
+    body = {"max_tokens": 4, "logprobs": True, "return_token_ids": True, "response_format": {"type": "text"}}
+    answer = server.post(BATCH, body | {"messages": conversations}).json()
+    assert answer["object"] == "chat.completion"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    singles = [server.post(CHAT, body | {"messages": messages}).json() for messages in conversations]
+    for choice, single in zip(answer["choices"], singles, strict=True):
+        assert choice | {"index": 0} == single["choices"][0]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == sum(single["usage"][name] for single in singles)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [USER]}, "messages[0]"),
+        ({"messages": [[USER], [{"role": "user"}]]}, "messages[1][0].content"),
+        ({"messages": [[USER], [USER | {"content": "a " * 10_000}]]}, "messages[1]"),
+        ({"messages": [[USER]] * 1025}, "messages"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_batches_that_are_refused(server, more, param):
+    assert_error(server.post(BATCH, {"messages": [[USER]], "max_tokens": 4} | more), 400, param)

@@ -1,6 +1,7 @@
 """Tools and reasoning over HTTP: what scripted models write."""
 
 import contextlib
+import json
 
 import pytest
 from serving import assert_error, frames, running
@@ -76,11 +77,66 @@ def test_words_and_two_calls(serve):
 
 def test_without_tools_a_call_is_text(serve):
     server = serve(CALL, tool_call_parser="hermes")
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+    for fields in ({}, {"tools": [], "tool_choice": "none"}, {"tools": []}):
         message, finish_reason = ask(server, **fields)
         assert message["content"] == CALL
         assert "tool_calls" not in message
         assert finish_reason == "stop"
+
+
+NOT_ALLOWED = {
+    "hermes": f"Well.\n{CALL}\n{NOW}",
+    "mistral": 'Well.[TOOL_CALLS] [{"name": "now", "arguments": {}}]',
+    "llama3_json": '{"name": "now", "parameters": {}}',
+    "qwen3_coder": "Well.\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "pythonic": "[now()]",
+    "gpt_oss": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("syntax", NOT_ALLOWED)
+def test_a_call_that_is_not_allowed_is_hidden(serve, syntax):
+    text = NOT_ALLOWED[syntax]
+    server = serve(text, tool_call_parser=syntax)
+    message, finish_reason = ask(server, tools=TOOLS, tool_choice="none")
+    assert message["content"] == ("Well." if text.startswith("W") else "")
+    assert "tool_calls" not in message
+    assert finish_reason == "stop"
+    others = [{"type": "function", "function": {"name": "get_weather"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": others}}
+    message, finish_reason = ask(server, tools=TOOLS, tool_choice=choice)
+    assert ("tool_calls" in message) == (syntax == "hermes")
+    if syntax == "hermes":
+        assert functions(message) == [WEATHER]
+    assert "now" not in (message["content"] or "")
+
+
+def test_a_call_that_is_not_allowed_is_hidden_in_all_routes(serve):
+    server = serve(f"Well.\n{CALL}", tool_call_parser="hermes")
+    (function, *_) = [tool["function"] for tool in TOOLS if tool["function"]["name"] == "get_weather"]
+    bodies = {
+        "/v1/responses": {
+            "input": "hello",
+            "tools": [{"type": "function", **function}],
+            "tool_choice": "none",
+        },
+        "/v1/messages": {
+            "messages": [USER],
+            "max_tokens": 200,
+            "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+            "tool_choice": {"type": "none"},
+        },
+    }
+    for path, body in bodies.items():
+        answer = server.post(path, body)
+        assert answer.status_code == 200, answer.text
+        items = answer.json()["output"] if path == "/v1/responses" else answer.json()["content"]
+        texts = [part["text"] for item in items for part in item.get("content", [item])]
+        assert texts == ["Well."]
+        lines = server.post(path, body | {"stream": True}).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        deltas = [event["delta"] for event in events if event["type"].endswith(("text.delta", "block_delta"))]
+        assert "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas) == "Well."
 
 
 def test_ordinary_words_beside_tools(serve):

@@ -39,7 +39,7 @@ def children(pool):
 def test_what_comes_back_is_what_was_asked_for(pool):
     text = pool.answer(SMALL).result(PATIENCE)
     assert json.loads(text)["grammars"][0]["json_schema"]["type"] == "integer"
-    schemas = [("a", {"type": "object", "properties": {}}), ("b", {})]
+    schemas = [("a", {"type": "object", "properties": {}}, True), ("b", {}, False)]
     made = json.loads(pool.arguments(schemas, options=JsonOptions(is_closed=False)).result(PATIENCE))
     assert [schema["type"] for schema in made] == ["object", "object"]
     assert "additionalProperties" not in made[0]
@@ -68,6 +68,23 @@ def test_what_is_known_costs_nothing(pool):
     pool.close()
     assert pool.answer(SMALL).result(0) == text
     assert pool._lanes is None
+
+
+def test_what_is_left_out_of_a_schema_that_is_not_strict_is_named_once(pool, caplog):
+    for size in (2, 3):
+        unique = {"type": "array", "uniqueItems": True, "maxItems": size}
+        constraint = StructuredOutputs(json=unique)
+        with pytest.raises(InvalidRequest, match="uniqueItems"):
+            pool.answer(constraint).result(PATIENCE)
+        assert pool.answer(constraint, is_strict=False).result(PATIENCE)
+        parameters = {"type": "object", "properties": {"a": unique}}
+        made = pool.arguments([("a", parameters, False), ("b", {}, True)], options=JsonOptions()).result(PATIENCE)
+        assert json.loads(made)[0]["properties"] == {"a": {"type": "array", "maxItems": size}}
+        with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
+            pool.arguments([("a", {}, False), ("b", parameters, True)], options=JsonOptions()).result(PATIENCE)
+        assert caught.value.param == "b"
+    (record,) = [record for record in caplog.records if "uniqueItems" in record.getMessage()]
+    assert record.levelname == "WARNING"
 
 
 def test_a_grammar_that_crashes_the_compiler_is_refused_and_the_next_one_is_not(pool, caplog):

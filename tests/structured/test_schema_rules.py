@@ -246,7 +246,7 @@ def test_combinations_that_are_followed(schema, right, wrong):
         ({"type": "null", "not": {"type": "null"}}, ["'not'"]),
         ({"not": {"type": "integer"}}, ["'not'"]),
         ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, ["'uniqueItems'", "#/properties/a"]),
-        ({"anyOf": [{"contains": {}}]}, ["'contains'", "#/anyOf/0"]),
+        ({"anyOf": [{"contains": {"const": 1}}]}, ["'contains'", "#/anyOf/0"]),
         ({"if": {}, "else": {"required": ["a"]}}, ["'if'"]),
         ({"$dynamicRef": "#a"}, ["'$dynamicRef'"]),
         ({"items": 5}, ["#/items"]),

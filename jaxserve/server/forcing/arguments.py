@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from jaxserve.server.literals.schema import Kind, json_value, property_kind
 from jaxserve.server.syntaxes.syntax import Calls, Tags
 from jaxserve.structured.disjoint import follow, types
+from jaxserve.structured.equivalents import WITHOUT_MEANING
 from jaxserve.structured.grammar import json_rule
-from jaxserve.structured.schemas import WITHOUT_MEANING, find, objects
+from jaxserve.structured.pointers import find, objects
 
 Spell = Callable[[str], str]
 """Spells a text in a grammar: marks that are a single token of the tokenizer as that token, the rest as text."""

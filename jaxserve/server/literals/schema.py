@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from jaxserve.server.literals.value import to_json
-from jaxserve.structured.schemas import find
+from jaxserve.structured.pointers import find
 
 MAX_SCHEMAS = 256
 """Schemas that are read to learn what one property is, before that counts as unknown."""

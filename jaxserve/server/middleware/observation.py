@@ -1,13 +1,16 @@
-"""Request ids, in and out, and the access log. Outermost middleware."""
+"""Request ids, in and out, the counts of HTTP requests, and the access log. Outermost middleware."""
 
 import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.logs import FIELDS
+from jaxserve.metrics import Metrics
 
 logger = logging.getLogger("jaxserve.access")
 
@@ -20,15 +23,17 @@ _CLIENT_GONE = 499
 
 
 class Observation:
-    """Gives each request its id (the client's X-Request-Id, else a new one), and logs it when it has ended.
+    """Gives each request its id (the client's X-Request-Id, else a new one); counts and logs it when it has ended.
 
     The id is in `scope["request_id"]` from here on, and in the answer's X-Request-Id and
     Request-Id.
     """
 
-    def __init__(self, app: ASGIApp, *, logs: bool):
+    def __init__(self, app: ASGIApp, *, logs: bool, metrics: Metrics, routes: Sequence[Route]):
         self._app = app
         self._logs = logs
+        self._metrics = metrics
+        self._patterns = [(route.path_regex, route.path) for route in routes if "{" in route.path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
@@ -39,6 +44,7 @@ class Observation:
         request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["request_id"] = request_id.decode()
         status = _CLIENT_GONE
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         start = time.monotonic()
 
         async def observed(message: Message) -> None:
@@ -52,8 +58,14 @@ class Observation:
         try:
             await self._app(scope, receive, observed)
         finally:
+            seconds = time.monotonic() - start
+            self._metrics.answered(scope["method"], self._route(path), status=status, seconds=seconds)
             if self._logs:
-                _log(scope, status=status, seconds=time.monotonic() - start)
+                _log(scope, status=status, seconds=seconds)
+
+    def _route(self, path: str) -> str:
+        """Return the path of a request's route, or the path itself if that has no parameters."""
+        return next((template for pattern, template in self._patterns if pattern.match(path)), path)
 
 
 def _log(scope: Scope, *, status: int, seconds: float) -> None:

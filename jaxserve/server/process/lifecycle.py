@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.metrics import Metrics
-from jaxserve.server.app import create_app
+from jaxserve.server.app import METHODS_AND_PATHS, create_app
 from jaxserve.server.choosing.choice import Choice, choose
 from jaxserve.server.model_syntax import ModelSyntax
 from jaxserve.server.process.announcement import announce, url_of
@@ -75,6 +75,7 @@ def make_state(
         stats=frontend.client.stats,
         cache_config=frontend.client.info.cache_labels(),
         names=config.metrics_names,
+        routes=METHODS_AND_PATHS,
         file=metrics_file,
     )
     return ServerState(
@@ -85,6 +86,8 @@ def make_state(
         tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
         pooling=config.pooling,
         closes_objects=config.disable_additional_properties,
+        forces_usage=config.enable_force_include_usage,
+        shows_token_ids=config.return_tokens_as_token_ids,
         profile_dir=config.profile_dir,
         syntax=ModelSyntax(
             frontend.tokenizer, (choice or _choose(frontend, config)).syntax, vocab_size=frontend.client.info.vocab_size

@@ -51,6 +51,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
 
 
+class ChatBatchRequest(ChatRequest, kw_only=True):
+    """The body of POST /v1/chat/completions/batch: several conversations, and fields for all of them."""
+
+    messages: list[list[ChatMessage]]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 def check_chat_request(body: ChatRequest) -> None:
     """Raise InvalidRequest, naming the field, for what cannot be served."""
     check_generation_request(body)

@@ -119,6 +119,11 @@ class GenerationRequest(AnswerRequest, kw_only=True):
         return constraint_field(self.response_format, self.structured_outputs)
 
     @property
+    def is_strict(self) -> bool:
+        """False if what no grammar can follow may be left out of the answer's schema."""
+        return self.response_format is None or self.response_format.is_strict
+
+    @property
     def wants_numbers(self) -> bool:
         """True if events of a stream need token ids or usage as well as text."""
         options = self.stream_options

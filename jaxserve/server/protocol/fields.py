@@ -141,7 +141,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
     _sampling(
-        "logprob_token_ids", "log probabilities of these tokens beside the most likely ones, without logprobs too"
+        "logprob_token_ids", "log probabilities of these tokens in place of the most likely ones, without logprobs too"
     ),
     Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", *_ANSWERS),
     Field(

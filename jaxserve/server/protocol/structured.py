@@ -10,7 +10,9 @@ from jaxserve.structured.grammar import JsonOptions, json_options
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """A schema, with a name and description for the reader; it is followed whatever `strict` says."""
+    """A schema, with a name and description for the reader. With `strict` false it is followed as far as a grammar
+    can; else all of it is, or the request is refused.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -19,7 +21,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`type` is text, json_object or json_schema.
+    """`type` is text, json_object, json_schema or structural_tag, vLLM's, with a `format` or its earlier fields.
 
     `schema` is llama.cpp's field for a schema, with either of these types; `name`, `description` and `strict` are those
     of /v1/responses. Unknown fields are errors, as they may be constraints.
@@ -31,10 +33,24 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """The fields of a structural tag."""
+        names = ("format", "structures", "triggers")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def is_strict(self) -> bool:
+        """False if what no grammar can follow may be left out of the schema."""
+        return self.strict is not False and (self.json_schema is None or self.json_schema.strict is not False)
 
 
 class StructuredOutputsBody(msgspec.Struct, kw_only=True):
-    """One of the first five fields, and options that apply to `response_format` and tools too; see
+    """One of the first six fields, and options that apply to `response_format` and tools too; see
     StructuredOutputs.
     """
 
@@ -43,15 +59,15 @@ class StructuredOutputsBody(msgspec.Struct, kw_only=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_additional_properties: bool | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
-    structural_tag: Any = None
 
     @property
     def constraint(self) -> dict[str, Any]:
-        """Those of the first five fields that are set."""
-        names = ("json", "json_object", "regex", "choice", "grammar")
+        """Those of the first six fields that are set."""
+        names = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         fields = {name: getattr(self, name) for name in names}
         return {name: value for name, value in fields.items() if value is not None and (name, value) != _NOT_WISHED}
 
@@ -72,12 +88,6 @@ def structured_outputs(
     constraint = {} if response_format is None else _of_format(response_format)
     if body is None:
         return StructuredOutputs(**constraint) if constraint else None
-    if body.structural_tag is not None:
-        raise InvalidRequest(
-            "structured_outputs.structural_tag is not supported: write grammar, or strict tools",
-            param="structured_outputs.structural_tag",
-            code="unsupported_parameter",
-        )
     if constraint and body.constraint:
         raise InvalidRequest("response_format and structured_outputs exclude each other", param="structured_outputs")
     constraint = constraint or body.constraint
@@ -99,7 +109,16 @@ def _of_format(response_format: ResponseFormat) -> dict[str, Any]:
     if schema is None and response_format.json_schema is not None:
         schema = response_format.json_schema.schema
     param = _schema_field(response_format)
+    tag = response_format.structural_tag
+    if tag and response_format.type != "structural_tag":
+        raise InvalidRequest(
+            f"response_format.{min(tag)} needs the type 'structural_tag'", param=f"response_format.{min(tag)}"
+        )
     match response_format.type:
+        case "structural_tag" if schema is None:
+            if not tag:
+                raise InvalidRequest("response_format needs format", param="response_format")
+            return {"structural_tag": tag}
         case "text" if schema is None:
             return {}
         case "text":
@@ -128,12 +147,15 @@ def constraint_field(response_format: ResponseFormat | None, body: StructuredOut
     """Return the field with a constraint, None if there is none."""
     if response_format is not None and response_format.type != "text":
         has_schema = response_format.schema is not None or response_format.json_schema is not None
-        is_plain = response_format.type == "json_object" and not has_schema
+        is_plain = response_format.type in ("json_object", "structural_tag") and not has_schema
         return "response_format" if is_plain else _schema_field(response_format)
     return None if body is None or not body.constraint else "structured_outputs"
 
 
-_MADE_OF_OTHER_FIELDS = ("structured_outputs", "structured_outputs.json", "structured_outputs.json_object")
+_MADE_OF_OTHER_FIELDS = (
+    "structured_outputs",
+    *(f"structured_outputs.{name}" for name in ("json", "json_object", "structural_tag")),
+)
 
 
 def blame(error: InvalidRequest, field: str | None) -> None:

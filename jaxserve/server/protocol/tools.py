@@ -215,16 +215,19 @@ def callable_tools(tools: list[ToolDefinition], choice: str | ToolChoice | None)
     """Return the tools that the model may call."""
     if choice == "none":
         return []
-    functions = [tool.as_function for tool in tools]
-    chosen = choice.names if isinstance(choice, ToolChoice) else [function.name for function in functions]
+    offered = offered_tools(tools)
+    return [tool for tool in offered if tool.name in choice.names] if isinstance(choice, ToolChoice) else offered
+
+
+def offered_tools(tools: list[ToolDefinition]) -> list[Tool]:
+    """Return all tools of a request, those that may not be called, too: a call of these is hidden."""
     return [
         Tool(
             function.name,
             NO_PARAMETERS if function.parameters is None else function.parameters,
             is_strict=bool(function.strict),
         )
-        for function in functions
-        if function.name in chosen
+        for function in (tool.as_function for tool in tools)
     ]
 
 

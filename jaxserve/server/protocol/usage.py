@@ -1,5 +1,7 @@
 """The usage object of every answer."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -33,4 +35,14 @@ def usage(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int, rea
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
+    )
+
+
+def total_usage(parts: Sequence[Usage]) -> Usage:
+    """Return the usage of several answers together."""
+    return usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        cached_tokens=sum(part.prompt_tokens_details.cached_tokens for part in parts),
+        reasoning_tokens=sum(part.completion_tokens_details.reasoning_tokens for part in parts),
     )

@@ -177,7 +177,8 @@ def name_as_sent(error: InvalidRequest, body: ResponsesRequest, tools: Tools) ->
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("text.format.schema is required", param="text.format.schema")
-    return {"type": wanted.type} | ({} if wanted.schema is None else {"schema": wanted.schema})
+    given = {} if wanted.schema is None else {"schema": wanted.schema, "strict": wanted.strict}
+    return {"type": wanted.type} | given
 
 
 def _text(content: str | list[Part], param: str) -> str:

@@ -30,7 +30,7 @@ from jaxserve.server.protocol.chat import (
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
 from jaxserve.server.protocol.structured import arguments_options, blame, structured_outputs
-from jaxserve.server.protocol.tools import callable_tools, custom_names, is_chosen, must_call
+from jaxserve.server.protocol.tools import callable_tools, custom_names, is_chosen, must_call, offered_tools
 from jaxserve.server.protocol.usage import Usage
 from jaxserve.server.reading import read_request, unique
 from jaxserve.server.state import ServerState, server_state
@@ -81,7 +81,9 @@ async def prepare(
         constraint = structured_outputs(body.response_format, body.structured_outputs)
         answer = None
         if constraint is not None and not must_call(body.tool_choice):
-            answer = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=receive)
+            answer = await grammars.answer_grammar(
+                state, constraint, field=body.constraint_field, is_strict=body.is_strict, receive=receive
+            )
         written = await grammars.with_checked_parameters(
             state,
             tools,
@@ -150,7 +152,7 @@ def _prepare(
         truncation_side=body.truncation_side or "left",
         shorten_output=body.token_limit is None,
         grammar=grammar,
-        visible_special_tokens=state.syntax.visible_special_tokens(tools),
+        visible_special_tokens=state.syntax.visible_special_tokens(_read_tools(state, body)),
     )
 
 
@@ -165,6 +167,15 @@ def _callable_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
             code="unsupported_parameter",
         )
     return tools
+
+
+def _read_tools(state: ServerState, body: ChatRequest) -> list[Tool]:
+    """Return the tools of which calls are recognized in the answer: those that may not be called, too, as long as it is
+    known how the model calls tools.
+    """
+    if state.syntax.knows_tools:
+        return offered_tools(body.tools or [])
+    return callable_tools(body.tools or [], body.tool_choice)
 
 
 def _budget(state: ServerState, body: ChatRequest) -> int | None:
@@ -196,7 +207,10 @@ class Chat:
         self._group = group
         self._created = int(time.time())
         self._shown = shown(group.requests[0].params, as_ids=body.return_tokens_as_token_ids)
-        self._may_call = bool(callable_tools(body.tools or [], body.tool_choice))
+        self._read_tools = _read_tools(state, body)
+        callable_names = {tool.name for tool in callable_tools(body.tools or [], body.tool_choice)}
+        self._may_call = bool(callable_names)
+        self._hidden_tools = {tool.name for tool in self._read_tools} - callable_names
         self._echo = last_content(body.messages) if body.echo else ""
         self._writers: dict[int, AnswerWriter] = {}
         self.usage = generation.UsageCounter([group])
@@ -283,11 +297,13 @@ class Chat:
     def _writer(self, index: int) -> AnswerWriter:
         if index not in self._writers:
             syntax, is_open = self._state.syntax, self._is_open
-            tools = callable_tools(self._body.tools or [], self._body.tool_choice)
+            tools = self._read_tools
             reader = syntax.reader(tools, is_open=is_open, max_calls=None if _is_parallel(self._body) else 1)
             counter = syntax.reasoning_counter(tools, is_open=is_open)
             custom = custom_names(self._body.tools or [])
-            self._writers[index] = AnswerWriter(reader, syntax.call_id, counter, custom=custom)
+            self._writers[index] = AnswerWriter(
+                reader, syntax.call_id, counter=counter, custom=custom, hidden_tools=self._hidden_tools
+            )
         return self._writers[index]
 
     async def _choice(self, output: CompletionOutput) -> ChatChoice:

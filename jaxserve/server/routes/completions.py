@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 from jaxserve.server import generation, grammars
 from jaxserve.server.body import encoded_in_turns, json_response
 from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, shown
@@ -38,7 +38,9 @@ async def create(request: Request) -> Response:
     constraint = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
     if constraint is not None and not body.is_score_only:  # once, for all prompts
-        grammar = await grammars.answer_grammar(state, constraint, field=body.constraint_field, receive=request.receive)
+        grammar = await grammars.answer_grammar(
+            state, constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
+        )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     request_id = unique(answer_id)
     groups = await generation.prepare(
@@ -261,7 +263,14 @@ class _ChoiceWriter:
                 skip_special_tokens=request.params.skip_special_tokens,
                 keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
                 shown=of_tokens,
+                num_echoed=len(group.prompt_token_ids) if body.echo else 0,
+                of_echo=of_tokens._replace(num_top=self._num_top_of_echo(request.params), asked=()),
             )
+
+    def _num_top_of_echo(self, params: SamplingParams) -> int:
+        """Return how many of the most likely tokens are shown for tokens of the prompt."""
+        number = self._body.num_logprobs or 0
+        return (params.prompt_logprobs or 0) if number == -1 else number
 
     def write(self, output: CompletionOutput) -> CompletionChoice:
         """Return the next piece, from the new part of the sequence."""

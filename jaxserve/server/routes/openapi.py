@@ -15,7 +15,7 @@ from jaxserve.server.anthropic.protocol import ErrorBody as MessagesError
 from jaxserve.server.engine_view import EngineState
 from jaxserve.server.errors import ErrorBody
 from jaxserve.server.middleware.admission import OPEN_PATHS
-from jaxserve.server.protocol.chat import ChatRequest, ChatResponse
+from jaxserve.server.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from jaxserve.server.protocol.responses import DeletedResponse, ItemList, ResponseBody, ResponsesRequest
@@ -57,6 +57,7 @@ class _Operation(NamedTuple):
 _OPERATIONS = (
     _Operation("post", "/v1/completions", "Continue texts or token ids", CompletionRequest, CompletionResponse, True),
     _Operation("post", "/v1/chat/completions", "Answer a conversation", ChatRequest, ChatResponse, True),
+    _Operation("post", "/v1/chat/completions/batch", "Answer several conversations", ChatBatchRequest, ChatResponse),
     _Operation("post", "/v1/embeddings", "Vectors of texts or token ids", EmbeddingRequest, EmbeddingResponse),
     _Operation("post", "/v1/responses", "Answer, and remember", ResponsesRequest, ResponseBody, True),
     _Operation(

@@ -1,0 +1,72 @@
+"""POST /v1/chat/completions/batch: conversations in, an answer to each of them out, as vLLM has it."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.errors import InvalidRequest
+from jaxserve.server.body import json_response
+from jaxserve.server.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
+from jaxserve.server.protocol.common import MAX_CHOICES, not_supported, rename
+from jaxserve.server.protocol.usage import total_usage
+from jaxserve.server.reading import read_request, unique
+from jaxserve.server.routes import chat
+from jaxserve.server.state import server_state
+from jaxserve.server.streaming import while_wanted
+
+
+async def create(request: Request) -> Response:
+    """Answer each conversation once. Choice k is the answer to conversation k."""
+    state = server_state(request.scope)
+    body = await read_request(state, request, ChatBatchRequest)
+    _check(body)
+    size = len(await request.body())
+    answer_id = f"chatcmpl-{body.request_id or request.scope['request_id']}"
+    fields = msgspec.structs.asdict(body)
+    chats = []
+    for index, messages in enumerate(body.messages):
+        single = ChatRequest(**{**fields, "messages": messages})
+        try:
+            group = await chat.prepare(
+                state, single, request_id=f"{unique(answer_id)}-{index}", size=size, receive=request.receive
+            )
+        except InvalidRequest as error:
+            rename(error, "messages", f"messages[{index}]")
+            raise
+        chats.append(chat.Chat(state, single, group, answer_id=answer_id))
+    answers = await while_wanted(_answers(chats), receive=request.receive, stopping=state.stopping)
+    first = answers[0]
+    first.choices = [choice for answer in answers for choice in answer.choices]
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    first.usage = total_usage([answer.usage for answer in answers])
+    return json_response(first)
+
+
+def _check(body: ChatBatchRequest) -> None:
+    """Raise InvalidRequest, naming the field, for what a batch has not."""
+    if not 1 <= len(body.messages) <= MAX_CHOICES:
+        raise InvalidRequest(
+            f"messages must have 1 to {MAX_CHOICES} conversations, got {len(body.messages)}", param="messages"
+        )
+    if body.stream:
+        raise not_supported("stream", "a stream of several conversations")
+    if body.n not in (None, 1):
+        raise not_supported("n", "more than one answer to each of several conversations")
+    for name in ("tools", "prompt_logprobs"):
+        if getattr(body, name):
+            raise not_supported(name, f"{name} with several conversations")
+
+
+async def _answers(chats: Sequence[chat.Chat]) -> list[ChatResponse]:
+    """Return the answers. If one fails, so do all."""
+    tasks = [asyncio.create_task(each.answer()) for each in chats]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
