@@ -81,7 +81,7 @@ def bare(row):
             return tuple(map(stripped, value))
         return {name: stripped(part) for name, part in value.items()} if isinstance(value, dict) else value
 
-    told = dataclasses.asdict(dataclasses.replace(row, others=(), signs=(), not_signs=(), ids=row.ids))
+    told = dataclasses.asdict(dataclasses.replace(row, others=(), signs=(), tag_prefix="", ids=row.ids))
     told["head"] = told["call"][0] + told["name"][0]  # where the one ends and the other begins does not matter either
     told["call"], told["name"] = told["call"][1], told["name"][1]
     return {name: stripped(value) for name, value in told.items()}

@@ -89,9 +89,9 @@ class _Finder:
             return None, Origin(name, _BY_OPTION)
         if self._own.calls is not None:
             return _spaced_like(self._own.calls, self._derived.calls), Origin("", _BY_CHECKPOINT)
-        rows = [(found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template)]
-        if len({found for found, _ in rows}) == 1:
-            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        shown = ((found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template))
+        for found, row in shown:
+            return row, Origin(found, _BY_MARKS)
         calls = self._derived.calls
         return calls, Origin("none", _UNKNOWN) if calls is None else Origin("", _BY_TURNS)
 
@@ -103,9 +103,9 @@ class _Finder:
             return None, Origin(name, _BY_OPTION)
         if self._own.thoughts is not None:
             return self._own.thoughts, Origin("", _BY_CHECKPOINT)
-        rows = [(found, row) for found, row in REASONING_PARSERS.items() if _shows(row, self._template)]
-        if len(rows) == 1:
-            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        for found, row in REASONING_PARSERS.items():
+            if _shows(row, self._template):
+                return row, Origin(found, _BY_MARKS)
         thoughts = self._derived.thoughts
         return thoughts, Origin("none", _UNKNOWN) if thoughts is None else Origin("", _BY_TURNS)
 
@@ -134,8 +134,7 @@ def _named[Row](table: Mapping[str, Row], name: str, param: str) -> Row:
 
 def _shows(row: Any, template: str) -> bool:
     """Return whether a chat template has the marks of a row, if this can be known by marks."""
-    has_marks = bool(row.signs) and all(sign in template for sign in row.signs)
-    return has_marks and not any(sign in template for sign in row.not_signs)
+    return bool(row.signs) and all(sign in template for sign in row.signs)
 
 
 def _spaced_like(own: Calls, derived: Calls | None) -> Calls:

@@ -52,14 +52,27 @@ class Source:
         return text
 
     def peek(self, pattern: Pattern) -> Generator[None, None, Match | None]:
-        """Return the match of `pattern` at the beginning of the text, without taking it. Raises Cut."""
+        """Return the match of `pattern` at the beginning of the text, without taking it. Raises Cut.
+
+        A pattern may look ahead at one character that ends it; the end of the answer counts as white space there.
+        """
         while True:
             match = pattern.match(self.buffer, partial=not self.is_last or self.is_cut)
+            if match is None and self.is_last and not self.is_cut:
+                match = pattern.match(self.buffer + " ")
+                return match if match is not None and match.end() <= len(self.buffer) else None
             if match is None or not match.partial:
                 return match
             if self.is_last:
                 raise Cut
             yield
+
+    def is_rest_of(self, pattern: Pattern) -> bool:
+        """Return true if the answer ends here, or in the beginning of a match of `pattern`."""
+        if not self.is_last or self.is_cut:
+            return False
+        match = pattern.fullmatch(self.buffer, partial=True)
+        return match is not None and match.partial
 
     def accept(self, pattern: Pattern) -> Generator[None, None, Match | None]:
         """Take the match of `pattern` at the beginning of the text, if there is one. Raises Cut."""

@@ -17,6 +17,7 @@ from jaxserve.server.syntaxes.syntax import Arguments, Elements, Object, PythonC
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
 _BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
+_ITEM = regex.compile(r"[\{\"'\d-]|(?:true|false|null)\b")
 _QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a text whose quotes are not escaped
 
 _NAME_KEYS = ("name", "tool_name")
@@ -65,7 +66,7 @@ class CallReader:
             match = yield from source.peek(pattern)
             if match is not None and match["name"] in self._tools:
                 head = source.take(len(match[0]))
-                return (yield from self._read_named(match["name"], head))
+                return (yield from self._read_named(match["name"], head, is_marked=is_marked))
             if match is not None:
                 others.append((match["name"], len(match[0])))
         if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
@@ -75,8 +76,17 @@ class CallReader:
             return (yield from self._read_named(name, source.take(length)))
         return False
 
-    def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
-        """Read what follows a name. Returns false if nothing there makes it a call."""
+    def skip_item(self) -> Generator[None, None, bool]:
+        """Take an item of a list of calls that is none. Returns false if there is no item."""
+        if isinstance(self._arguments, PythonCall) or (yield from self._source.peek(_ITEM)) is None:
+            return False
+        yield from ValueReader(self._source, drop).read()
+        return True
+
+    def _read_named(self, name: str, head: str, *, is_marked: bool = False) -> Generator[None, None, bool]:
+        """Read what follows a name. Returns false if nothing there makes it a call; after a mark of calls, the end of
+        the answer does.
+        """
         source, marks = self._source, self._marks
         is_sure, call_id = head != name, None
         while True:
@@ -89,15 +99,21 @@ class CallReader:
                 call_id = head + between[0]
             elif between.lastgroup == "id":
                 call_id = between[0].removeprefix("[CALL_ID]")
+        is_python = isinstance(self._arguments, PythonCall)
         if name not in self._tools:
-            is_python = isinstance(self._arguments, PythonCall)
             if (yield from source.peek(_CALL if is_python else _BRACKET)) is None:
                 return False
             quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
             yield from ValueReader(source, drop, quote=quote, positions=() if is_python else None).read()
             return True
+        has_arguments = (yield from source.peek(marks.arguments)) is not None
+        if is_marked and not is_python and any(map(source.is_rest_of, (marks.after_name, marks.arguments))):
+            source.take(len(source.buffer))
+            self._start(name, call_id)
+            self._argue("{}")
+            return True
         is_sure &= not isinstance(self._arguments, Tags | Elements) and bool(source.buffer)
-        if not is_sure and (yield from source.peek(marks.arguments)) is None:
+        if not (is_sure or has_arguments):
             return False
         self._start(name, call_id)
         match self._arguments:
@@ -154,13 +170,9 @@ class CallReader:
                 named = match if is_name_key else (yield from source.accept(TEXT_NAME))
                 found = None if named is None else named["key" if is_name_key else "name"]
                 if found is None or found not in self._tools:
-                    yield from source.accept(_COMMA)
-                    yield from source.spaces()
-                    following = None if found is None or not is_among else (yield from source.peek(KEY))
-                    if following is None or following["key"] not in argument_keys:
+                    if found is None or not is_among:
                         return False
-                    yield from ValueReader(source, drop).read_on("key")
-                    return True
+                    return (yield from self._skip_wrapped(argument_keys, has_arguments=has_arguments))
                 name = found
                 self._start(found, call_id)
                 if held is not None:
@@ -186,6 +198,18 @@ class CallReader:
         yield from source.accept(_OBJECT_END)
         if not has_arguments:
             self._argue("{}")
+        return True
+
+    def _skip_wrapped(self, argument_keys: Sequence[str], *, has_arguments: bool) -> Generator[None, None, bool]:
+        """Read an object on after the name of a tool that is not offered. Returns false if it is no call."""
+        source = self._source
+        yield from source.accept(_COMMA)
+        yield from source.spaces()
+        if (yield from source.peek(_OBJECT_END)) is None and not has_arguments:
+            following = yield from source.peek(KEY)
+            if following is None or following["key"] not in (*argument_keys, *_OTHER_KEYS):
+                return False
+        yield from ValueReader(source, drop).read_on("key")
         return True
 
     def _values(self, sink: Sink, positions: Sequence[str] | None = None) -> ValueReader:
