@@ -64,9 +64,10 @@ class CallReader:
         others: list[tuple[str, int]] = []
         for pattern in marks.names if is_marked else marks.names[:1]:
             match = yield from source.peek(pattern)
-            if match is not None and match["name"] in self._tools:
+            name = "" if match is None else self._offered(match["name"])
+            if match is not None and name in self._tools:
                 head = source.take(len(match[0]))
-                return (yield from self._read_named(match["name"], head, is_marked=is_marked))
+                return (yield from self._read_named(name, head, is_marked=is_marked))
             if match is not None:
                 others.append((match["name"], len(match[0])))
         if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
@@ -75,6 +76,11 @@ class CallReader:
             name, length = others[0]
             return (yield from self._read_named(name, source.take(length)))
         return False
+
+    def _offered(self, name: str) -> str:
+        """Return the name of a tool as it is offered; models that write namespaces may write it as its own one."""
+        first, _, second = name.partition(".")
+        return first if first == second and name not in self._tools else name
 
     def skip_item(self) -> Generator[None, None, bool]:
         """Take an item of a list of calls that is none. Returns false if there is no item."""
@@ -182,8 +188,6 @@ class CallReader:
                 if name is None:
                     held = []
                 yield from self._read_arguments(self._argue if held is None else held.append)
-            elif key in name_keys:
-                continue
             elif name is None and key not in _OTHER_KEYS:
                 if is_among and not own.name:
                     yield from ValueReader(source, drop).read_on("value")

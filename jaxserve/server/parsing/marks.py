@@ -37,10 +37,11 @@ class Marks:
         calls = calls or Calls(arguments=Wrapped())
         thoughts = thoughts or Thoughts(opening=(), closing=())
         tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
-        spelled = functools.partial(_flexible, prefix=calls.tag_prefix)
         attribute = functools.partial(_attribute, prefix=calls.tag_prefix)
         section = functools.partial(_section, prefix=calls.tag_prefix)
         sections = [calls.section, *calls.others]
+        no_name = f"(?!{_either(f'{name}[^\\w.-]' for name in calls.no_names)})"
+        spelled = functools.partial(_flexible, prefix=calls.tag_prefix, no_name=no_name)
         call_openings = _any([calls.call[0], *(first for first, end in sections if not _MARK.search(end))], spelled)
         openings = [
             _group("section", _any((opening for opening, end in sections if _MARK.search(end)), section)),
@@ -61,16 +62,24 @@ class Marks:
         # What ends words ("Let me look.<tool_call>", "Sure.</think>"), and what ends thoughts ("Hm.</think>").
         after_thoughts = "" if any("</think>" in closing for closing in thoughts.closing) else "|</think>"
         line = rf"(?:\n{after_thoughts})(?={_GAP}{_bare(calls)})" if calls.is_bare else ""
-        thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
+
+        def plain(mark: str) -> str:
+            """Return a pattern of a mark of words, which is not the beginning of one of calls."""
+            start, name, rest = calls.call[0].partition("{name}")
+            after = mark.removeprefix(start + name)
+            is_shared = name and rest.startswith(after)
+            return _flexible(mark) + (_no_beginning(rest.removeprefix(after)) if is_shared else "")
+
+        thinks, unthinks = _group("opening", _any(thoughts.opening, plain)), _group("closing", _any(thoughts.closing))
         answers = [
-            _group("dropped", _any(thoughts.dropped)),
-            _group("answer", _any([thoughts.answer[0], *thoughts.channels])),
+            dropped := _group("dropped", _any(thoughts.dropped)),
+            _group("answer", _any([thoughts.answer[0], *thoughts.channels], plain)),
             _group("answer_end", _flexible(thoughts.answer[1])),
         ]
-        hidden = _group("hidden", "|".join(map(_hidden, thoughts.hidden)))
+        hidden = _group("hidden", "|".join(_hidden(text, plain) for text in thoughts.hidden))
         after = _group("end", "|".join(closings + ([_flexible(calls.separator)] if "<" in calls.separator else [])))
         self.in_words = _compile([*begins, _group("line", line), thinks, unthinks, *answers, after, hidden])
-        others = [_group("dropped", _any(thoughts.dropped)), _group("answer", _any(thoughts.channels))]
+        others = [dropped, _group("answer", _any(thoughts.channels, plain))]
         self.in_thoughts = _compile([*(begins if thoughts.calls_end else ()), thinks, unthinks, *others, hidden])
 
         # A call without a mark, at the beginning of an answer: `{"name"` or `[f(`; None: there are none.
@@ -204,13 +213,13 @@ def _key_end(tags: Tags, *, prefix: str) -> str:
     return r"[\"']?[^\S\n]{0,8}(?:>|(?=\n))" if closing else _NEVER
 
 
-def _flexible(text: str, *, prefix: str = "") -> str:
+def _flexible(text: str, *, prefix: str = "", no_name: str = "") -> str:
     """Return a pattern of a mark, with any white space where it has some, and between two tags; after the `prefix` of
-    tags there may be a blank.
+    tags there may be a blank. The pattern `no_name` is in front of a name in the mark.
     """
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
     pattern = _GAP.join(regex.escape(part) for part in parts)
-    pattern = pattern.replace(r"\{name\}", r"[\w.-]{1,64}+")
+    pattern = pattern.replace(r"\{name\}", rf"{no_name}[\w.-]{{1,64}}+").replace(r"\{server\}", r"[^<>\n]{0,64}")
     return pattern.replace(prefix, f"{prefix} ?") if prefix else pattern
 
 
@@ -236,13 +245,19 @@ def _drifting(mark: str, *, prefix: str) -> str:
     return _flexible(mark, prefix=prefix)
 
 
-def _hidden(text: str) -> str:
+def _no_beginning(text: str) -> str:
+    """Return a pattern that looks ahead: what follows begins unlike `text`, white space aside."""
+    others = (f"{regex.escape(text[:index])}[^{regex.escape(text[index])}\\s]" for index in range(min(len(text), 8)))
+    return rf"(?=\s{{0,8}}+(?:{'|'.join(others)})|\s{{9}})"
+
+
+def _hidden(text: str, pattern_of: Callable[[str], str]) -> str:
     """Return a pattern of a text that is not shown, with the blanks after it if it ends in one; if it is a tag, also
     of its end, and with attributes after `:`.
     """
     if name := re.fullmatch(r"<(\w+)>", text):
         return rf"</?{name[1]}(?::[\s\d,:\[\]]{{0,64}})?>"
-    return _flexible(text) + (r"\s{0,8}+" if text[-1:] == " " else "")
+    return pattern_of(text) + (r"\s{0,8}+" if text[-1:] == " " else "")
 
 
 def is_markup(mark: str) -> bool:

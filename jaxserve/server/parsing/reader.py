@@ -55,6 +55,7 @@ class Reader(AnswerReader):
         self._is_thinking = is_open and not stays
         self._has_thought = is_open
         self._in_answer = False  # between the marks of the answer
+        self._is_quoting = False  # after the opening mark of thoughts, as words
         self._is_dropping = False  # after a mark of text for nobody
         self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
         self._is_trimming = is_open  # leading white space is dropped
@@ -145,8 +146,11 @@ class Reader(AnswerReader):
             case "closing" if self._is_thinking or self._is_fresh or self._in_answer:
                 self._turn(to_thoughts=False)
                 self._in_answer = False
-            case "closing" if self._has_thought and is_markup(mark):
+            case "closing" if self._has_thought and not self._is_quoting and is_markup(mark):
                 pass
+            case "opening" | "closing":  # thoughts that are only talked about
+                self._is_quoting = kind == "opening"
+                return self._thoughts is not None and mark in self._thoughts.hidden
             case "answer" if self._is_fresh or self._is_thinking:
                 self._turn(to_thoughts=False)
                 self._in_answer = True
@@ -206,7 +210,7 @@ class Reader(AnswerReader):
         in_section = in_list = is_marked = is_closed = False
         while not is_closed:
             yield from source.spaces()
-            num_calls, is_left = self._num_calls, bool(source.buffer)
+            num_calls, num_taken, is_left = self._num_calls, len(source.taken), bool(source.buffer)
             is_made = num_calls > num_before
             if opening := (yield from source.accept(marks.opening)):
                 in_section |= opening.lastgroup == "section"
@@ -223,21 +227,26 @@ class Reader(AnswerReader):
             elif is_marked and not is_made and (yield from source.accept(marks.preface)):
                 continue
             elif in_section and is_left:
-                if not (yield from self._skip_words()):
+                if not (yield from self._skip_words(is_fresh=len(source.taken) == num_taken)):
                     break
+            elif in_list and len(source.taken) > num_taken:
+                continue
             elif not ((is_marked or is_made) and in_list and (yield from self._call.skip_item())):
                 break
-        if is_closed and (is_made or marks.nothing.match("".join(source.taken))):
+        # In thoughts, a mark that ends calls and thoughts (Inkling's) decides whether the call was only thought of.
+        if is_closed and self._held is None and (is_made or marks.nothing.match("".join(source.taken))):
             while (yield from source.accept(marks.closing)) is not None:
                 pass
             if source.is_rest_of(marks.closing):
                 source.take(len(source.buffer))
         self._end_calls(is_made=self._num_calls > num_before, is_closed=is_closed, in_section=in_section)
 
-    def _skip_words(self) -> Generator[None, None, bool]:
-        """Take words in a section that belong to no call; return whether the section goes on after them."""
+    def _skip_words(self, *, is_fresh: bool) -> Generator[None, None, bool]:
+        """Take words in a section that belong to no call; return whether the section goes on after them. If they are
+        `is_fresh`, none of them has been taken, and a mark that they begin with is one of them.
+        """
         source, marks = self._source, self._marks
-        if (yield from source.peek(marks.leftover)) is not None:
+        if is_fresh and (yield from source.peek(marks.leftover)) is not None:
             source.take(1)
         found = yield from source.until(marks.leftover, drop)
         return found is not None and found.lastgroup not in ("section", "closing")

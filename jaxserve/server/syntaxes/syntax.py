@@ -110,10 +110,12 @@ class Calls:
 
     An answer with calls is: `section[0]`, then each call, with `separator` between two of them, then `section[1]`. A
     call is `call[0]`, the name between the texts of `name`, its arguments, and `call[1]`; `Wrapped` arguments hold the
-    name themselves. In `name`, `{index}` is the number of the call, and in `call[0]`, `{name}` is its name once more.
+    name themselves. In `name`, `{index}` is the number of the call, and `{server}` a word that says nothing. In
+    `call[0]`, `{name}` is the call's name once more, and none of `no_names`.
 
     Attributes:
         others: further marks of sections, which are read, but never written.
+        no_names: names that never are those of a tool.
         is_list: calls are between square brackets inside the section.
         is_bare: calls may begin an answer without any mark.
         is_parallel: an answer may hold several calls.
@@ -129,6 +131,7 @@ class Calls:
     call: Pair = ("", "")
     name: Pair = ("", "")
     separator: str = ""
+    no_names: tuple[str, ...] = ()
     is_list: bool = False
     is_bare: bool = False
     is_parallel: bool = True

@@ -174,6 +174,7 @@ _FORMS: dict[str, Calls] = {
         call=("to={name}<|message|><atem:function_calls>\n", "</atem:invoke>\n</atem:function_calls>"),
         name=('<atem:invoke name="', '">\n'),
         separator="<|eom|><|start|>assistant ",
+        no_names=("self", "user", "commentary", "developer"),
         signs=("<atem:function_calls>",),
     ),
     "k2_horizon": Calls(

@@ -1,0 +1,143 @@
+"""Gives each key of the objects in a JSON text one value, while the text is written."""
+
+import json
+from dataclasses import dataclass, field
+
+import regex
+
+from jaxserve.server.literals.source import Sink
+
+MAX_HELD = 256
+"""Characters at the beginning of a text that are held back: a key that is written once more replaces its value."""
+
+_MARK = regex.compile(r"[\"{}\[\],:]")
+_IN_TEXT = regex.compile(r"(?:[^\"\\]|\\.)*+", regex.DOTALL)
+
+
+@dataclass
+class _Open:
+    """An object or a list that is open.
+
+    Attributes:
+        is_object: true for an object.
+        spans: for each key, where the pieces of its value begin and end.
+        key, start: the latest key, and where its value begins.
+        again: pieces of that value if the key had one before; None: it had none.
+    """
+
+    is_object: bool
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    key: str = ""
+    start: int = 0
+    again: list[str] | None = None
+
+
+class UniqueKeys:
+    """Passes on the text of a JSON object, with one value for each key.
+
+    The last value counts, as in other readers of JSON, and stands where the first one was. What comes after MAX_HELD
+    characters is passed on while it is written, and replaces nothing any more: there the first value counts.
+    """
+
+    def __init__(self, sink: Sink):
+        """Pass the text on to `sink`."""
+        self._sink = sink
+        self._open: list[_Open] = []
+        self._held: list[str] = []
+        self._length = 0  # of all that was passed on or is held back
+        self._key: list[str] | None = None  # from the comma before a key to its colon; None: a value is read
+        self._is_text = False  # between two quotes
+        self._rest = ""  # a backslash whose escape has been cut
+
+    def push(self, text: str) -> None:
+        """Take more of the text."""
+        text, self._rest = self._rest + text, ""
+        position = 0
+        while position < len(text):
+            pattern = _IN_TEXT if self._is_text else _MARK
+            if self._is_text:
+                end = pattern.match(text, position).end()
+                self._write(text[position:end])
+                if text[end:] == "\\":
+                    self._rest = "\\"
+                    break
+                if end < len(text):
+                    self._write('"')
+                    self._is_text = False
+                position = end + 1
+                continue
+            mark = pattern.search(text, position)
+            end = len(text) if mark is None else mark.start()
+            self._write(text[position:end])
+            if mark is not None:
+                self._take(mark[0])
+            position = end + 1
+        if not self._open or (self._length > MAX_HELD and self._output is self._held):
+            self._flush()
+
+    def finish(self) -> None:
+        """Pass on the rest of a text that has no end."""
+        if self._key is not None:
+            self._output.append("".join(self._key))
+        self._flush()
+
+    def _take(self, mark: str) -> None:
+        """Take one mark outside of texts."""
+        innermost = self._open[-1] if self._open else None
+        is_item = innermost is not None and innermost.is_object
+        if is_item and mark in ",}" and self._key is None:
+            self._end_value(innermost)
+        if is_item and mark == ",":
+            self._key = []
+        elif is_item and mark == ":" and self._key is not None:
+            self._begin_value(innermost)
+            return
+        elif mark in "}]" and innermost is not None:
+            self._output.extend(self._key or ())
+            self._key = None
+            self._open.pop()
+        self._write(mark)
+        if mark == '"':
+            self._is_text = True
+        elif mark in "{[":
+            self._open.append(_Open(is_object=mark == "{"))
+            self._key = [] if mark == "{" else None
+
+    def _begin_value(self, innermost: _Open) -> None:
+        """A value follows a key: the first one, or another."""
+        written, self._key = "".join(self._key or ()), None
+        innermost.key = json.loads(written[written.index('"') :].rstrip())
+        if innermost.key in innermost.spans:
+            innermost.again = []
+            return
+        self._write(written + ":")
+        innermost.start = len(self._output)
+
+    def _end_value(self, innermost: _Open) -> None:
+        """A value has ended: it is the key's first one, or replaces that."""
+        again, innermost.again = innermost.again, None
+        if again is None:
+            innermost.spans[innermost.key] = (innermost.start, len(self._output))
+        elif self._length <= MAX_HELD:
+            start, end = innermost.spans[innermost.key]
+            self._output[start:end] = ["".join(again), *[""] * (end - start - 1)]
+
+    @property
+    def _output(self) -> list[str]:
+        return next((each.again for each in reversed(self._open) if each.again is not None), self._held)
+
+    def _write(self, text: str) -> None:
+        if self._key is not None:
+            self._key.append(text)
+            return
+        output = self._output
+        output.append(text)
+        if output is self._held:
+            self._length += len(text)
+
+    def _flush(self) -> None:
+        """Pass on what is held back."""
+        text = "".join(self._held)
+        self._held.clear()
+        if text:
+            self._sink(text)
