@@ -33,9 +33,8 @@ class ModelSyntax:
         self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
         self.has_channels = isinstance(self.calls.arguments, Channels)
         self.thoughts = None if self.has_channels else syntax.thoughts
-        self.forcing = Forcing(
-            tokenizer, self.calls, self.thoughts, knows_tools=self.knows_tools, vocab_size=vocab_size
-        )
+        written = self.thoughts if self.thoughts is not None and self.thoughts.closing else None
+        self.forcing = Forcing(tokenizer, self.calls, written, knows_tools=self.knows_tools, vocab_size=vocab_size)
 
     @property
     def has_thoughts(self) -> bool:

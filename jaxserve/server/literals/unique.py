@@ -104,7 +104,7 @@ class UniqueKeys:
             self._key = [] if mark == "{" else None
 
     def _begin_value(self, innermost: _Open) -> None:
-        """A value follows a key: the first one, or another."""
+        """Begin to read a key's first value, or a further one."""
         written, self._key = "".join(self._key or ()), None
         innermost.key = json.loads(written[written.index('"') :].rstrip())
         if innermost.key in innermost.spans:
@@ -114,7 +114,7 @@ class UniqueKeys:
         innermost.start = len(self._output)
 
     def _end_value(self, innermost: _Open) -> None:
-        """A value has ended: it is the key's first one, or replaces that."""
+        """Keep where the key's first value is, or replace it."""
         again, innermost.again = innermost.again, None
         if again is None:
             innermost.spans[innermost.key] = (innermost.start, len(self._output))

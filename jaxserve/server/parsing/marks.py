@@ -42,7 +42,13 @@ class Marks:
         sections = [calls.section, *calls.others]
         no_name = f"(?!{_either(f'{name}[^\\w.-]' for name in calls.no_names)})"
         spelled = functools.partial(_flexible, prefix=calls.tag_prefix, no_name=no_name)
-        call_openings = _any([calls.call[0], *(first for first, end in sections if not _MARK.search(end))], spelled)
+
+        def opening_of(mark: str) -> str:
+            """Return a pattern of the opening mark of a call, which is not the beginning of a text that is hidden."""
+            longer = [text for text in thoughts.hidden if mark and text.startswith(mark) and text != mark]
+            return spelled(mark) + "".join(_no_beginning(text.removeprefix(mark)) for text in longer)
+
+        call_openings = _any([calls.call[0], *(first for first, end in sections if not _MARK.search(end))], opening_of)
         openings = [
             _group("section", _any((opening for opening, end in sections if _MARK.search(end)), section)),
             _group("call", call_openings),
@@ -82,8 +88,10 @@ class Marks:
         others = [dropped, _group("answer", _any(thoughts.channels, plain))]
         self.in_thoughts = _compile([*(begins if thoughts.calls_end else ()), thinks, unthinks, *others, hidden])
 
-        # A call without a mark, at the beginning of an answer: `{"name"` or `[f(`; None: there are none.
+        # A call without a mark, at the beginning of an answer: `{"name"`, `[f(` or `f\n{`; None: there are none.
         self.bare = regex.compile(_bare(calls)) if calls.is_bare else None
+        # What words at the beginning of an answer have before them: "all\n".
+        self.lead = regex.compile(rf"{_GAP}{regex.escape(thoughts.lead)}" if thoughts.lead else _NEVER)
         # The mark of a section that has an end, "<tool_calls>", or of a call, "<tool_call>", "[TOOL_CALLS]".
         self.opening = _compile(openings)
         # Words between such a mark and a list of objects: "Let me see. " in `[TOOL_CALLS]Let me see. [{"name"`.
@@ -186,6 +194,8 @@ def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], clo
 def _bare(calls: Calls) -> str:
     if not calls.is_bare:
         return ""
+    if calls.arguments == Object():
+        return r"[\w.-]{1,64}+\n\{"
     return r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{_GAP})?[\[{{]"
 
 
@@ -247,7 +257,10 @@ def _drifting(mark: str, *, prefix: str) -> str:
 
 def _no_beginning(text: str) -> str:
     """Return a pattern that looks ahead: what follows begins unlike `text`, white space aside."""
-    others = (f"{regex.escape(text[:index])}[^{regex.escape(text[index])}\\s]" for index in range(min(len(text), 8)))
+    others = (
+        f"{regex.escape(text[:index])}[^{regex.escape(text[index])}{'' if index else r'\s'}]"
+        for index in range(min(len(text), 8))
+    )
     return rf"(?=\s{{0,8}}+(?:{'|'.join(others)})|\s{{9}})"
 
 
@@ -257,7 +270,7 @@ def _hidden(text: str, pattern_of: Callable[[str], str]) -> str:
     """
     if name := re.fullmatch(r"<(\w+)>", text):
         return rf"</?{name[1]}(?::[\s\d,:\[\]]{{0,64}})?>"
-    return pattern_of(text) + (r"\s{0,8}+" if text[-1:] == " " else "")
+    return pattern_of(text) + (r"\s{0,8}?(?=\S|\s{9})" if text[-1:].isspace() else "")
 
 
 def is_markup(mark: str) -> bool:

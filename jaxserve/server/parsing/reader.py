@@ -108,6 +108,7 @@ class Reader(AnswerReader):
     @override
     def _read_all(self) -> Steps:
         source, marks = self._source, self._marks
+        yield from source.accept(marks.lead)
         while True:
             if marks.bare is not None and self._is_fresh and not self._is_thinking:
                 self._spaces.append((yield from source.spaces()))

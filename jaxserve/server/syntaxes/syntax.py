@@ -175,7 +175,9 @@ class Thoughts:
         reopens: thoughts may come again after the answer has begun.
         starts_open: an answer begins with thoughts unless the end of the prompt says otherwise.
         stay: thoughts stay in the content, after the opening mark.
-        hidden: texts that are not shown, in thoughts or in words; a tag stands for its end, too, and for attributes.
+        lead: what words at the beginning of an answer have before them, where the prompt has begun its mark.
+        hidden: texts that are not shown, in thoughts or in words; a tag stands for its end, too, and for attributes,
+            white space at the end for any.
         signs: as in `Calls`.
     """
 
@@ -188,6 +190,7 @@ class Thoughts:
     stay: bool = False
     channels: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    lead: str = ""
     hidden: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
 

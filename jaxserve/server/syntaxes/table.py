@@ -230,6 +230,9 @@ _FORMS: dict[str, Calls] = {
         separator="\n",
         signs=("<use_mcp_tool>", "<tool_name>"),
     ),
+    "functionary_v3_2": replace(
+        _OBJECT, section=(">>>", ""), name=("", "\n"), separator=">>>", is_bare=True, signs=(">>>all\\n",)
+    ),
     "granite": replace(
         _LIST,
         section=("<|tool_call|>", ""),

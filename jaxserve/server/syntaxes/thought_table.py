@@ -113,6 +113,8 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         answer=("<response>", "</response>"),
         signs=("<|start_of_role|>", "thought", "<|tool_call|>"),
     ),
+    # No thoughts: words are a message to a recipient, `>>>all`, whose first mark is the end of the prompt.
+    "functionary_v3_2": Thoughts(opening=(), closing=(), lead="all\n", hidden=(">>>all\n",), signs=(">>>all\\n",)),
     "minimax_m2_append_think": Thoughts(starts_open=True, stay=True),
     "step3": Thoughts(starts_open=True),
     "deepseek_r1": Thoughts(),
