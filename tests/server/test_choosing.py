@@ -318,6 +318,29 @@ def test_then_marks_then_turns():
     assert choose(None).syntax == Syntax()
 
 
+@pytest.mark.parametrize("name", [name for name, rows in TOOL_PARSERS.items() if any(row.signs for row in rows)])
+def test_the_signs_of_a_row_choose_it(name):
+    """No row before it is chosen by less."""
+    for row in TOOL_PARSERS[name]:
+        assert choose(tokenizer_with(" ".join(row.signs))).syntax.calls is row
+
+
+@pytest.mark.parametrize("name", [name for name, row in REASONING_PARSERS.items() if row.signs and row.closing])
+def test_the_signs_of_thoughts_choose_them(name):
+    assert choose(tokenizer_with(" ".join(REASONING_PARSERS[name].signs))).syntax.thoughts is REASONING_PARSERS[name]
+
+
+@pytest.mark.parametrize("word", ["hf", "response_template"])
+def test_the_checkpoint_s_own_syntax_may_be_demanded(word):
+    options = {"tool_call_parser": word, "reasoning_parser": word}
+    choice = choose(tokenizer_with(KNOWN["hermes"].template(), OWN), **options)
+    assert choice.syntax.calls.call == ("<own>", "</own>")
+    assert choice.syntax.thoughts.opening == ("<hm>",)
+    for param in options:
+        with pytest.raises(ConfigError, match=f"{param} '{word}' reads the answer by response_template"):
+            choose(tokenizer_with(KNOWN["hermes"].template()), **{param: word})
+
+
 @pytest.mark.parametrize("options", [{"tool_call_parser": "gpt_oss"}, {"reasoning_parser": "gpt_oss"}])
 def test_channels_carry_calls_and_thoughts(options):
     choice = choose(tokenizer_with(KNOWN["hermes"].template()), **options)

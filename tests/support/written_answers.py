@@ -29,7 +29,8 @@ def rows():
 def thoughts_of(name):
     """Return the thoughts that a model with these calls writes."""
     name = name.partition("-")[0]
-    return REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
+    found = REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
+    return found if found.closing or name == "gpt_oss" else REASONING_PARSERS["deepseek_r1"]
 
 
 def reader(calls, tools, *, thoughts=None, **options):

@@ -50,15 +50,16 @@ class CallReader:
         self._ends = replace(marks.value_ends, is_offered=tools.__contains__)
         self._schema: Mapping[str, Any] = {}  # of the call that is read
 
-    def read(self, *, is_marked: bool, is_among: bool) -> Generator[None, None, bool]:
+    def read(self, *, is_marked: bool, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
         """Read one call from its name on. Returns false if there is none.
 
         With `is_among`, other calls may follow: then a call of a tool that is not offered is read to its end, so that
-        nothing in it is taken for a call, and the following ones are read.
+        nothing in it is taken for a call, and the following ones are read. With `is_inside`, so is any other object:
+        a mark has begun a section or list of calls.
         """
         source, marks = self._source, self._marks
         if (yield from source.peek(_OBJECT)) is not None:
-            return (yield from self._read_wrapped(is_among=is_among))
+            return (yield from self._read_wrapped(is_among=is_among, is_inside=is_inside))
         if isinstance(self._arguments, Wrapped):
             return False
         others: list[tuple[str, int]] = []
@@ -95,6 +96,7 @@ class CallReader:
         """
         source, marks = self._source, self._marks
         is_sure, call_id = head != name, None
+        is_marked |= head != name
         while True:
             yield from source.spaces()
             between = yield from source.accept(marks.after_name)
@@ -152,7 +154,7 @@ class CallReader:
         stays = not kind.types or (is_quoted and "string" in kind.types)
         return None if stays else lambda text: json_value(text, kind)
 
-    def _read_wrapped(self, *, is_among: bool) -> Generator[None, None, bool]:
+    def _read_wrapped(self, *, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
         """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
         source, wrapped = self._source, self._arguments
         name: str | None = None
@@ -189,7 +191,7 @@ class CallReader:
                     held = []
                 yield from self._read_arguments(self._argue if held is None else held.append)
             elif name is None and key not in _OTHER_KEYS:
-                if is_among and not own.name:
+                if is_inside or (is_among and not own.name):
                     yield from ValueReader(source, drop).read_on("value")
                     return True
                 return False

@@ -102,7 +102,8 @@ class Marks:
         noise = _NOISE.replace(r"\]", "") if space else _NOISE  # tags begin with a bracket there
         self.ending = _compile([_group("section_end", "|".join(section_ends)), _group("end", "|".join(ends)), noise])
         # Any closing mark, with white space before it: "\n</tool_call>".
-        self.closing = regex.compile(rf"{_GAP}(?:{_either(closings)})")
+        fence = "```" if "```" in calls.section[1] + calls.call[1] else ""
+        self.closing = regex.compile(rf"{_GAP}(?:(?:```{_GAP})?(?:{_either(closings)}){fence and '|' + fence})")
         # What ends words that are in a section, and in no call: "<tool_call>" in "<tool_calls>First: <tool_call>".
         self.leftover = _compile([*begins, unthinks, *closings, r"\{" if tags.key[0] == "" else ""])
         # What a block of calls begins with that is not shown after its last call: "</tool_call>", "]", "```".

@@ -219,7 +219,13 @@ class Reader(AnswerReader):
             elif ending := (yield from source.accept(marks.ending)):
                 is_closed = ending.lastgroup == "section_end" or (ending.lastgroup == "end" and not in_section)
                 in_list = ending[0] == "[" or (in_list and ending[0] != "]")
-            elif (yield from self._call.read(is_marked=is_marked, is_among=is_bare or in_section or in_list)):
+            elif (
+                yield from self._call.read(
+                    is_marked=is_marked,
+                    is_among=is_bare or in_section or in_list,
+                    is_inside=in_section or (in_list and (is_marked or is_made)),
+                )
+            ):
                 if self._num_calls > num_calls:
                     source.taken = []
             elif is_made and source.is_rest_of(marks.closing):

@@ -69,7 +69,7 @@ REASONING_PARSERS: dict[str, Thoughts] = {
         signs=("<|plamo:begin_think:plamo|>",),
     ),
     "muse": _MUSE,
-    "muse_glimmer": replace(_MUSE, opening=_MUSE.opening[:1], hidden=(*_MUSE.hidden, "<|message|>"), signs=()),
+    "muse_glimmer": replace(_MUSE, opening=_MUSE.opening[:1], channels=(*_MUSE.channels, "<|message|>"), signs=()),
     "inkling": Thoughts(
         opening=("<|content_thinking|>",),
         closing=("<|end_message|>",),
