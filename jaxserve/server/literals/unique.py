@@ -54,9 +54,9 @@ class UniqueKeys:
         text, self._rest = self._rest + text, ""
         position = 0
         while position < len(text):
-            pattern = _IN_TEXT if self._is_text else _MARK
             if self._is_text:
-                end = pattern.match(text, position).end()
+                plain = _IN_TEXT.match(text, position)
+                end = position if plain is None else plain.end()
                 self._write(text[position:end])
                 if text[end:] == "\\":
                     self._rest = "\\"
@@ -66,7 +66,7 @@ class UniqueKeys:
                     self._is_text = False
                 position = end + 1
                 continue
-            mark = pattern.search(text, position)
+            mark = _MARK.search(text, position)
             end = len(text) if mark is None else mark.start()
             self._write(text[position:end])
             if mark is not None:
@@ -83,16 +83,15 @@ class UniqueKeys:
 
     def _take(self, mark: str) -> None:
         """Take one mark outside of texts."""
-        innermost = self._open[-1] if self._open else None
-        is_item = innermost is not None and innermost.is_object
-        if is_item and mark in ",}" and self._key is None:
+        innermost = self._open[-1] if self._open else _Open(is_object=False)
+        if innermost.is_object and mark in ",}" and self._key is None:
             self._end_value(innermost)
-        if is_item and mark == ",":
+        if innermost.is_object and mark == ",":
             self._key = []
-        elif is_item and mark == ":" and self._key is not None:
+        elif innermost.is_object and mark == ":" and self._key is not None:
             self._begin_value(innermost)
             return
-        elif mark in "}]" and innermost is not None:
+        elif mark in "}]" and self._open:
             self._output.extend(self._key or ())
             self._key = None
             self._open.pop()

@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, override
 
 from jaxserve.server.literals.source import Steps, drop
@@ -25,6 +26,29 @@ class _Held(NamedTuple):
     events: list[Event]
     num_calls: int
     spaces: list[str]
+
+
+@dataclass
+class _Block:
+    """What has been read of a block of calls.
+
+    Attributes:
+        is_marked: a mark has begun it.
+        in_section, in_list: such a mark, or a bracket, is open.
+        has_calls: there were calls of tools that are offered.
+        is_closed: its closing mark has been read.
+    """
+
+    is_marked: bool = False
+    in_section: bool = False
+    in_list: bool = False
+    has_calls: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what follows is between marks that only calls have."""
+        return self.in_section or (self.in_list and (self.is_marked or self.has_calls))
 
 
 class Reader(AnswerReader):
@@ -204,49 +228,48 @@ class Reader(AnswerReader):
 
     def _read_calls(self) -> Steps:
         """Read from a mark that may begin calls to their end, or to where it is clear that there are none."""
-        source, marks = self._source, self._marks
+        source, marks, block = self._source, self._marks, _Block()
         source.taken = []
-        num_before = self._num_calls
-        is_bare = marks.bare is not None
-        in_section = in_list = is_marked = is_closed = False
-        while not is_closed:
-            yield from source.spaces()
-            num_calls, num_taken, is_left = self._num_calls, len(source.taken), bool(source.buffer)
-            is_made = num_calls > num_before
-            if opening := (yield from source.accept(marks.opening)):
-                in_section |= opening.lastgroup == "section"
-                is_marked = True
-            elif ending := (yield from source.accept(marks.ending)):
-                is_closed = ending.lastgroup == "section_end" or (ending.lastgroup == "end" and not in_section)
-                in_list = ending[0] == "[" or (in_list and ending[0] != "]")
-            elif (
-                yield from self._call.read(
-                    is_marked=is_marked,
-                    is_among=is_bare or in_section or in_list,
-                    is_inside=in_section or (in_list and (is_marked or is_made)),
-                )
-            ):
-                if self._num_calls > num_calls:
-                    source.taken = []
-            elif is_made and source.is_rest_of(marks.closing):
-                source.take(len(source.buffer))
-                is_closed = True
-            elif is_marked and not is_made and (yield from source.accept(marks.preface)):
-                continue
-            elif in_section and is_left:
-                if not (yield from self._skip_words(is_fresh=len(source.taken) == num_taken)):
-                    break
-            elif in_list and len(source.taken) > num_taken:
-                continue
-            elif not ((is_marked or is_made) and in_list and (yield from self._call.skip_item())):
-                break
+        while not block.is_closed and (yield from self._read_part(block)):
+            pass
         # In thoughts, a mark that ends calls and thoughts (Inkling's) decides whether the call was only thought of.
-        if is_closed and self._held is None and (is_made or marks.nothing.match("".join(source.taken))):
+        is_empty = not block.has_calls and marks.nothing.match("".join(source.taken or ())) is not None
+        if block.is_closed and self._held is None and (block.has_calls or is_empty):
             while (yield from source.accept(marks.closing)) is not None:
                 pass
             if source.is_rest_of(marks.closing):
                 source.take(len(source.buffer))
-        self._end_calls(is_made=self._num_calls > num_before, is_closed=is_closed, in_section=in_section)
+        self._end_calls(block)
+
+    def _read_part(self, block: _Block) -> Generator[None, None, bool]:
+        """Read a mark, a call, or something that belongs to none. Returns false if the block ends before."""
+        source, marks = self._source, self._marks
+        yield from source.spaces()
+        num_taken, num_calls = len(source.taken or ()), self._num_calls
+        if opening := (yield from source.accept(marks.opening)):
+            block.is_marked = True
+            block.in_section |= opening.lastgroup == "section"
+            return True
+        if ending := (yield from source.accept(marks.ending)):
+            block.in_list = ending[0] == "[" or (block.in_list and ending[0] != "]")
+            block.is_closed = ending.lastgroup == "section_end" or (ending.lastgroup == "end" and not block.in_section)
+            return True
+        is_among = block.in_section or block.in_list or marks.bare is not None
+        is_call = yield from self._call.read(is_marked=block.is_marked, is_among=is_among, is_inside=block.is_inside)
+        if is_call:
+            if self._num_calls > num_calls:
+                block.has_calls, source.taken = True, []
+            return True
+        if block.has_calls and source.is_rest_of(marks.closing):
+            source.take(len(source.buffer))
+            block.is_closed = True
+            return True
+        if block.is_marked and not block.has_calls and (yield from source.accept(marks.preface)):
+            return True
+        has_moved = len(source.taken or ()) > num_taken
+        if block.in_section:
+            return bool(source.buffer or has_moved) and (yield from self._skip_words(is_fresh=not has_moved))
+        return block.is_inside and (has_moved or (yield from self._call.skip_item()))
 
     def _skip_words(self, *, is_fresh: bool) -> Generator[None, None, bool]:
         """Take words in a section that belong to no call; return whether the section goes on after them. If they are
@@ -258,15 +281,15 @@ class Reader(AnswerReader):
         found = yield from source.until(marks.leftover, drop)
         return found is not None and found.lastgroup not in ("section", "closing")
 
-    def _end_calls(self, *, is_made: bool, is_closed: bool, in_section: bool) -> None:
+    def _end_calls(self, block: _Block) -> None:
         """Leave a block of calls, and show what is in it and belongs to none."""
         source, marks = self._source, self._marks
         text, source.taken = "".join(source.taken or ()), None
-        if is_made:
-            text = "" if is_closed else marks.spare.sub("", text, count=1)
+        if block.has_calls:
+            text = "" if block.is_closed else marks.spare.sub("", text, count=1)
         elif marks.nothing.fullmatch(text):
             text = ""
-        elif is_closed and in_section and not marks.call_like.search(text):
+        elif block.is_closed and block.in_section and not marks.call_like.search(text):
             text = marks.section_marks.sub("", text).strip()
         elif not text:
             text = source.take(1)
