@@ -147,7 +147,7 @@ def test_citations_are_not_shown(name, text, expected):
     thoughts = REASONING_PARSERS[name]
     opening, closing = thoughts.answer
     written = f"{thoughts.opening[0]}{text}{thoughts.closing[0]}{opening}{text}{closing}"
-    assert parsed(name, written, thoughts=thoughts) == Message(expected, (), expected)
+    assert parsed("cohere_command3", written, thoughts=thoughts) == Message(expected, (), expected)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_messages_of_muse_end_where_the_next_one_begins(text, expected):
 
 def test_a_message_without_a_recipient_is_words_of_muse_glimmer():
     text = "<|message|>Hi.<|eom|><|start|>assistant to=self<|message|>Hm.<|eom|>"
-    assert parsed("muse_glimmer", text, thoughts=REASONING_PARSERS["muse_glimmer"]) == Message("Hi.", (), "Hm.")
+    assert parsed("muse", text, thoughts=REASONING_PARSERS["muse_glimmer"]) == Message("Hi.", (), "Hm.")
 
 
 @pytest.mark.parametrize("name", ["glm45", "glm47", "hy_v3", "hy_v4", "k2_horizon", "iquest_q1"])

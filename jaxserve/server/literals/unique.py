@@ -44,6 +44,7 @@ class UniqueKeys:
         self._sink = sink
         self._open: list[_Open] = []
         self._held: list[str] = []
+        self._output = self._held  # or the pieces of a value whose key had one before
         self._length = 0  # of all that was passed on or is held back
         self._key: list[str] | None = None  # from the comma before a key to its colon; None: a value is read
         self._is_text = False  # between two quotes
@@ -51,6 +52,9 @@ class UniqueKeys:
 
     def push(self, text: str) -> None:
         """Take more of the text."""
+        if self._is_text and self._is_passing and not self._rest and '"' not in text and "\\" not in text:
+            self._sink(text)
+            return
         text, self._rest = self._rest + text, ""
         position = 0
         while position < len(text):
@@ -72,7 +76,7 @@ class UniqueKeys:
             if mark is not None:
                 self._take(mark[0])
             position = end + 1
-        if not self._open or (self._length > MAX_HELD and self._output is self._held):
+        if not self._open or self._is_passing:
             self._flush()
 
     def finish(self) -> None:
@@ -107,7 +111,7 @@ class UniqueKeys:
         written, self._key = "".join(self._key or ()), None
         innermost.key = json.loads(written[written.index('"') :].rstrip())
         if innermost.key in innermost.spans:
-            innermost.again = []
+            innermost.again = self._output = []
             return
         self._write(written + ":")
         innermost.start = len(self._output)
@@ -115,6 +119,7 @@ class UniqueKeys:
     def _end_value(self, innermost: _Open) -> None:
         """Keep where the key's first value is, or replace it."""
         again, innermost.again = innermost.again, None
+        self._output = next((each.again for each in reversed(self._open) if each.again is not None), self._held)
         if again is None:
             innermost.spans[innermost.key] = (innermost.start, len(self._output))
         elif self._length <= MAX_HELD:
@@ -122,16 +127,16 @@ class UniqueKeys:
             self._output[start:end] = ["".join(again), *[""] * (end - start - 1)]
 
     @property
-    def _output(self) -> list[str]:
-        return next((each.again for each in reversed(self._open) if each.again is not None), self._held)
+    def _is_passing(self) -> bool:
+        """Whether text is passed on at once."""
+        return self._length > MAX_HELD and self._output is self._held and self._key is None
 
     def _write(self, text: str) -> None:
         if self._key is not None:
             self._key.append(text)
             return
-        output = self._output
-        output.append(text)
-        if output is self._held:
+        self._output.append(text)
+        if self._output is self._held:
             self._length += len(text)
 
     def _flush(self) -> None:

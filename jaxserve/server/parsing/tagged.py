@@ -1,6 +1,5 @@
 """Reads arguments between tags, one by one, as JSON: an end tag may be missing, or be misspelled."""
 
-import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,7 +50,9 @@ class TaggedReader:
             key = yield from source.accept(marks.key_end)
             if key is None:
                 continue
-            written = html.unescape(key["key"]) if tags.has_entities else key["key"]
+            written = key["key"]
+            if tags.has_entities:
+                written = written.replace("&quot;", '"').replace("&amp;", "&")
             name = json.dumps(written, ensure_ascii=False)
             kind = property_kind(self._schema, written)
             if tags.text_flag and key["flag"] not in (None, tags.flags[0]) and not kind.types:
