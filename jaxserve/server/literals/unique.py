@@ -128,7 +128,7 @@ class UniqueKeys:
 
     @property
     def _is_passing(self) -> bool:
-        """Whether text is passed on at once."""
+        """True if text is passed on at once."""
         return self._length > MAX_HELD and self._output is self._held and self._key is None
 
     def _write(self, text: str) -> None:

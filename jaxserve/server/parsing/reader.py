@@ -47,7 +47,7 @@ class _Block:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what follows is between marks that only calls have."""
+        """True if what follows is between marks that only calls have."""
         return self.in_section or (self.in_list and (self.is_marked or self.has_calls))
 
 
