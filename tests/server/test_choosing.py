@@ -341,7 +341,9 @@ def test_the_checkpoint_s_own_syntax_may_be_demanded(word):
             choose(tokenizer_with(KNOWN["hermes"].template()), **{param: word})
 
 
-@pytest.mark.parametrize("options", [{"tool_call_parser": "gpt_oss"}, {"reasoning_parser": "gpt_oss"}])
+@pytest.mark.parametrize(
+    "options", [{param: name} for param in ("tool_call_parser", "reasoning_parser") for name in ("gpt_oss", "gpt-oss")]
+)
 def test_channels_carry_calls_and_thoughts(options):
     choice = choose(tokenizer_with(KNOWN["hermes"].template()), **options)
     assert choice.calls == choice.thoughts == ("gpt_oss", "by the option")

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError, ConfigError
@@ -13,6 +14,7 @@ from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.tokenizer import Tokenizer
 
 HARMONY = "gpt_oss"
+_HARMONY_THOUGHTS = (REASONING_PARSERS[HARMONY], replace(REASONING_PARSERS[HARMONY], signs=()))
 FROM_CHECKPOINT = ("hf", "response_template")
 """Options that demand what "auto" looks at first: the checkpoint's own response_template."""
 
@@ -58,7 +60,7 @@ def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reaso
     finder = _Finder(tokenizer)
     calls, call_origin = finder.calls(tool_call_parser)
     thoughts, thought_origin = finder.thoughts(reasoning_parser)
-    if _has_channels(calls) or thought_origin.name == HARMONY:  # these carry both
+    if _has_channels(calls) or thoughts in _HARMONY_THOUGHTS:  # these carry both
         origin = call_origin if _has_channels(calls) else thought_origin
         calls, thoughts = TOOL_PARSERS[HARMONY][0], REASONING_PARSERS[HARMONY]
         call_origin = thought_origin = origin._replace(name=HARMONY)
