@@ -18,7 +18,7 @@ class ModelSyntax:
 
     Attributes:
         knows_tools: true if it is known how the model calls tools.
-        thoughts: how it writes thoughts; None if it has none, or if they are harmony messages.
+        thoughts: how it writes thoughts, and marks of words; None if it has none, or if they are harmony messages.
         calls: how it writes calls; if that is not known, the syntax that it is constrained to.
         forcing: makes the grammars of its answers.
     """
@@ -33,14 +33,13 @@ class ModelSyntax:
         self.calls = syntax.calls or TOOL_PARSERS["hermes"][0]
         self.has_channels = isinstance(self.calls.arguments, Channels)
         self.thoughts = None if self.has_channels else syntax.thoughts
-        self.forcing = Forcing(
-            tokenizer, self.calls, self.thoughts, knows_tools=self.knows_tools, vocab_size=vocab_size
-        )
+        written = self.thoughts if self.has_thoughts else None
+        self.forcing = Forcing(tokenizer, self.calls, written, knows_tools=self.knows_tools, vocab_size=vocab_size)
 
     @property
     def has_thoughts(self) -> bool:
         """True if it is known how the model writes thoughts."""
-        return self.thoughts is not None or self.has_channels
+        return self.has_channels or (self.thoughts is not None and bool(self.thoughts.closing))
 
     def visible_special_tokens(self, tools: Sequence[Tool]) -> frozenset[int]:
         """Return the special tokens that the reader of an answer must see in its text."""
@@ -52,7 +51,7 @@ class ModelSyntax:
 
     def reader(self, tools: Sequence[Tool], *, is_open: bool, max_calls: int | None) -> AnswerReader | None:
         """Return the reader of one answer; None if the text is the answer. `is_open`: its prompt ends in thoughts."""
-        if not (tools or self.has_thoughts):
+        if not (tools or self.has_channels or self.thoughts is not None):
             return None
         schemas = {tool.name: tool.parameters for tool in tools}
         return reader_of(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)

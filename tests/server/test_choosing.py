@@ -82,7 +82,7 @@ def bare(row):
             return tuple(map(stripped, value))
         return {name: stripped(part) for name, part in value.items()} if isinstance(value, dict) else value
 
-    told = dataclasses.asdict(dataclasses.replace(row, others=(), signs=(), not_signs=(), ids=row.ids))
+    told = dataclasses.asdict(dataclasses.replace(row, others=(), signs=(), tag_prefix="", ids=row.ids))
     told["head"] = told["call"][0] + told["name"][0]  # where the one ends and the other begins does not matter either
     told["call"], told["name"] = told["call"][1], told["name"][1]
     return {name: stripped(value) for name, value in told.items()}
@@ -319,7 +319,32 @@ def test_then_marks_then_turns():
     assert choose(None).syntax == Syntax()
 
 
-@pytest.mark.parametrize("options", [{"tool_call_parser": "gpt_oss"}, {"reasoning_parser": "gpt_oss"}])
+@pytest.mark.parametrize("name", [name for name, rows in TOOL_PARSERS.items() if any(row.signs for row in rows)])
+def test_the_signs_of_a_row_choose_it(name):
+    """No row before it is chosen by less."""
+    for row in TOOL_PARSERS[name]:
+        assert choose(tokenizer_with(" ".join(row.signs))).syntax.calls is row
+
+
+@pytest.mark.parametrize("name", [name for name, row in REASONING_PARSERS.items() if row.signs and row.closing])
+def test_the_signs_of_thoughts_choose_them(name):
+    assert choose(tokenizer_with(" ".join(REASONING_PARSERS[name].signs))).syntax.thoughts is REASONING_PARSERS[name]
+
+
+@pytest.mark.parametrize("word", ["hf", "response_template"])
+def test_the_checkpoint_s_own_syntax_may_be_demanded(word):
+    options = {"tool_call_parser": word, "reasoning_parser": word}
+    choice = choose(tokenizer_with(KNOWN["hermes"].template(), OWN), **options)
+    assert choice.syntax.calls.call == ("<own>", "</own>")
+    assert choice.syntax.thoughts.opening == ("<hm>",)
+    for param in options:
+        with pytest.raises(ConfigError, match=f"{param} '{word}' reads the answer by response_template"):
+            choose(tokenizer_with(KNOWN["hermes"].template()), **{param: word})
+
+
+@pytest.mark.parametrize(
+    "options", [{param: name} for param in ("tool_call_parser", "reasoning_parser") for name in ("gpt_oss", "gpt-oss")]
+)
 def test_channels_carry_calls_and_thoughts(options):
     choice = choose(tokenizer_with(KNOWN["hermes"].template()), **options)
     assert choice.calls == choice.thoughts == ("gpt_oss", "by the option")

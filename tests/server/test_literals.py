@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.server.literals.schema import property_kind
 from jaxserve.server.literals.source import Source
+from jaxserve.server.literals.unique import MAX_HELD, UniqueKeys
 from jaxserve.server.literals.value import ValueReader
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content
 
@@ -109,3 +110,60 @@ def test_what_is_nearly_json_becomes_json(text, expected):
     assert read(reader("hermes"), [f'<tool_call>{{"name": "f", "arguments": {text}']) == events
     assert read(reader("hermes"), list(f'<tool_call>{{"name": "f", "arguments": {text}')) == events
     json.loads(expected)
+
+
+def unique(pairs):
+    assert len({key for key, _ in pairs}) == len(pairs)
+    return dict(pairs)
+
+
+NESTED = st.recursive(
+    st.sampled_from(["1", "null", '""', '"a\\"b\\\\"', f'"{"y" * 80}"']),
+    lambda values: (
+        st.lists(values, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.lists(st.tuples(st.sampled_from(["a", "b", "\\u0061"]), values), max_size=4).map(
+            lambda items: "{" + ", ".join(f'"{key}": {value}' for key, value in items) + "}"
+        )
+    ),
+)
+
+
+@given(values=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), NESTED), max_size=5), size=st.integers(1, 9))
+@settings(max_examples=examples(200))
+def test_every_key_has_one_value_and_the_last_one_if_it_is_near(values, size):
+    text = "{" + ", ".join(f'"{key}": {value}' for key, value in values) + "}"
+    results = []
+    for step in (size, len(text)):
+        pieces = []
+        keys = UniqueKeys(pieces.append)
+        for start in range(0, len(text), step):
+            keys.push(text[start : start + step])
+        keys.finish()
+        results.append("".join(pieces))
+    assert results[0] == results[1]
+    got = json.loads(results[0], object_pairs_hook=unique)
+    if len(text) <= MAX_HELD:
+        assert got == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1 ,\n "b" : [1, {"c": "}"} ] }', "{}", '{"a": {}, "b": [[]]}', '{"a": "\\\\"}']
+)
+def test_other_texts_pass_unchanged(text):
+    for size in (1, 3, 100):
+        pieces = []
+        keys = UniqueKeys(pieces.append)
+        for start in range(0, len(text), size):
+            keys.push(text[start : start + size])
+        assert "".join(pieces) == text
+
+
+def test_what_is_long_is_passed_on_while_it_is_written():
+    pieces = []
+    keys = UniqueKeys(pieces.append)
+    keys.push('{"a": "' + "x" * MAX_HELD)
+    assert "".join(pieces) == '{"a": "' + "x" * MAX_HELD
+    keys.push("y")
+    assert pieces[-1] == "y"
+    keys.push('", "a": 1, "b": 2}')
+    assert "".join(pieces).endswith('y", "b": 2}')

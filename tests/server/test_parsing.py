@@ -18,6 +18,11 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>" 
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 
 
+def arg(name, **arguments):
+    written = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in arguments.items())
+    return f"<tool_call>{name}{written}</tool_call>"
+
+
 # (parser, the model's text, its contents)
 CASES = [
     ("hermes", "Just words, 1 < 2.", [Content("Just words, 1 < 2.")]),
@@ -41,6 +46,11 @@ CASES = [
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', call("f", '{"a": null}')),
     ("hermes", "<tool_call> not JSON </tool_call>", [Content("<tool_call> not JSON </tool_call>")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {invalid json}}</tool_call>', call("f")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, oh no}}</tool_call>', call("f", '{"a": 1 }')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {no, "a": {b c}}}</tool_call>', call("f", '{ "a": {}}')),
+    ("glm45", arg("f", a="{invalid json}"), call("f", '{"a": "{invalid json}"}')),
+    ("glm45", arg("get_weather", place="{no json}"), call("get_weather", '{"place": "{no json}"}')),
     ("hermes", '<tool_call>{"name": 3}', [Content('<tool_call>{"name": 3}')]),
     ("hermes", '<tool_call>{"na', [Content('<tool_call>{"na')]),
     # Half a surrogate cannot be sent.
@@ -57,6 +67,14 @@ CASES = [
         [*call("now"), *call("f", '{"a": 2}')],
     ),
     ("llama3_json", '{"name": "nobody", "age": 3} ', [Content('{"name": "nobody", "age": 3} ')]),
+    ("llama3_json", '{"name": "nobody", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}', call("now")),
+    ("llama3_json", '<|python_tag|>{"name": "nobody"}; {"name": "now", "parameters": {}}', call("now")),
+    ("llama3_json", '{"parameters": {}, "name": "nobody"}\n{"name": "now", "parameters": {}}', call("now")),
+    (
+        "llama3_json",
+        '{"name": "nobody", "parameters": {}} or {"name": "now"',
+        [Content('{"name": "nobody", "parameters": {}} or {"name": "now"')],
+    ),
     ("llama3_json", '  {"a": 1}', [Content('  {"a": 1}')]),
     ("llama3_json", '<|python_tag|>print("x")', [Content('<|python_tag|>print("x")')]),
     ("mistral", "Words [TOOL", [Content("Words [TOOL")]),
@@ -74,6 +92,17 @@ CASES = [
     ),
     ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]no[ARGS]{}", [*call("f"), Content("[TOOL_CALLS]no[ARGS]{}")]),
     ("mistral", "[TOOL_CALLS]nothing more", [Content("[TOOL_CALLS]nothing more")]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]", call("now")),
+    ("mistral", "[TOOL_CALLS]now", call("now")),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]now[AR", [*call("f"), *call("now")]),
+    ("mistral", '[TOOL_CALLS]Let me see. [{"name": "now", "arguments": {}}]', call("now")),
+    (
+        "mistral",
+        '[TOOL_CALLS] [5, {"name": "now", "arguments": {}}, {"a": [1, 2]}, "x", {"name": "f", "arguments": {}}] Bye',
+        [*call("now"), *call("f"), Content(" Bye")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]]', call("now")),
+    ("mistral", "[TOOL_CALLS]Let me see. [5]", [Content("[TOOL_CALLS]Let me see. [5]")]),
     ("mistral", "[TOOL_CALLS][1]", [Content("[TOOL_CALLS][1]")]),
     ("deepseek_v3", f"{CALLS}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", call("f", ARGUMENTS)),
     (
@@ -83,8 +112,9 @@ CASES = [
         [Content("So."), *call("f", ARGUMENTS), *call("now")],
     ),
     ("deepseek_v3", f"{CALLS}{CALL}now{SEP}{{}}{CALL_END}{CALLS_END}", call("now")),
-    ("deepseek_v3", f"{CALLS}{CALL}f", [Content(f"{CALLS}{CALL}f")]),
-    ("deepseek_v3", f"{CALLS} hm {CALL}function{SEP}f\n", [Content(f"{CALLS} hm {CALL}function{SEP}f\n")]),
+    ("deepseek_v3", f"{CALLS}{CALL}f", call("f")),
+    ("deepseek_v3", f"{CALLS} hm {CALL}function{SEP}f\n", call("f")),
+    ("deepseek_v3", f"{CALLS}{CALL}fu", [Content(f"{CALLS}{CALL}fu")]),
     ("deepseek_v3", f"{CALLS} nothing", [Content(f"{CALLS} nothing")]),
     (
         "gpt_oss",
@@ -142,7 +172,8 @@ CASES = [
     ),
     ("glm45", hermes("now", "{}"), call("now")),
     ("glm45", "<tool_call>is a tag</tool_call>", [Content("<tool_call>is a tag</tool_call>")]),
-    ("glm45", "<tool_call>now", [Content("<tool_call>now")]),
+    ("glm45", "<tool_call>now", call("now")),
+    ("glm45", "<tool_call>now is", [Content("<tool_call>now is")]),
 ]
 
 

@@ -21,7 +21,9 @@ from jaxserve.server.thought_counter import ReasoningCounter
         (True, "never ends \n", [Reasoning("never ends")]),
         (True, "</think>\n\nYes.", [Content("Yes.")]),
         (False, "\n<think>\n\n</think>\n\nYes.", [Content("Yes.")]),
-        (False, "<think>Hm.</thin</think>Yes.</think>", [Reasoning("Hm.</thin"), Content("Yes.</think>")]),
+        (False, "<think>Hm.</thin</think>Yes.</think>", [Reasoning("Hm.</thin"), Content("Yes.")]),
+        (True, "Hm.</think>\n\n</think>\nYes.</think> No.", [Reasoning("Hm."), Content("Yes. No.")]),
+        (False, "Yes.</think> No.", [Content("Yes.</think> No.")]),
         (False, "A <think> in words.", [Content("A <think> in words.")]),
         (False, " <thing> Yes.", [Content(" <thing> Yes.")]),
         (False, "<thi", [Content("<thi")]),
@@ -34,6 +36,19 @@ def test_thoughts_and_answer(parser, is_open, text, expected):
 
     assert read(parse(), [text]) == expected
     assert read(parse(), list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, row in REASONING_PARSERS.items() if row.opening and not row.stay)
+)
+def test_the_mark_that_ends_thoughts_is_not_shown_a_second_time(name):
+    thoughts = REASONING_PARSERS[name]
+    opening, closing = thoughts.opening[0], thoughts.closing[0].strip()
+    text = f"{opening}A{closing}B{closing}C"
+    shown = f"B{closing}C" if name == "granite" else "BC"  # they are words
+    expected = [Reasoning("A"), Content(shown)]
+    assert read(reader("hermes", thoughts=thoughts), [text]) == expected
+    assert read(reader("hermes", thoughts=thoughts), list(text)) == expected
 
 
 def test_thoughts_may_open_again():

@@ -145,7 +145,7 @@ def test_a_tool_that_is_not_offered_is_not_called_and_nothing_is_lost(name):
     assert read(reader(row, {}), [text]) == Message(text)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in DATA if ROWS[name].is_parallel))
+@pytest.mark.parametrize("name", DATA)
 def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
     """Its arguments look like a call of one that is."""
     row = ROWS[name]
@@ -154,6 +154,8 @@ def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
         text = write(row, None, Message("", calls)).removeprefix("\n")
         assert loaded(read(reader(row, TOOLS), [text])).calls == (now,)
         assert loaded(read(reader(row, TOOLS), list(text))).calls == (now,)
+        marked = row.section[0] + text if row.is_bare and not text.startswith("[") else text
+        assert loaded(read(reader(row, TOOLS), list(marked))).calls == (now,)
     text = write(row, None, Message("", (launch,))).removeprefix("\n")
     assert read(reader(row, TOOLS), list(text)) == Message(text)
 
@@ -272,6 +274,8 @@ NO_ARGUMENTS = ['""', '"  "', "null", "{}", "{ }", ""]
 @pytest.mark.parametrize("nothing", NO_ARGUMENTS)
 def test_no_arguments_are_an_empty_object(name, nothing):
     row = ROWS[name]
+    if row.is_bare and isinstance(row.arguments, Object) and nothing[:1] != "{":
+        return  # only an object shows that it is a call
     if nothing == "null" and row.name == ("call:", ""):
         nothing = " null"  # it would belong to the name
     text = write(row, None, Message("", (("now", {}), ("get_weather", {"days": 3}))[: 2 if row.is_parallel else 1]))
@@ -281,6 +285,64 @@ def test_no_arguments_are_an_empty_object(name, nothing):
     assert [json.loads(written) for _, written in got.calls[1:]] == [{"days": 3}][: len(got.calls) - 1]
     assert len(got.calls) == (2 if row.is_parallel else 1)
     assert got.content == ""
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in DATA if isinstance(ROWS[name].arguments, Tags | Elements | Object))
+)
+@pytest.mark.parametrize("is_second", [False, True])
+def test_the_end_of_the_answer_ends_a_call_without_arguments(name, is_second):
+    row = ROWS[name]
+    opening = row.section[0] + row.call[0].replace("{name}", "now") + row.name[0]
+    first = write(row, None, Message("", (("get_weather", {"days": 2}),))).removeprefix("\n") if is_second else ""
+    first = first.removesuffix(row.section[1]) + row.separator if first else ""
+    opening = opening.removeprefix(row.section[0]) if first and row.section[1] else opening
+    closing = row.call[1].strip()
+    name_end = row.name[1].replace("{index}", "0")
+    for end in ("", " \n", closing[: len(closing) // 2]):
+        text = f"{first}{opening}now{name_end}{end}"
+        got = loaded(read(reader(row, TOOLS), list(text)))
+        assert got.calls[-1] == ("now", {}), text
+        assert (len(got.calls), got.content) == (1 + is_second, ""), text
+        assert loaded(read(reader(row, TOOLS), [text])) == got
+        assert (
+            read(reader(row, TOOLS), [text.replace("now", "nothing")]).calls == read(reader(row, TOOLS), [first]).calls
+        )
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_an_argument_that_is_written_twice_has_its_last_value(name):
+    row = ROWS[name]
+    arguments = {"city": "Oslo", "days": 2, "note": "Rome", "more": {"aa": "x", "b": "y", "bb": "z"}}
+    text = write(row, None, Message("", (("get_weather", arguments),))).removeprefix("\n")
+    text = text.replace("note", "city").replace("bb", "aa")
+    expected = [("city", "Rome"), ("days", 2), ("more", [("aa", "z"), ("b", "y")])]
+    for pieces in ([text], list(text)):
+        ((called, written),) = read(reader(row, TOOLS), pieces).calls
+        assert (called, json.loads(written, object_pairs_hook=list)) == ("get_weather", expected)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_beginning_of_a_closing_mark_after_a_call_is_no_words(name):
+    row = ROWS[name]
+    text = write(row, None, Message("", (("now", {}),))).removeprefix("\n")
+    tail = row.call[1] + ("]" if row.is_list else "") + ("" if row.is_bare else row.section[1])
+    for end in range(len(text) - len(tail), len(text)):
+        assert loaded(read(reader(row, TOOLS), list(text[:end]))) == Message("", (("now", {}),)), text[:end]
+        assert loaded(read(reader(row, TOOLS), [f"{text}{text[len(text) - len(tail) : end]}"])).calls == (("now", {}),)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in DATA if ROWS[name].section[1].startswith(("<", "\n<", "]<"))))
+def test_words_in_a_section_without_calls_are_shown_without_its_marks(name):
+    row = ROWS[name]
+    opening, closing = row.section
+    for text, expected in (
+        (f"{opening}I need none.{closing}", "I need none."),
+        (f"Well.\n{opening}No, \n thanks{closing}\nBye", "Well.\nNo, \n thanks\nBye"),
+    ):
+        assert read(reader(row, TOOLS), [text]) == Message(expected)
+        assert read(reader(row, TOOLS), list(text)) == Message(expected)
+    assert read(reader(row, TOOLS), [f"{opening} is a mark"]).content == f"{opening} is a mark"
 
 
 def test_the_page_of_syntaxes_names_all_of_them():
@@ -331,6 +393,8 @@ def test_a_text_without_an_end_swallows_no_call(name):
 )
 def test_arguments_are_an_object_whatever_a_model_writes(name, value, expected):
     row = ROWS[name]
+    if row.is_bare and isinstance(row.arguments, Object):
+        return  # only an object shows that it is a call
     text = write(row, None, Message("", (("get_weather", {}),))).removeprefix("\n").replace("{}", value)
     if row.name == ("call:", "") and value[0] not in '["':
         text = text.replace(value, f" {value}")  # it would belong to the name

@@ -8,6 +8,7 @@ from serving import assert_error, frames, running
 from tool_cases import CHAT, TOOLS, USER, functions, join, without_ids
 
 from jaxserve.config import ServerConfig
+from jaxserve.server.choosing.choice import FROM_CHECKPOINT
 from jaxserve.server.syntaxes.table import TOOL_PARSERS
 from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.tokenizer import Tokenizer
@@ -255,8 +256,8 @@ def test_tools_without_a_known_syntax_are_refused(serve):
 
 def test_the_config_names_the_parsers_that_there_are():
     hints = {field: ServerConfig.__annotations__[field].__args__ for field in ("tool_call_parser", "reasoning_parser")}
-    assert hints["tool_call_parser"] == ("auto", "none", *TOOL_PARSERS)
-    assert hints["reasoning_parser"] == ("auto", "none", *REASONING_PARSERS)
+    assert hints["tool_call_parser"] == ("auto", "none", *FROM_CHECKPOINT, *TOOL_PARSERS)
+    assert hints["reasoning_parser"] == ("auto", "none", *FROM_CHECKPOINT, *REASONING_PARSERS)
 
 
 def test_a_strict_tool_whose_schema_cannot_be_followed(serve):

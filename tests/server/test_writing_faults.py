@@ -147,7 +147,7 @@ def test_citations_are_not_shown(name, text, expected):
     thoughts = REASONING_PARSERS[name]
     opening, closing = thoughts.answer
     written = f"{thoughts.opening[0]}{text}{thoughts.closing[0]}{opening}{text}{closing}"
-    assert parsed(name, written, thoughts=thoughts) == Message(expected, (), expected)
+    assert parsed("cohere_command3", written, thoughts=thoughts) == Message(expected, (), expected)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +368,86 @@ MUSE = '<atem:function_calls>\n<atem:invoke name="now">\n</atem:invoke>\n</atem:
 )
 def test_a_call_of_muse_is_a_message_to_the_tool(text, expected):
     assert parsed("muse", text, thoughts=REASONING_PARSERS["muse"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("to=commentary<|message|>I look.<|eom|>", Message("I look.")),
+        ("to=developer<|message|>note<|eom|><|start|>assistant to=user<|message|>Hi.<|eot|>", Message("Hi.")),
+        ("to=else<|message|>Hi.<|eom|>", Message("Hi.")),
+        ("<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hi.", Message("Hi.", (), "Hm.")),
+        ("<|start|>assistant<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Hi.", Message("Hi.", (), "Hm.")),
+        (
+            "to=user<|message|>I look.<|eom|><|start|>assistant to=self<|message|>Hm.<|eom|>",
+            Message("I look.", (), "Hm."),
+        ),
+        # The end of thoughts is missing: the next header ends them.
+        ("to=self<|message|>Hm.<|start|>assistant to=user<|message|>Hi.<|eot|>", Message("Hi.", (), "Hm.")),
+        ("to=self<|message|>Hm. to=user<|message|>Hi.<|eot|>", Message("Hi.", (), "Hm.")),
+        ("to=self<|message|>Hm. to=developer<|message|>note<|eom|>", Message("", (), "Hm.")),
+        (f"to=self<|message|>Hm. to=now<|message|>{MUSE}<|eom|>", Message("", (("now", {}),), "Hm.")),
+        (f"to=now.now<|message|>{MUSE.replace('now', 'now.now')}<|eom|>", Message("", (("now", {}),))),
+        (f"to=user<|message|>{MUSE}<|eot|>", Message(MUSE)),
+        ("to=user<|message|><b>Hi.</b> to=", Message("<b>Hi.</b> to=")),
+    ],
+)
+def test_messages_of_muse_end_where_the_next_one_begins(text, expected):
+    assert parsed("muse", text, thoughts=REASONING_PARSERS["muse"]) == expected
+
+
+def test_a_message_without_a_recipient_is_words_of_muse_glimmer():
+    text = "<|message|>Hi.<|eom|><|start|>assistant to=self<|message|>Hm.<|eom|>"
+    assert parsed("muse", text, thoughts=REASONING_PARSERS["muse_glimmer"]) == Message("Hi.", (), "Hm.")
+
+
+@pytest.mark.parametrize("name", ["glm45", "glm47", "hy_v3", "hy_v4", "k2_horizon", "iquest_q1"])
+def test_an_escaped_line_break_between_tags_is_white_space(name):
+    row = ROWS[name]
+    text = write(row, None, Message("", (("get_weather", {"city": "Oslo", "days": 2}), ("now", {})))).strip()
+    key, value = row.arguments.key, row.arguments.value
+    text = text.replace(key[1].strip() + key[1][len(key[1].strip()) :] + value[0], f"{key[1].strip()}\\n{value[0]}")
+    text = text.replace(f"get_weather{row.name[1]}", f"get_weather{row.name[1].strip()}\\n")
+    assert text.count("\\n") == 3
+    assert parsed(name, text) == Message("", (("get_weather", {"city": "Oslo", "days": 2}), ("now", {})))
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("a&amp;b", "a&b"), ("&quot;a&quot;", '"a"'), ("&amp;quot;", "&quot;"), ("a&b", "a&b")]
+)
+def test_keys_of_kimi_k3_have_entities(key, expected):
+    text = write(ROWS["kimi_k3"], None, Message("", (("run", {"kkk": "x &amp; y"}),))).strip().replace("kkk", key)
+    assert parsed("kimi_k3", text) == Message("", (("run", {expected: "x &amp; y"}),))
+
+
+@pytest.mark.parametrize("name", ["xlam", "llama3_json", "pythonic"])
+@pytest.mark.parametrize("gap", ["", "\n\n"])
+def test_a_call_without_a_mark_may_follow_thoughts_that_nobody_reads(name, gap):
+    call = write(ROWS[name], None, Message("", (("get_weather", {"city": "Oslo"}),))).strip()
+    calls = (("get_weather", {"city": "Oslo"}),)
+    assert parsed(name, f"Hm.</think>{gap}{call}") == Message("Hm.</think>", calls)
+    thoughts = REASONING_PARSERS["deepseek_r1"]
+    assert parsed(name, f"Hm.</think>{gap}{call}", thoughts=thoughts, is_open=True) == Message("", calls, "Hm.")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("all\nHello.", Message("Hello.")),
+        (">>>all\nHello.", Message("Hello.")),
+        ("alligator", Message("alligator")),
+        ('get_weather\n{"city": "Oslo"}', Message("", (("get_weather", {"city": "Oslo"}),))),
+        (
+            'all\nI look.>>>get_weather\n{"city": "Oslo"}>>>now\n{}',
+            Message("I look.", (("get_weather", {"city": "Oslo"}), ("now", {}))),
+        ),
+        ('launch\n{"name": "now"}>>>now\n{}', Message("", (("now", {}),))),
+        ("now\nwe know", Message("now\nwe know")),
+    ],
+)
+def test_messages_of_functionary_begin_with_their_recipient(text, expected):
+    thoughts = REASONING_PARSERS["functionary_v3_2"]
+    assert parsed("functionary_v3_2", text, thoughts=thoughts) == expected
 
 
 @pytest.mark.parametrize("is_open", [True, False])

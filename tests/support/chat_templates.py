@@ -247,6 +247,22 @@ KNOWN = {
         gap="",
         thoughts=("<think>", "</think>"),
     ),
+    "gigachat35": Written(
+        _dsml("<｜GCML｜invoke", "<｜GCML｜parameter", "</｜GCML｜parameter>\n", "</｜GCML｜invoke>\n"),
+        begin="<｜GCML｜tool_calls>\n",
+        end="</｜GCML｜tool_calls>",
+        thoughts=("<think>", "</think>"),
+    ),
+    "iquest_q1": Written(
+        _tagged(
+            "{{- '<iquest_tool_call>' + name }}",
+            "<arg_key>",
+            "</arg_key><arg_value>",
+            "</arg_value>",
+            "</iquest_tool_call>",
+        ),
+        gap="",
+    ),
     "hy_v3": Written(
         _tagged(
             "{{- '<tool_call>' + name + '<tool_sep>\\n' }}",

@@ -1,6 +1,7 @@
 """Answers as models write them: a chat template's rendering of an assistant's message, for each syntax."""
 
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
@@ -18,18 +19,21 @@ class Message(NamedTuple):
 
 
 def rows():
-    """Every form of every syntax of calls, by name."""
-    return {
-        name if index == 0 else f"{name}-{index}": row
-        for name, forms in TOOL_PARSERS.items()
-        for index, row in enumerate(forms)
-    }
+    """Every form of every syntax of calls, by name; further names of one are left out."""
+    found = {}
+    for name, forms in TOOL_PARSERS.items():
+        for index, row in enumerate(forms):
+            if row.signs or row not in found.values():
+                found[name if index == 0 else f"{name}-{index}"] = row
+    aliases = {replace(row, signs=()) for row in found.values() if row.signs}
+    return {name: row for name, row in found.items() if row not in aliases}
 
 
 def thoughts_of(name):
     """Return the thoughts that a model with these calls writes."""
     name = name.partition("-")[0]
-    return REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
+    found = REASONING_PARSERS.get(name, REASONING_PARSERS["glm45" if name == "glm47" else "deepseek_r1"])
+    return found if found.closing or name == "gpt_oss" else REASONING_PARSERS["deepseek_r1"]
 
 
 def reader(calls, tools, *, thoughts=None, **options):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError, ConfigError
@@ -13,6 +14,9 @@ from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.tokenizer import Tokenizer
 
 HARMONY = "gpt_oss"
+_HARMONY_THOUGHTS = (REASONING_PARSERS[HARMONY], replace(REASONING_PARSERS[HARMONY], signs=()))
+FROM_CHECKPOINT = ("hf", "response_template")
+"""Options that demand what "auto" looks at first: the checkpoint's own response_template."""
 
 
 class Origin(NamedTuple):
@@ -50,13 +54,13 @@ def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reaso
     """Choose the syntax of a model: by the option, else the checkpoint's own, else the one of the table whose marks its
     chat template shows, else one that is read off the turns which that template writes.
 
-    The options are names of the tables, "none" or "auto"; without a tokenizer "auto" is "none". Raises ConfigError for
-    another name.
+    The options are names of the tables, "none", "auto" or one of FROM_CHECKPOINT; without a tokenizer "auto" is "none".
+    Raises ConfigError for another name, and if the checkpoint has no response_template that can be followed.
     """
     finder = _Finder(tokenizer)
     calls, call_origin = finder.calls(tool_call_parser)
     thoughts, thought_origin = finder.thoughts(reasoning_parser)
-    if _has_channels(calls) or thought_origin.name == HARMONY:  # these carry both
+    if _has_channels(calls) or thoughts in _HARMONY_THOUGHTS:  # these carry both
         origin = call_origin if _has_channels(calls) else thought_origin
         calls, thoughts = TOOL_PARSERS[HARMONY][0], REASONING_PARSERS[HARMONY]
         call_origin = thought_origin = origin._replace(name=HARMONY)
@@ -82,32 +86,42 @@ class _Finder:
 
     def calls(self, name: str) -> tuple[Calls | None, Origin]:
         """Return how calls are written."""
-        if name not in ("auto", "none"):
+        if name not in ("auto", "none", *FROM_CHECKPOINT):
             rows = _named(TOOL_PARSERS, name, "tool_call_parser")
             return next((row for row in rows if _shows(row, self._template)), rows[0]), Origin(name, _BY_OPTION)
         if name == "none":
             return None, Origin(name, _BY_OPTION)
+        if name in FROM_CHECKPOINT:
+            return self._from_checkpoint(self._own.calls, "tool_call_parser", name), Origin(name, _BY_CHECKPOINT)
         if self._own.calls is not None:
             return _spaced_like(self._own.calls, self._derived.calls), Origin("", _BY_CHECKPOINT)
-        rows = [(found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template)]
-        if len({found for found, _ in rows}) == 1:
-            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        shown = ((found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template))
+        for found, row in shown:
+            return row, Origin(found, _BY_MARKS)
         calls = self._derived.calls
         return calls, Origin("none", _UNKNOWN) if calls is None else Origin("", _BY_TURNS)
 
     def thoughts(self, name: str) -> tuple[Thoughts | None, Origin]:
         """Return how thoughts are written."""
-        if name not in ("auto", "none"):
+        if name not in ("auto", "none", *FROM_CHECKPOINT):
             return _named(REASONING_PARSERS, name, "reasoning_parser"), Origin(name, _BY_OPTION)
         if name == "none":
             return None, Origin(name, _BY_OPTION)
+        if name in FROM_CHECKPOINT:
+            return self._from_checkpoint(self._own.thoughts, "reasoning_parser", name), Origin(name, _BY_CHECKPOINT)
         if self._own.thoughts is not None:
             return self._own.thoughts, Origin("", _BY_CHECKPOINT)
-        rows = [(found, row) for found, row in REASONING_PARSERS.items() if _shows(row, self._template)]
-        if len(rows) == 1:
-            return rows[0][1], Origin(rows[0][0], _BY_MARKS)
+        for found, row in REASONING_PARSERS.items():
+            if _shows(row, self._template):
+                return row, Origin(found, _BY_MARKS)
         thoughts = self._derived.thoughts
         return thoughts, Origin("none", _UNKNOWN) if thoughts is None else Origin("", _BY_TURNS)
+
+    def _from_checkpoint[Part](self, part: Part | None, param: str, name: str) -> Part:
+        if part is None:
+            why = self.refused or "the checkpoint's tokenizer_config.json has none that describes this"
+            raise ConfigError(f"{param} {name!r} reads the answer by response_template: {why}")
+        return part
 
     @functools.cached_property
     def _own(self) -> Syntax:
@@ -128,14 +142,13 @@ class _Finder:
 
 def _named[Row](table: Mapping[str, Row], name: str, param: str) -> Row:
     if name not in table:
-        raise ConfigError(f"{param} must be auto, none or one of {', '.join(table)}, not {name!r}")
+        raise ConfigError(f"{param} must be auto, none or one of {', '.join((*FROM_CHECKPOINT, *table))}, not {name!r}")
     return table[name]
 
 
 def _shows(row: Any, template: str) -> bool:
     """Return whether a chat template has the marks of a row, if this can be known by marks."""
-    has_marks = bool(row.signs) and all(sign in template for sign in row.signs)
-    return has_marks and not any(sign in template for sign in row.not_signs)
+    return bool(row.signs) and all(sign in template for sign in row.signs)
 
 
 def _spaced_like(own: Calls, derived: Calls | None) -> Calls:

@@ -118,6 +118,8 @@ class TaggedArguments:
 
     def _head(self, name: str, *, is_text: bool) -> str:
         tags, spell = self._tags, self._spell
+        if tags.has_entities:
+            name = name.replace("&", "&amp;")
         if not tags.text_flag:
             return spell(f"{tags.key[0]}{name}{tags.key[1]}{tags.value[0]}")
         flags = tags.flags[:1] if is_text else tags.flags[1:]

@@ -132,7 +132,8 @@ def _native_call(calls: Calls, tool: Tool, *, spell: Spell, is_free: bool, prefi
 def _head(calls: Calls, opening: str, tool: Tool, spell: Spell) -> str:
     """Return a part of a rule for what comes before the arguments."""
     before, number, after = calls.name[1].partition("{index}")
-    return sequence(spell(f"{opening}{calls.name[0]}{tool.name}{before}"), "/[0-9]/" if number else "", spell(after))
+    first = calls.name[0].replace("{server}", "tools")
+    return sequence(spell(f"{opening}{first}{tool.name}{before}"), "/[0-9]/" if number else "", spell(after))
 
 
 def _object_call(calls: Calls, tool: Tool, spell: Spell) -> str:

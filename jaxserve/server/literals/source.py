@@ -22,6 +22,10 @@ def drop(_: str) -> None:
     """Take text that belongs to nothing."""
 
 
+END = " " * 9
+"""What a pattern that looks ahead finds behind the end of an answer: more white space than it waits for."""
+
+
 class Cut(Exception):
     """Raised when the text is cut off after a mark has begun: that beginning is markup, and is not shown."""
 
@@ -52,14 +56,26 @@ class Source:
         return text
 
     def peek(self, pattern: Pattern) -> Generator[None, None, Match | None]:
-        """Return the match of `pattern` at the beginning of the text, without taking it. Raises Cut."""
+        """Return the match of `pattern` at the beginning of the text, without taking it. Raises Cut.
+
+        A pattern may look ahead at what ends it: behind the end of the answer it finds `END`.
+        """
         while True:
             match = pattern.match(self.buffer, partial=not self.is_last or self.is_cut)
+            if match is None and self.is_last and not self.is_cut:
+                return self._at_end(pattern.match)
             if match is None or not match.partial:
                 return match
             if self.is_last:
                 raise Cut
             yield
+
+    def is_rest_of(self, pattern: Pattern) -> bool:
+        """Return true if the answer ends here, or in the beginning of a match of `pattern`."""
+        if not self.is_last or self.is_cut:
+            return False
+        match = pattern.fullmatch(self.buffer, partial=True)
+        return match is not None and match.partial
 
     def accept(self, pattern: Pattern) -> Generator[None, None, Match | None]:
         """Take the match of `pattern` at the beginning of the text, if there is one. Raises Cut."""
@@ -68,12 +84,19 @@ class Source:
             self.take(len(match[0]))
         return match
 
+    def _at_end(self, find: Callable[[str], Match | None]) -> Match | None:
+        """Return the match that is found if white space follows the answer, and is in none of it."""
+        match = find(self.buffer + END)
+        return match if match is not None and match.end() <= len(self.buffer) else None
+
     def until(self, pattern: Pattern, sink: Sink) -> Generator[None, None, Match | None]:
         """Pass on the text before the first match of `pattern`, which is not taken; returns None if the text ends
         before.
         """
         while True:
             match = pattern.search(self.buffer, partial=not self.is_last or self.is_cut)
+            if match is None and self.is_last and not self.is_cut:
+                match = self._at_end(pattern.search)
             end = len(self.buffer) if match is None else match.start()
             if end:
                 sink(self.take(end))

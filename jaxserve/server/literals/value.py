@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 
 import regex
 
-from jaxserve.server.literals.source import Sink, Source, Steps
+from jaxserve.server.literals.source import Sink, Source, Steps, drop
 from jaxserve.server.literals.text import ValueEnds, escaped, read_text
 
 _WORD = regex.compile(r"[\w.+-]*")
@@ -27,7 +27,7 @@ _KINDS = {"{": ("}", "}"), "[": ("])", "]"), "(": ("])", "]"), "set": ("}", "]")
 _BASED = re.compile(r"[+-]?0[xXoObB]")
 _CODE = re.compile(r"[+-]?0\d")  # 02134 is no number
 _SET = regex.compile(r"\{\s{0,64}+(?:\"[^\"\\\n]{0,200}+\"|'[^'\\\n]{0,200}+'|[\w.+-]{1,64}+)\s{0,64}+[,}]")
-_EQUALS = regex.compile("=")
+_EQUALS, _COLON = regex.compile("="), regex.compile("[:=]")
 MAX_NUMBER = 1000
 """Characters of a number in Python's spelling, which takes the square of its length to read."""
 
@@ -43,7 +43,7 @@ class ValueReader:
     `quote` is a further quotation mark for texts. `ends` are the marks that end a value wherever they occur. A value
     that begins with `(` is the arguments of a Python call, which become an object; positional arguments get the names
     of `positions`. `converters` returns the function that converts the text of a key of the outermost object, which is
-    in quotes or not, to a value; None: it stays what it is.
+    in quotes or not, to a value; None: it stays what it is. Words that no colon makes a key are left out.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class ValueReader:
         self._num_spread = 0  # objects that are open, and whose items are arguments of the call: `**{`
         self._expected = "value"  # or "key", "colon", "comma"
         self._held = ""  # a comma, unless a bracket closes after it
+        self._is_whole = True  # nothing has been left out
 
     def read(self) -> Generator[None, None, bool]:
-        """Read to the value's end. Returns False if the text ends before, or something else follows: then, unless the
-        text has been cut, the value is completed.
+        """Read to the value's end. Returns False if something has been left out, or if the text ends before, or
+        something else follows: then, unless the text has been cut, the value is completed.
         """
         while True:
             spaces = yield from self._source.spaces()
@@ -90,7 +91,7 @@ class ValueReader:
                 self._close(0)
                 return False
             if not self._open and self._expected == "comma":
-                return True
+                return self._is_whole
 
     def read_on(self, expected: str) -> Generator[None, None, bool]:
         """Read the rest of an object, as `read` does; `expected` is what comes first, "key" or "value"."""
@@ -201,8 +202,14 @@ class ValueReader:
         pieces: list[str] = []
         yield from self._source.run(_WORD, pieces.append)
         word = "".join(pieces)
-        if self._is_in_call and self._expected != "value":
+        is_key = (self._first_expected if self._expected == "comma" else self._expected) == "key"
+        if is_key:
             yield from self._source.spaces()
+        if is_key and not self._is_in_call and (yield from self._source.peek(_COLON)) is None:
+            yield from self._source.run(_BARE, drop)
+            self._is_whole = False
+            return
+        if is_key and self._is_in_call:
             self._begin_item(is_key=(yield from self._source.peek(_EQUALS)) is not None)
         else:
             self._begin_item()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.server.literals.source import Cut, Source, Steps
+from jaxserve.server.literals.unique import UniqueKeys
 from jaxserve.server.parsing.events import CallArguments, CallStart, Event, joined
 
 PIECE = 4096
@@ -22,6 +23,7 @@ class AnswerReader(abc.ABC):
         self._num_calls = 0
         self._source = Source()
         self._events: list[Event] = []
+        self._arguments = self._unique_arguments()  # of the latest call
         self._steps = self._read()
         self.was_thought = False  # the text that was decided on last, which resembled a call, is reasoning
 
@@ -55,6 +57,7 @@ class AnswerReader(abc.ABC):
         """End the text; `is_cut`: it has become too long."""
         self._source.is_last, self._source.is_cut = True, is_cut
         next(self._steps, None)
+        self._arguments.finish()
         return self._told()
 
     def _read(self) -> Steps:
@@ -66,6 +69,8 @@ class AnswerReader(abc.ABC):
         return joined(events)
 
     def _start_call(self, name: str, call_id: str | None = None) -> None:
+        self._arguments.finish()
+        self._arguments = self._unique_arguments()
         self._num_calls += 1
         if self._max_calls is None or self._num_calls <= self._max_calls:
             self._events.append(CallStart(name, call_id))
@@ -73,4 +78,7 @@ class AnswerReader(abc.ABC):
     def _argue(self, text: str) -> None:
         """Report more of the arguments of the latest call."""
         if self._max_calls is None or self._num_calls <= self._max_calls:
-            self._events.append(CallArguments(text))
+            self._arguments.push(text)
+
+    def _unique_arguments(self) -> UniqueKeys:
+        return UniqueKeys(lambda text: self._events.append(CallArguments(text)))

@@ -17,6 +17,7 @@ from jaxserve.server.syntaxes.syntax import Arguments, Elements, Object, PythonC
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
 _BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
+_ITEM = regex.compile(r"[\{\"'\d-]|(?:true|false|null)\b")
 _QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a text whose quotes are not escaped
 
 _NAME_KEYS = ("name", "tool_name")
@@ -49,23 +50,25 @@ class CallReader:
         self._ends = replace(marks.value_ends, is_offered=tools.__contains__)
         self._schema: Mapping[str, Any] = {}  # of the call that is read
 
-    def read(self, *, is_marked: bool, is_among: bool) -> Generator[None, None, bool]:
+    def read(self, *, is_marked: bool, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
         """Read one call from its name on. Returns false if there is none.
 
         With `is_among`, other calls may follow: then a call of a tool that is not offered is read to its end, so that
-        nothing in it is taken for a call, and the following ones are read.
+        nothing in it is taken for a call, and the following ones are read. With `is_inside`, so is any other object:
+        a mark has begun a section or list of calls.
         """
         source, marks = self._source, self._marks
         if (yield from source.peek(_OBJECT)) is not None:
-            return (yield from self._read_wrapped(is_among=is_among))
+            return (yield from self._read_wrapped(is_among=is_among, is_inside=is_inside))
         if isinstance(self._arguments, Wrapped):
             return False
         others: list[tuple[str, int]] = []
         for pattern in marks.names if is_marked else marks.names[:1]:
             match = yield from source.peek(pattern)
-            if match is not None and match["name"] in self._tools:
+            name = "" if match is None else self._offered(match["name"])
+            if match is not None and name in self._tools:
                 head = source.take(len(match[0]))
-                return (yield from self._read_named(match["name"], head))
+                return (yield from self._read_named(name, head, is_marked=is_marked))
             if match is not None:
                 others.append((match["name"], len(match[0])))
         if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
@@ -75,10 +78,25 @@ class CallReader:
             return (yield from self._read_named(name, source.take(length)))
         return False
 
-    def _read_named(self, name: str, head: str) -> Generator[None, None, bool]:
-        """Read what follows a name. Returns false if nothing there makes it a call."""
+    def _offered(self, name: str) -> str:
+        """Return the name of a tool as it is offered; models that write namespaces may write it as its own one."""
+        first, _, second = name.partition(".")
+        return first if first == second and name not in self._tools else name
+
+    def skip_item(self) -> Generator[None, None, bool]:
+        """Take an item of a list of calls that is none. Returns false if there is no item."""
+        if isinstance(self._arguments, PythonCall) or (yield from self._source.peek(_ITEM)) is None:
+            return False
+        yield from ValueReader(self._source, drop).read()
+        return True
+
+    def _read_named(self, name: str, head: str, *, is_marked: bool = False) -> Generator[None, None, bool]:
+        """Read what follows a name. Returns false if nothing there makes it a call; after a mark of calls, the end of
+        the answer does.
+        """
         source, marks = self._source, self._marks
         is_sure, call_id = head != name, None
+        is_marked |= head != name
         while True:
             yield from source.spaces()
             between = yield from source.accept(marks.after_name)
@@ -89,15 +107,21 @@ class CallReader:
                 call_id = head + between[0]
             elif between.lastgroup == "id":
                 call_id = between[0].removeprefix("[CALL_ID]")
+        is_python = isinstance(self._arguments, PythonCall)
         if name not in self._tools:
-            is_python = isinstance(self._arguments, PythonCall)
             if (yield from source.peek(_CALL if is_python else _BRACKET)) is None:
                 return False
             quote = self._arguments.quote if isinstance(self._arguments, Object) else '"'
             yield from ValueReader(source, drop, quote=quote, positions=() if is_python else None).read()
             return True
+        has_arguments = (yield from source.peek(marks.arguments)) is not None
+        if is_marked and not is_python and any(map(source.is_rest_of, (marks.after_name, marks.arguments))):
+            source.take(len(source.buffer))
+            self._start(name, call_id)
+            self._argue("{}")
+            return True
         is_sure &= not isinstance(self._arguments, Tags | Elements) and bool(source.buffer)
-        if not is_sure and (yield from source.peek(marks.arguments)) is None:
+        if not (is_sure or has_arguments):
             return False
         self._start(name, call_id)
         match self._arguments:
@@ -130,7 +154,7 @@ class CallReader:
         stays = not kind.types or (is_quoted and "string" in kind.types)
         return None if stays else lambda text: json_value(text, kind)
 
-    def _read_wrapped(self, *, is_among: bool) -> Generator[None, None, bool]:
+    def _read_wrapped(self, *, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
         """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
         source, wrapped = self._source, self._arguments
         name: str | None = None
@@ -154,13 +178,9 @@ class CallReader:
                 named = match if is_name_key else (yield from source.accept(TEXT_NAME))
                 found = None if named is None else named["key" if is_name_key else "name"]
                 if found is None or found not in self._tools:
-                    yield from source.accept(_COMMA)
-                    yield from source.spaces()
-                    following = None if found is None or not is_among else (yield from source.peek(KEY))
-                    if following is None or following["key"] not in argument_keys:
+                    if found is None or not is_among:
                         return False
-                    yield from ValueReader(source, drop).read_on("key")
-                    return True
+                    return (yield from self._skip_wrapped(argument_keys, has_arguments=has_arguments))
                 name = found
                 self._start(found, call_id)
                 if held is not None:
@@ -170,10 +190,8 @@ class CallReader:
                 if name is None:
                     held = []
                 yield from self._read_arguments(self._argue if held is None else held.append)
-            elif key in name_keys:
-                continue
             elif name is None and key not in _OTHER_KEYS:
-                if is_among and not own.name:
+                if is_inside or (is_among and not own.name):
                     yield from ValueReader(source, drop).read_on("value")
                     return True
                 return False
@@ -186,6 +204,18 @@ class CallReader:
         yield from source.accept(_OBJECT_END)
         if not has_arguments:
             self._argue("{}")
+        return True
+
+    def _skip_wrapped(self, argument_keys: Sequence[str], *, has_arguments: bool) -> Generator[None, None, bool]:
+        """Read an object on after the name of a tool that is not offered. Returns false if it is no call."""
+        source = self._source
+        yield from source.accept(_COMMA)
+        yield from source.spaces()
+        if (yield from source.peek(_OBJECT_END)) is None and not has_arguments:
+            following = yield from source.peek(KEY)
+            if following is None or following["key"] not in (*argument_keys, *_OTHER_KEYS):
+                return False
+        yield from ValueReader(source, drop).read_on("key")
         return True
 
     def _values(self, sink: Sink, positions: Sequence[str] | None = None) -> ValueReader:

@@ -15,8 +15,8 @@ _GAP = r"\s{0,8}"
 _PIECES = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<>\[]+|\[")
 _MARK = re.compile(r"\]<\]\w+\[>\[</?\w+>|<[^<>]+>(?:\w+<[^<>]+>)*|\[/?[A-Z_]+\]|◁[^▷]+▷")
 _NEVER = r"(?!)"
-_DSML = "｜DSML｜"  # noqa: RUF001
 _FENCE = r"```[a-z]{0,8}+(?=[^a-z])"
+_ESCAPED_LINE = r"\\n"  # a backslash and an n between tags, where a line break is meant
 _JSON = r"\{\s{0,8}[\"'}]"
 _NOISE = rf"[\[\])}},;]|{_FENCE}"
 
@@ -30,89 +30,138 @@ TEXT_NAME = regex.compile(r"(?P<quote>[\"'])(?P<name>[^\"'\\]{1,128})(?P=quote)"
 
 
 class Marks:
-    """Patterns by their purpose; the names of groups say which mark it is."""
+    """Patterns by their purpose, each with an example of what it matches; the names of groups say which mark it is."""
 
     def __init__(self, calls: Calls | None, thoughts: Thoughts | None):
         """Compile the patterns of a syntax."""
         calls = calls or Calls(arguments=Wrapped())
         thoughts = thoughts or Thoughts(opening=(), closing=())
         tags = calls.arguments if isinstance(calls.arguments, Tags) else Tags(key=("", ""), value=("", ""))
+        attribute = functools.partial(_attribute, prefix=calls.tag_prefix)
+        section = functools.partial(_section, prefix=calls.tag_prefix)
         sections = [calls.section, *calls.others]
+        no_name = f"(?!{_either(f'{name}[^\\w.-]' for name in calls.no_names)})"
+        spelled = functools.partial(_flexible, prefix=calls.tag_prefix, no_name=no_name)
+
+        def opening_of(mark: str) -> str:
+            """Return a pattern of the opening mark of a call, which is not the beginning of a text that is hidden."""
+            longer = [text for text in thoughts.hidden if mark and text.startswith(mark) and text != mark]
+            return spelled(mark) + "".join(_no_beginning(text.removeprefix(mark)) for text in longer)
+
+        call_openings = _any([calls.call[0], *(first for first, end in sections if not _MARK.search(end))], opening_of)
         openings = [
-            _group("section", _any((opening for opening, end in sections if _MARK.search(end)), _section)),
-            _group("call", _any([calls.call[0], *(first for first, closing in sections if not _MARK.search(closing))])),
+            _group("section", _any((opening for opening, end in sections if _MARK.search(end)), section)),
+            _group("call", call_openings),
         ]
-        section_ends = [_section(mark) for _, closing in sections for mark in _MARK.findall(closing)]
-        ends = [_drifting(mark) for mark in _MARK.findall(calls.call[1])]
+        section_ends = [section(mark) for _, closing in sections for mark in _MARK.findall(closing)]
+        ends = [_drifting(mark, prefix=calls.tag_prefix) for mark in _MARK.findall(calls.call[1])]
         closings = [*section_ends, *ends]
         pieces = _PIECES.findall(calls.name[0].strip())
         tag = pieces[-1] if pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">") else ""
-        prefix, tag = _flexible("".join(pieces[:-1])), _attribute(tag)
+        prefix, tag = spelled("".join(pieces[:-1])), attribute(tag)
         space = re.escape(calls.arguments.mark) if isinstance(calls.arguments, Elements) else ""
         begins = [*openings, _group("begin", f"(?:{space})?{tag}" if tag and space else tag)]
         if "{name}" in calls.call[0]:  # only there: the same tag may be shown to the user
             begins = openings
-        thinks, unthinks = _group("opening", _any(thoughts.opening)), _group("closing", _any(thoughts.closing))
-        answers = [_group("answer", _flexible(thoughts.answer[0])), _group("answer_end", _flexible(thoughts.answer[1]))]
-        hidden = _group("hidden", "|".join(map(_hidden, thoughts.hidden)))
-        line = _group("line", rf"\n{_bare(calls)}" if calls.is_bare else "")
+        is_python, is_wrapped = (isinstance(calls.arguments, kind) for kind in (PythonCall, Wrapped))
 
-        # What ends words, and what ends thoughts.
+        # What ends words ("Let me look.<tool_call>", "Sure.</think>"), and what ends thoughts ("Hm.</think>").
+        after_thoughts = "" if any("</think>" in closing for closing in thoughts.closing) else "|</think>"
+        line = rf"(?:\n{after_thoughts})(?={_GAP}{_bare(calls)})" if calls.is_bare else ""
+
+        def plain(mark: str) -> str:
+            """Return a pattern of a mark of words, which is not the beginning of one of calls."""
+            start, name, rest = calls.call[0].partition("{name}")
+            after = mark.removeprefix(start + name)
+            is_shared = name and rest.startswith(after)
+            return _flexible(mark) + (_no_beginning(rest.removeprefix(after)) if is_shared else "")
+
+        thinks, unthinks = _group("opening", _any(thoughts.opening, plain)), _group("closing", _any(thoughts.closing))
+        answers = [
+            dropped := _group("dropped", _any(thoughts.dropped)),
+            _group("answer", _any([thoughts.answer[0], *thoughts.channels], plain)),
+            _group("answer_end", _flexible(thoughts.answer[1])),
+        ]
+        hidden = _group("hidden", "|".join(_hidden(text, plain) for text in thoughts.hidden))
         after = _group("end", "|".join(closings + ([_flexible(calls.separator)] if "<" in calls.separator else [])))
-        self.in_words = _compile([*begins, line, thinks, unthinks, *answers, after, hidden])
-        self.in_thoughts = _compile([thinks, unthinks, *(begins if thoughts.calls_end else ()), hidden])
+        self.in_words = _compile([*begins, _group("line", line), thinks, unthinks, *answers, after, hidden])
+        others = [dropped, _group("answer", _any(thoughts.channels, plain))]
+        self.in_thoughts = _compile([*(begins if thoughts.calls_end else ()), thinks, unthinks, *others, hidden])
 
-        # What may begin a call without a mark; the opening mark of a section that has an end, or of a call.
+        # A call without a mark, at the beginning of an answer: `{"name"`, `[f(` or `f\n{`; None: there are none.
         self.bare = regex.compile(_bare(calls)) if calls.is_bare else None
+        # What words at the beginning of an answer have before them: "all\n".
+        self.lead = regex.compile(rf"{_GAP}{regex.escape(thoughts.lead)}" if thoughts.lead else _NEVER)
+        # The mark of a section that has an end, "<tool_calls>", or of a call, "<tool_call>", "[TOOL_CALLS]".
         self.opening = _compile(openings)
-
-        # The closing mark of a section; any closing mark, with white space before it; that of a call, or remains that
-        # models leave around it; what ends text inside a section that belongs to no call; what is not shown after one.
-        self.section_end = _compile(section_ends) if section_ends else None
-        self.closing = regex.compile(rf"{_GAP}(?:{_either(closings)})")
-        noise = _NOISE.replace(r"\]", "") if space else _NOISE  # tags begin with a bracket there
-        self.ending = _compile([_group("end", "|".join(ends)), noise])
-        self.leftover = _compile([*begins, unthinks, *section_ends, *ends, r"\{" if tags.key[0] == "" else ""])
-        self.spare = regex.compile(
-            rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*section_ends, *ends, noise, '```'])}))+"
+        # Words between such a mark and a list of objects: "Let me see. " in `[TOOL_CALLS]Let me see. [{"name"`.
+        self.preface = regex.compile(
+            rf"[^\[\]{{}}<>\n]{{1,200}}+(?=\[{_GAP}\{{)" if is_wrapped or calls.arguments == Object() else _NEVER
         )
+        # "</tool_calls>", "</tool_call>", or what models leave around calls: brackets, commas, "```json".
+        noise = _NOISE.replace(r"\]", "") if space else _NOISE  # tags begin with a bracket there
+        self.ending = _compile([_group("section_end", "|".join(section_ends)), _group("end", "|".join(ends)), noise])
+        # Any closing mark, with white space before it: "\n</tool_call>".
+        fence = "```" if "```" in calls.section[1] + calls.call[1] else ""
+        self.closing = regex.compile(rf"{_GAP}(?:(?:```{_GAP})?(?:{_either(closings)}){fence and '|' + fence})")
+        # What ends words that are in a section, and in no call: "<tool_call>" in "<tool_calls>First: <tool_call>".
+        self.leftover = _compile([*begins, unthinks, *closings, r"\{" if tags.key[0] == "" else ""])
+        # What a block of calls begins with that is not shown after its last call: "</tool_call>", "]", "```".
+        self.spare = regex.compile(
+            rf"^(?:\s*+(?!{_either(openings)})(?:{_either([*closings, noise, r'```[a-z]{0,8}+'])}))+"
+        )
+        # A block with nothing in it: "<tool_call>\n</tool_call>", "[TOOL_CALLS][]".
+        opened, closed = (f"(?:\\s*+(?:{_either(marks)}))" for marks in (openings, closings))
+        self.nothing = regex.compile(
+            rf"{opened}+(?:\s*+```[a-z]{{0,8}}+)?(?:\s*+\[\s*+\]{closed}*|{closed}+)(?:\s*+```)?\s*+"
+        )
+        # The marks of a section that holds words only, "<tool_calls>" and "</tool_calls>", and what is not only words.
+        self.section_marks = _compile([*openings[:1], *section_ends])
+        self.call_like = _compile([call_openings, tag, r"\w\(" if is_python else r"\{"])
 
-        # The name with the text before it, and the name alone; the text between the name and the arguments; what these
-        # begin or end with, which confirms an uncertain name; what ends missing arguments.
+        # The name with the text before it, "functions.f", and the name alone, "f".
         gap = _GAP if calls.name[0][-1:].isspace() else ""
         word = "".join(re.findall(r"^\w+(?=[^\w\s])", calls.name[0]))  # it may be missing: functions.f, .f
-        before = f"(?:{word})?" + _flexible(calls.name[0].removeprefix(word))
-        names = [rf"(?:{prefix}{_GAP})?{tag}{_NAME}"] if tag else [rf"{before}{gap}{_NAME}", _NAME]
+        before = f"(?:{word})?" + spelled(calls.name[0].removeprefix(word))
+        heads = [rf"(?:{prefix}{_GAP})?{tag}"] if tag else [f"{before}{gap}", ""]
         after_tag = r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if tag else ""
-        self.names = tuple(regex.compile(name + after_tag) for name in names)
+        self.names = tuple(regex.compile(f"{head}{_NAME}{after_tag}") for head in heads)
+        # Between the name and the arguments: "[ARGS]", ":0<|tool_call_argument_begin|>", "```json".
         self.after_name = _compile(_after_name(calls))
+        # A call that has a number and no name: "functions.:0<|tool_call_argument_begin|>"; None: there are none.
         is_numbered = calls.name[1].startswith(":{index}")
-        argument_mark = _flexible(calls.name[1].partition("{index}")[2])
+        argument_mark = spelled(calls.name[1].partition("{index}")[2])
         self.nameless = regex.compile(rf"(?:{word})?\W?\d{{1,9}}+{_GAP}{argument_mark}") if is_numbered else None
-        key_opening = _attribute(tags.key[0])
+        # What arguments begin with, "{", "<parameter=", or what ends missing ones: it confirms an uncertain name.
+        key_opening = attribute(tags.key[0])
         starts = {Wrapped: r"\{", PythonCall: r"\(", Tags: rf"{key_opening}|{_JSON}", Elements: rf"{space}<|{_JSON}"}
-        self.arguments = _compile([starts.get(type(calls.arguments), r"[\{\[]"), *section_ends, *ends, *openings])
-        self.ends = _compile([*section_ends, *ends, *openings])
+        self.arguments = _compile([starts.get(type(calls.arguments), r"[\{\[]"), *closings, *openings])
+        # What ends missing arguments: "</tool_call>", "<tool_call>".
+        self.ends = _compile([*closings, *openings])
 
         # What ends an incomplete JSON value.
-        head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{names[0]}"
-        is_wrapped = isinstance(calls.arguments, Wrapped)
+        head = rf"(?:(?:{_either(openings)}){_GAP}){{{0 if tag else 1},2}}{heads[0]}{_NAME}{after_tag}"
         self.value_ends = _value_ends(calls, openings, [] if is_wrapped else [head], closings)
 
-        # The tags of elements, and what ends them all.
+        # The tags of elements, "<city>", "</city>", and what ends them all, "</invoke>".
         self.element_tag = regex.compile(rf"{space}<(?P<slash>/?)(?P<name>[^<>/\n]{{1,200}})>")
         self.elements_end = _compile([*closings, *begins])
 
-        # Parts of an argument between tags.
+        # The opening of a key, "<arg_key>", "<parameter="; the key with what comes before its value, "city</arg_key>".
         quotes = "\"'" if tags.key[0].endswith('"') else '"'
-        whole_key = key_opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
         end = _group("end", "|".join(closings))
         self.tags = tags
         self.key = _compile([_group("key", key_opening), end, *begins])
-        self.key_end = regex.compile(rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags)}")
+        self.key_end = regex.compile(
+            rf"{_GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s]){_GAP}{_key_end(tags, prefix=calls.tag_prefix)}"
+        )
+        # The opening of a value, "<arg_value>", and what ends one: "</arg_value>", the next key, the end of the call.
         kind = r"<[\w|]{0,24}type>[^<>]{0,64}</[\w|]{0,24}type>"  # of the value, which the schema knows
-        self.value = regex.compile(rf"(?:{kind}{_GAP})?{_flexible(tags.value[0]) or _NEVER}")
-        value_end = _group("value", _drifting(tags.value[1].strip()))
+        self.value = regex.compile(
+            rf"(?:{_ESCAPED_LINE}{_GAP}){{0,2}}(?:{kind}{_GAP})?{spelled(tags.value[0]) or _NEVER}"
+        )
+        value_end = _group("value", _drifting(tags.value[1].strip(), prefix=calls.tag_prefix))
+        whole_key = key_opening + ("" if tags.key[0].strip().endswith(">") else r"[^<>\n]{1,200}>")
         self.value_end = _compile(
             [value_end, _group("next", whole_key if tags.key[0] else ""), end, _group("head", head)]
         )
@@ -146,64 +195,88 @@ def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], clo
 def _bare(calls: Calls) -> str:
     if not calls.is_bare:
         return ""
+    if calls.arguments == Object():
+        return r"[\w.-]{1,64}+\n\{"
     return r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{_GAP})?[\[{{]"
 
 
 def _after_name(calls: Calls) -> list[str]:
     """Return the text between a name and its arguments: an index, marks, the head of a code block."""
-    marks = [_group("mark", _flexible(mark)) for mark in _MARK.findall("".join(calls.name))]
+    marks = [_group("mark", _flexible(mark, prefix=calls.tag_prefix)) for mark in _MARK.findall("".join(calls.name))]
     if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
         marks.append(_group("mark", _flexible(calls.name[1])))
     index = _group("index", r":\d{1,9}+(?=\D)") if calls.name[1].startswith(":{index}") else ""
     if calls.name[1].startswith('" '):  # further attributes of the tag
         marks.append(_group("mark", r"[\"'][^<>\n]{0,64}(?=<)"))
-    return [index, *marks, _group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE]
+    line = _ESCAPED_LINE if isinstance(calls.arguments, Tags) else ""
+    return [index, *marks, _group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE, line]
 
 
-def _key_end(tags: Tags) -> str:
+def _key_end(tags: Tags, *, prefix: str) -> str:
     """Return the text between a key and its value; the group `flag` says whether the value is a text."""
     if tags.text_flag:
         flag = rf"{_flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
         quote = r"[\"']" if tags.key[1] == '"' else _flexible(tags.key[1])
-        return rf"{quote}(?:{_GAP}{flag})?[^<>\n]{{0,64}}{_flexible(tags.value[0].lstrip('"'))}"
+        return rf"{quote}(?:{_GAP}{flag})?[^<>\n]{{0,64}}{_flexible(tags.value[0].lstrip('"'), prefix=prefix)}"
     closing = tags.key[1].strip()
     if closing.startswith("</"):
-        return rf"(?:{_drifting(closing)}|(?={_flexible(tags.value[0]) or _NEVER}))"
+        return rf"(?:{_drifting(closing, prefix=prefix)}|(?={_flexible(tags.value[0], prefix=prefix) or _NEVER}))"
     return r"[\"']?[^\S\n]{0,8}(?:>|(?=\n))" if closing else _NEVER
 
 
-def _flexible(text: str) -> str:
-    """Return a pattern of a mark, with any white space where it has some, and between two tags; a word of DSML may have
-    a blank before it.
+def _flexible(text: str, *, prefix: str = "", no_name: str = "") -> str:
+    """Return a pattern of a mark, with any white space where it has some, and between two tags; after the `prefix` of
+    tags there may be a blank. The pattern `no_name` is in front of a name in the mark.
     """
     parts = re.sub(r">(?=<)", "> ", text.strip()).split()
     pattern = _GAP.join(regex.escape(part) for part in parts)
-    return pattern.replace(r"\{name\}", r"[\w.-]{1,128}+").replace(_DSML, f"{_DSML} ?")
+    pattern = pattern.replace(r"\{name\}", rf"{no_name}[\w.-]{{1,128}}+").replace(r"\{server\}", r"[^<>\n]{0,64}")
+    return pattern.replace(prefix, f"{prefix} ?") if prefix else pattern
 
 
-def _section(mark: str) -> str:
-    """Return a pattern of a mark of a section; in DSML, models misspell its word."""
-    match = re.fullmatch(rf"(</?){_DSML}\w+>\s*", mark)
-    return rf"{match[1]}{_DSML} ?(?!invoke|parameter)\w{{1,24}}>" if match else _drifting(mark)
+def _section(mark: str, *, prefix: str) -> str:
+    """Return a pattern of a mark of a section; if its tags have a `prefix`, models misspell the word after it."""
+    match = re.fullmatch(rf"(</?){re.escape(prefix)} ?\w+>\s*", mark) if prefix else None
+    word = r"(?!invoke|parameter)\w{1,24}"  # the tags inside a section
+    return rf"{match[1]}{prefix} ?{word}>" if match else _drifting(mark, prefix=prefix)
 
 
-def _attribute(text: str) -> str:
+def _attribute(text: str, *, prefix: str) -> str:
     """Return a pattern of a tag up to the value of its attribute, whose quote may be missing or another one."""
     mark = text.strip()
-    return _flexible(mark.removesuffix('"')) + (r"[\"']?+(?=[^\"'])" if mark[-1:] in ('"', "=") else "")
+    quote = r"[\"']?+(?=[^\"'])" if mark[-1:] in ('"', "=") else ""
+    return _flexible(mark.removesuffix('"'), prefix=prefix) + quote
 
 
-def _drifting(mark: str) -> str:
+def _drifting(mark: str, *, prefix: str) -> str:
     """Return a pattern of an end tag as models misspell it."""
-    if match := re.fullmatch(r"</([^<>｜]+)>", mark):  # noqa: RUF001
+    match = re.fullmatch(r"</([^<>｜]+)>", mark)  # noqa: RUF001
+    if match and not prefix:
         return rf"<\s{{0,4}}/\s{{0,4}}{regex.escape(match[1])}[\w=.: -]{{0,64}}>"
-    return _flexible(mark)
+    return _flexible(mark, prefix=prefix)
 
 
-def _hidden(text: str) -> str:
-    """Return a pattern of a text that is not shown; if it is a tag, also of its end, and with attributes after `:`."""
-    name = re.fullmatch(r"<(\w+)>", text)
-    return rf"</?{name[1]}(?::[\s\d,:\[\]]{{0,64}})?>" if name else regex.escape(text)
+def _no_beginning(text: str) -> str:
+    """Return a pattern that looks ahead: what follows begins unlike `text`, white space aside."""
+    others = (
+        f"{regex.escape(text[:index])}[^{regex.escape(text[index])}{'' if index else r'\s'}]"
+        for index in range(min(len(text), 8))
+    )
+    return rf"(?=\s{{0,8}}+(?:{'|'.join(others)})|\s{{9}})"
+
+
+def _hidden(text: str, pattern_of: Callable[[str], str]) -> str:
+    """Return a pattern of a text that is not shown, with the blanks after it if it ends in one; if it is a tag, also
+    of its end, and with attributes after `:`.
+    """
+    if name := re.fullmatch(r"<(\w+)>", text):
+        return rf"</?{name[1]}(?::[\s\d,:\[\]]{{0,64}})?>"
+    return pattern_of(text) + (r"\s{0,8}?(?=\S|\s{9})" if text[-1:].isspace() else "")
+
+
+def is_markup(mark: str) -> bool:
+    """Return true if a mark is one by its brackets; others are words that an answer may contain."""
+    return _MARK.search(mark) is not None
 
 
 def _any(texts: Iterable[str], pattern_of: Callable[[str], str] = _flexible) -> str:

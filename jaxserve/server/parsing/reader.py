@@ -8,14 +8,15 @@
 - An answer that was cut (`finish(is_cut=True)`) shows no beginning of a mark or a call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, override
 
 from jaxserve.server.literals.source import Steps, drop
 from jaxserve.server.parsing.answer import AnswerReader
 from jaxserve.server.parsing.calls import CallReader
 from jaxserve.server.parsing.events import Content, Event, Reasoning, joined
-from jaxserve.server.parsing.marks import marks_of
+from jaxserve.server.parsing.marks import is_markup, marks_of
 from jaxserve.server.syntaxes.syntax import Syntax, Wrapped
 
 
@@ -25,6 +26,29 @@ class _Held(NamedTuple):
     events: list[Event]
     num_calls: int
     spaces: list[str]
+
+
+@dataclass
+class _Block:
+    """What has been read of a block of calls.
+
+    Attributes:
+        is_marked: a mark has begun it.
+        in_section, in_list: such a mark, or a bracket, is open.
+        has_calls: there were calls of tools that are offered.
+        is_closed: its closing mark has been read.
+    """
+
+    is_marked: bool = False
+    in_section: bool = False
+    in_list: bool = False
+    has_calls: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_inside(self) -> bool:
+        """True if what follows is between marks that only calls have."""
+        return self.in_section or (self.in_list and (self.is_marked or self.has_calls))
 
 
 class Reader(AnswerReader):
@@ -55,6 +79,8 @@ class Reader(AnswerReader):
         self._is_thinking = is_open and not stays
         self._has_thought = is_open
         self._in_answer = False  # between the marks of the answer
+        self._is_quoting = False  # after the opening mark of thoughts, as words
+        self._is_dropping = False  # after a mark of text for nobody
         self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
         self._is_trimming = is_open  # leading white space is dropped
         self._spaces: list[str] = []  # white space that has arrived and may belong to a mark
@@ -83,6 +109,8 @@ class Reader(AnswerReader):
 
     def _say(self, text: str) -> None:
         """Show words or thoughts; white space waits until it is clear that no mark follows."""
+        if self._is_dropping:
+            return
         told = text.strip() if self._is_trimming else text.rstrip()
         if not told:
             self._spaces.append(text)
@@ -104,6 +132,7 @@ class Reader(AnswerReader):
     @override
     def _read_all(self) -> Steps:
         source, marks = self._source, self._marks
+        yield from source.accept(marks.lead)
         while True:
             if marks.bare is not None and self._is_fresh and not self._is_thinking:
                 self._spaces.append((yield from source.spaces()))
@@ -114,6 +143,7 @@ class Reader(AnswerReader):
             if match is None:
                 break
             kind = match.lastgroup
+            self._is_dropping = False
             if kind in ("section", "call", "begin"):
                 if self._is_thinking:
                     self._hold()
@@ -121,8 +151,8 @@ class Reader(AnswerReader):
                 if self._is_thinking:
                     self._release()
                 continue
-            if kind == "line":  # a call without a mark may begin there
-                self._say(source.take(1))
+            if kind == "line":  # a call without a mark may begin after it
+                self._say(source.take(len(match[0])))
                 yield from self._read_calls()
                 continue
             if kind in ("opening", "closing") and self._held is not None:
@@ -138,14 +168,23 @@ class Reader(AnswerReader):
         match kind:
             case "opening" if self._is_fresh or (self._may_reopen and not self._is_thinking):
                 self._turn(to_thoughts=True)
-            case "closing" if self._is_thinking or self._is_fresh:
+            case "closing" if self._is_thinking or self._is_fresh or self._in_answer:
                 self._turn(to_thoughts=False)
-            case "answer" if self._is_fresh and not self._is_thinking:
+                self._in_answer = False
+            case "closing" if self._has_thought and not self._is_quoting and is_markup(mark):
+                pass
+            case "opening" | "closing":  # thoughts that are only talked about
+                self._is_quoting = kind == "opening"
+                return self._thoughts is not None and mark in self._thoughts.hidden
+            case "answer" if self._is_fresh or self._is_thinking:
                 self._turn(to_thoughts=False)
                 self._in_answer = True
             case "answer_end" if self._in_answer:
                 self._in_answer = False
                 self._is_trimming = True
+            case "dropped":
+                self._turn(to_thoughts=False)
+                self._is_dropping = True
             case "end" if self._num_calls and self._is_fresh:
                 self._spaces = []
             case "hidden":
@@ -189,56 +228,72 @@ class Reader(AnswerReader):
 
     def _read_calls(self) -> Steps:
         """Read from a mark that may begin calls to their end, or to where it is clear that there are none."""
-        source, marks = self._source, self._marks
-        source.taken = raw = []
-        num_before = self._num_calls
-        in_section = in_list = is_marked = has_words = is_empty = False
-        while True:
-            yield from source.spaces()
-            num_taken = len(raw)
-            if opening := (yield from source.accept(marks.opening)):
-                in_section |= opening.lastgroup == "section"
-                is_marked = True
-            elif marks.section_end is not None and (yield from source.accept(marks.section_end)):
-                return self._end_calls(raw if has_words and self._num_calls == num_before else [])
-            elif ending := (yield from source.accept(marks.ending)):
-                if ending.lastgroup == "end" and not in_section:
-                    if is_marked and not has_words and self._num_calls == num_before:
-                        while (yield from source.accept(marks.closing)) is not None:
-                            pass
-                        raw = []
-                    return self._end_calls([] if self._num_calls > num_before else raw)
-                is_empty = is_marked and in_list and ending[0] == "]"
-                in_list = ending[0] == "[" or (in_list and ending[0] != "]")
-            elif (yield from self._call.read(is_marked=is_marked, is_among=in_section or in_list)):
-                has_words = True  # unless a tool that is offered is called
-                if self._num_calls > num_before:
-                    source.taken = raw = []
-            elif not in_section or (source.is_last and not source.buffer):
-                break
-            else:
-                has_words = True
-                if len(raw) == num_taken:
-                    source.take(1)
-                found = yield from source.until(marks.leftover, drop)
-                if found is None or found.lastgroup in ("section", "closing"):
-                    break
-        is_empty &= not has_words
-        if (is_empty or self._num_calls > num_before) and source.is_last and source.buffer.strip() == "```":
-            source.take(3)
-        if self._num_calls > num_before:
-            return self._end_calls([marks.spare.sub("", "".join(raw), count=1)])
-        if is_empty:
-            return self._end_calls([])
-        if not raw:
-            source.take(1)
-        return self._end_calls(raw)
+        source, marks, block = self._source, self._marks, _Block()
+        source.taken = []
+        while not block.is_closed and (yield from self._read_part(block)):
+            pass
+        # In thoughts, a mark that ends calls and thoughts (Inkling's) decides whether the call was only thought of.
+        is_empty = not block.has_calls and marks.nothing.match("".join(source.taken or ())) is not None
+        if block.is_closed and self._held is None and (block.has_calls or is_empty):
+            while (yield from source.accept(marks.closing)) is not None:
+                pass
+            if source.is_rest_of(marks.closing):
+                source.take(len(source.buffer))
+        self._end_calls(block)
 
-    def _end_calls(self, words: Sequence[str]) -> None:
-        """Leave a block of calls. `words` were in it and belong to no call."""
-        self._source.taken = None
-        if words:
-            self._say("".join(words))
+    def _read_part(self, block: _Block) -> Generator[None, None, bool]:
+        """Read a mark, a call, or something that belongs to none. Returns false if the block ends before."""
+        source, marks = self._source, self._marks
+        yield from source.spaces()
+        num_taken, num_calls = len(source.taken or ()), self._num_calls
+        if opening := (yield from source.accept(marks.opening)):
+            block.is_marked = True
+            block.in_section |= opening.lastgroup == "section"
+            return True
+        if ending := (yield from source.accept(marks.ending)):
+            block.in_list = ending[0] == "[" or (block.in_list and ending[0] != "]")
+            block.is_closed = ending.lastgroup == "section_end" or (ending.lastgroup == "end" and not block.in_section)
+            return True
+        is_among = block.in_section or block.in_list or marks.bare is not None
+        is_call = yield from self._call.read(is_marked=block.is_marked, is_among=is_among, is_inside=block.is_inside)
+        if is_call:
+            if self._num_calls > num_calls:
+                block.has_calls, source.taken = True, []
+            return True
+        if block.has_calls and source.is_rest_of(marks.closing):
+            source.take(len(source.buffer))
+            block.is_closed = True
+            return True
+        if block.is_marked and not block.has_calls and (yield from source.accept(marks.preface)):
+            return True
+        has_moved = len(source.taken or ()) > num_taken
+        if block.in_section:
+            return bool(source.buffer or has_moved) and (yield from self._skip_words(is_fresh=not has_moved))
+        return block.is_inside and (has_moved or (yield from self._call.skip_item()))
+
+    def _skip_words(self, *, is_fresh: bool) -> Generator[None, None, bool]:
+        """Take words in a section that belong to no call; return whether the section goes on after them. If they are
+        `is_fresh`, none of them has been taken, and a mark that they begin with is one of them.
+        """
+        source, marks = self._source, self._marks
+        if is_fresh and (yield from source.peek(marks.leftover)) is not None:
+            source.take(1)
+        found = yield from source.until(marks.leftover, drop)
+        return found is not None and found.lastgroup not in ("section", "closing")
+
+    def _end_calls(self, block: _Block) -> None:
+        """Leave a block of calls, and show what is in it and belongs to none."""
+        source, marks = self._source, self._marks
+        text, source.taken = "".join(source.taken or ()), None
+        if block.has_calls:
+            text = "" if block.is_closed else marks.spare.sub("", text, count=1)
+        elif marks.nothing.fullmatch(text):
+            text = ""
+        elif block.is_closed and block.in_section and not marks.call_like.search(text):
+            text = marks.section_marks.sub("", text).strip()
+        elif not text:
+            text = source.take(1)
+        self._say(text)
 
     @override
     def _start_call(self, name: str, call_id: str | None = None) -> None:

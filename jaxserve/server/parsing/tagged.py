@@ -50,12 +50,15 @@ class TaggedReader:
             key = yield from source.accept(marks.key_end)
             if key is None:
                 continue
-            name = json.dumps(key["key"], ensure_ascii=False)
-            kind = property_kind(self._schema, key["key"])
+            written = key["key"]
+            if tags.has_entities:
+                written = written.replace("&quot;", '"').replace("&amp;", "&")
+            name = json.dumps(written, ensure_ascii=False)
+            kind = property_kind(self._schema, written)
             if tags.text_flag and key["flag"] not in (None, tags.flags[0]) and not kind.types:
                 kind = _ANY_BUT_TEXT
             names = property_names(self._schema)
-            if key["key"] in _WRAPPERS and names and key["key"] not in names:
+            if written in _WRAPPERS and names and written not in names:
                 pieces: list[str] = []
                 yield from self._read_value(kind, pieces.append)
                 self._sink(comma + (_items("".join(pieces), names) or f"{name}: {''.join(pieces)}"))

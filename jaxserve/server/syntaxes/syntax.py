@@ -49,6 +49,7 @@ class Tags:
     Attributes:
         key: the marks around a key.
         value: the marks around a value.
+        has_entities: a key has `&` and `"` as `&amp;` and `&quot;`.
         text_flag: an attribute after the key that says whether the value is a text, without its value: ` string="`.
         flags: values of that attribute: the first one is for texts, the others for other values.
         has_cdata: values may be in `<![CDATA[` and `]]>`.
@@ -59,6 +60,7 @@ class Tags:
     text_flag: str = ""
     flags: tuple[str, ...] = ("true", "false")
     has_cdata: bool = False
+    has_entities: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +110,19 @@ class Calls:
 
     An answer with calls is: `section[0]`, then each call, with `separator` between two of them, then `section[1]`. A
     call is `call[0]`, the name between the texts of `name`, its arguments, and `call[1]`; `Wrapped` arguments hold the
-    name themselves. In `name`, `{index}` is the number of the call, and in `call[0]`, `{name}` is its name once more.
+    name themselves. In `name`, `{index}` is the number of the call, and `{server}` a word that says nothing. In
+    `call[0]`, `{name}` is the call's name once more, and none of `no_names`.
 
     Attributes:
         others: further marks of sections, which are read, but never written.
+        no_names: names that never are those of a tool.
         is_list: calls are between square brackets inside the section.
         is_bare: calls may begin an answer without any mark.
         is_parallel: an answer may hold several calls.
-        signs: texts that a chat template contains only in this syntax, all of them.
-        not_signs: texts that its chat template does not contain.
+        tag_prefix: a text after which all tags have their word; models put a blank there, and misspell the word of a
+            section's marks.
+        signs: texts of which a chat template in this syntax contains all. Rows before this one in the table have
+            been ruled out by then.
     """
 
     arguments: Arguments
@@ -125,12 +131,13 @@ class Calls:
     call: Pair = ("", "")
     name: Pair = ("", "")
     separator: str = ""
+    no_names: tuple[str, ...] = ()
     is_list: bool = False
     is_bare: bool = False
     is_parallel: bool = True
     ids: Ids = Ids.ANY
+    tag_prefix: str = ""
     signs: tuple[str, ...] = ()
-    not_signs: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[str]:
@@ -150,7 +157,8 @@ class Calls:
     def openings(self) -> list[str]:
         """The marks that begin calls, by which they are known in the midst of other text."""
         tag = self.name[0][self.name[0].rfind("<") :].strip()
-        marks = [self.section[0].strip(), self.call[0].strip(), tag if tag.startswith("<") and ">" not in tag else ""]
+        call = self.call[0].rpartition("{name}")[2].strip()
+        marks = [self.section[0].strip(), call, tag if tag.startswith("<") and ">" not in tag else ""]
         return [mark for mark in marks if mark]
 
 
@@ -161,12 +169,16 @@ class Thoughts:
     Attributes:
         opening, closing: the marks around thoughts; further texts are read, but never written.
         answer: the marks around the answer, if it has any.
+        channels: further marks that begin a part of the answer, and end thoughts; `{name}` stands for any name.
+        dropped: marks that begin a text for nobody, which ends at the next mark.
         calls_end: a call of a tool that is offered ends open thoughts.
         reopens: thoughts may come again after the answer has begun.
         starts_open: an answer begins with thoughts unless the end of the prompt says otherwise.
         stay: thoughts stay in the content, after the opening mark.
-        hidden: texts that are not shown, in thoughts or in words; a tag stands for its end, too, and for attributes.
-        signs, not_signs: as in `Calls`.
+        lead: what words at the beginning of an answer have before them, where the prompt has begun its mark.
+        hidden: texts that are not shown, in thoughts or in words; a tag stands for its end, too, and for attributes,
+            white space at the end for any.
+        signs: as in `Calls`.
     """
 
     opening: tuple[str, ...] = ("<think>",)
@@ -176,14 +188,16 @@ class Thoughts:
     reopens: bool = False
     starts_open: bool = False
     stay: bool = False
+    channels: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    lead: str = ""
     hidden: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
-    not_signs: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[str]:
         """All texts that have marks of thoughts in them."""
-        return [*self.opening, *self.closing, *self.answer, *self.hidden]
+        return [*self.opening, *self.closing, *self.answer, *self.channels, *self.dropped, *self.hidden]
 
     def are_open(self, written: str) -> bool | None:
         """Return true if a text leaves thoughts open; None if it contains none of their marks.

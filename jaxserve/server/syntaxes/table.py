@@ -1,8 +1,9 @@
 """The syntaxes of calls that are known by name: vLLM's names of parsers, so that its options can be used unchanged.
 
-A row is chosen by its `signs` if a chat template contains all of them (`choosing`). Several rows of one name are forms
-of one syntax; the one whose signs the template contains is read and written, else the first. docs/syntaxes.md lists the
-models that use each syntax, and the sources.
+The first row is chosen whose `signs` a chat template contains, all of them (`choosing`): rows of marks that only one
+syntax has come first, those of marks that many have, such as `<tool_call>`, last. Several rows of one name are forms of
+one syntax; the first one whose signs the template contains is read and written, else the first. docs/syntaxes.md lists
+the models that use each syntax, and the sources.
 """
 
 # ruff: noqa: RUF001 (some marks are spelled with full-width bars)
@@ -23,6 +24,7 @@ _DSML = Calls(
     ),
     call=("", "</｜DSML｜invoke>\n"),
     name=('<｜DSML｜invoke name="', '">\n'),
+    tag_prefix="｜DSML｜",
 )
 _INVOKE = Calls(
     arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
@@ -35,53 +37,55 @@ _GLM = Calls(
     name=("", "\n"),
     separator="\n",
     signs=("<tool_call>", "<arg_key>", "<arg_value>"),
-    not_signs=("</arg_key><arg_value>", "<tool_sep>"),
 )
 
 _FORMS: dict[str, Calls] = {
-    "hermes": replace(
-        _LINES,
-        call=("<tool_call>\n", "\n</tool_call>"),
-        signs=("<tool_call>", "arguments", "</tool_call>"),
-        not_signs=(
-            "<function=",
-            "<arg_key>",
-            "<|tool_call|>",
-            "<response>",
-            "<longcat",
-            "<seed:",
-            "<tool_calls>",
-            "minimax[>",
+    "deepseek_v32": replace(
+        _DSML, section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), signs=("DSML", "function_calls>")
+    ),
+    "deepseek_v4": replace(
+        _DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")
+    ),
+    "deepseek_v41": Calls(
+        arguments=Tags(
+            key=('<｜DSML｜ parameter name="', '"'), value=('">', "</｜DSML｜ parameter>\n"), text_flag=' string="'
         ),
+        section=("<｜DSML｜ calls>\n", "</｜DSML｜ calls>"),
+        call=("", "</｜DSML｜ invoke>\n"),
+        name=('<｜DSML｜ invoke name="', '">\n'),
+        tag_prefix="｜DSML｜",
+        signs=("DSML", " calls>"),
     ),
-    "llama3_json": Calls(
-        arguments=_PARAMETERS,
-        section=("<|python_tag|>", ""),
-        separator="; ",
-        is_bare=True,
-        is_parallel=False,
-        signs=("<|start_header_id|>", '"parameters": '),
-        not_signs=("<tool_call>", "[func_name1("),
-    ),  # the template refuses to show two
-    "pythonic": replace(_PYTHON, is_bare=True, signs=("<|start_header_id|>", "[func_name1(")),
-    "llama4_pythonic": replace(
-        _PYTHON,
-        section=("<|python_start|>", "<|python_end|>"),
-        is_bare=True,
-        signs=("<|header_start|>", "[func_name1("),
+    "gigachat35": Calls(
+        arguments=Tags(
+            key=('<｜GCML｜parameter name="', '"'), value=('">', "</｜GCML｜parameter>\n"), text_flag=' string="'
+        ),
+        section=("<｜GCML｜tool_calls>\n", "</｜GCML｜tool_calls>"),
+        call=("", "</｜GCML｜invoke>\n"),
+        name=('<｜GCML｜invoke name="', '">\n'),
+        tag_prefix="｜GCML｜",
+        signs=("｜GCML｜",),
     ),
-    "lfm2": replace(
-        _PYTHON,
-        section=("<|tool_call_start|>", "<|tool_call_end|>"),
-        signs=("<|tool_", "_start|>"),
-        not_signs=("<|tool_calls_section",),
+    "kimi_k2": replace(
+        _OBJECT,
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+        name=("functions.", ":{index}<|tool_call_argument_begin|>"),
+        ids=Ids.NUMBERED,
+        signs=("<|tool_calls_section_begin|>",),
     ),
-    "olmo3": replace(
-        _LINES,
-        arguments=PythonCall(),
-        section=("<function_calls>", "</function_calls>"),
-        signs=("<function_calls>",),
-        not_signs=("<invoke", "DSML"),
+    "kimi_k3": Calls(
+        arguments=Tags(
+            key=('<|open|>argument key="', '"'),
+            value=('"<|sep|>', "<|close|>argument<|sep|>"),
+            text_flag=' type="',
+            flags=("string", "number", "boolean", "object", "array", "null"),
+            has_entities=True,
+        ),
+        section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        call=("<|open|>call ", "<|close|>call<|sep|>"),
+        name=('tool="', '" index="{index}"<|sep|>'),
+        signs=("<|open|>", "<|sep|>"),
     ),
     "mistral": replace(
         _OBJECT, call=("[TOOL_CALLS]", ""), name=("", "[ARGS]"), ids=Ids.NINE, signs=("[TOOL_CALLS]", "[ARGS]")
@@ -100,32 +104,8 @@ _FORMS: dict[str, Calls] = {
         call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         name=("", "<｜tool▁sep｜>"),
         signs=("<｜tool▁calls▁begin｜>",),
-        not_signs=("```json",),
-    ),
-    "deepseek_v32": replace(
-        _DSML, section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), signs=("DSML", "function_calls>")
-    ),
-    "deepseek_v4": replace(
-        _DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")
-    ),
-    "deepseek_v41": Calls(
-        arguments=Tags(
-            key=('<｜DSML｜ parameter name="', '"'), value=('">', "</｜DSML｜ parameter>\n"), text_flag=' string="'
-        ),
-        section=("<｜DSML｜ calls>\n", "</｜DSML｜ calls>"),
-        call=("", "</｜DSML｜ invoke>\n"),
-        name=('<｜DSML｜ invoke name="', '">\n'),
-        signs=("DSML", " calls>"),
     ),
     "gpt_oss": Calls(arguments=Channels(), is_parallel=False, signs=("<|channel|>commentary",)),  # a call is the end
-    "qwen3_coder": replace(
-        _LINES,
-        arguments=Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
-        call=("<tool_call>\n", "</function>\n</tool_call>"),
-        name=("<function=", ">\n"),
-        signs=("<tool_call>", "<function=", "<parameter="),
-        not_signs=("<seed:tool_call>",),
-    ),
     "seed_oss": replace(
         _LINES,
         arguments=Tags(key=("<parameter=", ">"), value=("", "</parameter>\n")),
@@ -133,31 +113,12 @@ _FORMS: dict[str, Calls] = {
         name=("<function=", ">\n"),
         signs=("<seed:tool_call>",),
     ),
-    "glm45": _GLM,
-    "glm47": Calls(
-        arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
-        call=("<tool_call>", "</tool_call>"),
-        signs=("<tool_call>", "</arg_key><arg_value>"),
-    ),
-    "minimax_m2": replace(
-        _INVOKE, section=("<minimax:tool_call>\n", "</minimax:tool_call>"), signs=("<minimax:tool_call>",)
-    ),
-    "minimax_m3": Calls(
-        arguments=Elements(mark="]<]minimax[>["),
-        section=("]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>"),
-        call=("", "]<]minimax[>[</invoke>\n"),
-        name=(']<]minimax[>[<invoke name="', '">'),
-        signs=("]<]minimax[>[",),
-    ),
-    "dots": replace(
-        _INVOKE, section=("<dots_function_call>\n", "</dots_function_call>"), signs=("<dots_function_call>",)
-    ),
-    "muse": Calls(
-        arguments=Tags(key=('<atem:parameter name="', '">'), value=("", "</atem:parameter>\n")),
-        call=("to={name}<|message|><atem:function_calls>\n", "</atem:invoke>\n</atem:function_calls>"),
-        name=('<atem:invoke name="', '">\n'),
-        separator="<|eom|><|start|>assistant ",
-        signs=("<atem:function_calls>",),
+    "qwen3_coder": replace(
+        _LINES,
+        arguments=Tags(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
+        call=("<tool_call>\n", "</function>\n</tool_call>"),
+        name=("<function=", ">\n"),
+        signs=("<tool_call>", "<function=", "<parameter="),
     ),
     "hy_v3": Calls(
         arguments=Tags(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
@@ -171,6 +132,50 @@ _FORMS: dict[str, Calls] = {
         arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
         section=("<tool_calls>", "</tool_calls>"),
         call=("<tool_call>", "</tool_call>"),
+        signs=("<tool_calls>", "</arg_key><arg_value>"),
+    ),
+    "iquest_q1": Calls(
+        arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+        call=("<iquest_tool_call>", "</iquest_tool_call>"),
+        signs=("<iquest_tool_call>",),
+    ),
+    "glm47": Calls(
+        arguments=Tags(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+        call=("<tool_call>", "</tool_call>"),
+        signs=("<tool_call>", "</arg_key><arg_value>"),
+    ),
+    "glm45": _GLM,
+    "minimax_m2": replace(
+        _INVOKE, section=("<minimax:tool_call>\n", "</minimax:tool_call>"), signs=("<minimax:tool_call>",)
+    ),
+    "minimax_m3": Calls(
+        arguments=Elements(mark="]<]minimax[>["),
+        section=("]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>"),
+        call=("", "]<]minimax[>[</invoke>\n"),
+        name=(']<]minimax[>[<invoke name="', '">'),
+        signs=("]<]minimax[>[",),
+    ),
+    "dots": replace(
+        _INVOKE, section=("<dots_function_call>\n", "</dots_function_call>"), signs=("<dots_function_call>",)
+    ),
+    "olmo3": replace(
+        _LINES,
+        arguments=PythonCall(),
+        section=("<function_calls>", "</function_calls>"),
+        signs=("<function_calls>", "<functions>"),
+    ),
+    "lfm2": replace(
+        _PYTHON,
+        section=("<|tool_call_start|>", "<|tool_call_end|>"),
+        signs=("<|tool_", "_start|>"),
+    ),
+    "muse": Calls(
+        arguments=Tags(key=('<atem:parameter name="', '">'), value=("", "</atem:parameter>\n")),
+        call=("to={name}<|message|><atem:function_calls>\n", "</atem:invoke>\n</atem:function_calls>"),
+        name=('<atem:invoke name="', '">\n'),
+        separator="<|eom|><|start|>assistant ",
+        no_names=("self", "user", "commentary", "developer"),
+        signs=("<atem:function_calls>",),
     ),
     "k2_horizon": Calls(
         arguments=Tags(key=("<ifm|arg_key>", "</ifm|arg_key>"), value=("<ifm|arg_value>", "</ifm|arg_value>\n")),
@@ -192,26 +197,6 @@ _FORMS: dict[str, Calls] = {
         call=("<｜tool_call_begin｜>", "</steptml:invoke><｜tool_call_end｜>\n"),
         name=('function<｜tool_sep｜><steptml:invoke name="', '">\n'),
         signs=("<｜tool_calls_begin｜>",),
-    ),
-    "kimi_k2": replace(
-        _OBJECT,
-        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
-        name=("functions.", ":{index}<|tool_call_argument_begin|>"),
-        ids=Ids.NUMBERED,
-        signs=("<|tool_calls_section_begin|>",),
-    ),
-    "kimi_k3": Calls(
-        arguments=Tags(
-            key=('<|open|>argument key="', '"'),
-            value=('"<|sep|>', "<|close|>argument<|sep|>"),
-            text_flag=' type="',
-            flags=("string", "number", "boolean", "object", "array", "null"),
-        ),
-        section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
-        call=("<|open|>call ", "<|close|>call<|sep|>"),
-        name=('tool="', '" index="{index}"<|sep|>'),
-        signs=("<|open|>", "<|sep|>"),
     ),
     "plamo3": replace(
         _OBJECT,
@@ -238,6 +223,16 @@ _FORMS: dict[str, Calls] = {
         name=("call:", ""),
         signs=("<start_function_call>",),
     ),
+    "mirothinker": replace(
+        _OBJECT,
+        call=("<use_mcp_tool>\n", "\n</arguments>\n</use_mcp_tool>"),
+        name=("<server_name>{server}</server_name>\n<tool_name>", "</tool_name>\n<arguments>\n"),
+        separator="\n",
+        signs=("<use_mcp_tool>", "<tool_name>"),
+    ),
+    "functionary_v3_2": replace(
+        _OBJECT, section=(">>>", ""), name=("", "\n"), separator=">>>", is_bare=True, signs=(">>>all\\n",)
+    ),
     "granite": replace(
         _LIST,
         section=("<|tool_call|>", ""),
@@ -246,7 +241,6 @@ _FORMS: dict[str, Calls] = {
     ),
     "granite-20b-fc": replace(_LINES, call=("<function_call> ", ""), signs=("<function_call> ",)),
     "phi4_mini_json": replace(_LIST, section=("functools", ""), signs=("functools[",)),
-    "xlam": replace(_LIST, others=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")), is_bare=True),
     "cohere_command3": replace(
         _LIST,
         arguments=Wrapped(name="tool_name", arguments="parameters", id="tool_call_id"),
@@ -259,9 +253,6 @@ _FORMS: dict[str, Calls] = {
         _LINES, section=("<tool_calls>\n", "\n</tool_calls>"), signs=("<tool_calls>\n", "<beginning_of_sentence>")
     ),
     "nemotron_json": replace(_LIST, section=("<TOOLCALL>", "</TOOLCALL>"), signs=("<TOOLCALL>",)),
-    "ernie45": replace(
-        _JSON, call=("<tool_call>\n", "\n</tool_call>\n"), signs=("<tool_call>", "<response>"), not_signs=("<invoke",)
-    ),
     "internlm": Calls(
         arguments=_PARAMETERS, call=("<|action_start|><|plugin|>\n", "<|action_end|>"), signs=("<|action_start|>",)
     ),
@@ -278,17 +269,36 @@ _FORMS: dict[str, Calls] = {
         signs=("<|content_invoke_tool_json|>",),
     ),
     "gigachat3": replace(_JSON, call=("<|function_call|>", ""), signs=("<|function_call|>",)),
+    "xlam": replace(_LIST, others=(("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")), is_bare=True),
+    "ernie45": replace(_JSON, call=("<tool_call>\n", "\n</tool_call>\n"), signs=("<tool_call>", "<response>")),
+    "hermes": replace(
+        _LINES,
+        call=("<tool_call>\n", "\n</tool_call>"),
+        signs=("<tool_call>", "arguments", "</tool_call>"),
+    ),
+    "pythonic": replace(_PYTHON, is_bare=True, signs=("<|start_header_id|>", "[func_name1(")),
+    "llama4_pythonic": replace(
+        _PYTHON,
+        section=("<|python_start|>", "<|python_end|>"),
+        is_bare=True,
+        signs=("<|header_start|>", "[func_name1("),
+    ),
+    "llama3_json": Calls(
+        arguments=_PARAMETERS,
+        section=("<|python_tag|>", ""),
+        separator="; ",
+        is_bare=True,
+        is_parallel=False,
+        signs=("<|start_header_id|>", '"parameters": '),
+    ),  # the template refuses to show two
 }
 _FURTHER_FORMS = {
-    "mistral": replace(
-        _LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",), not_signs=("[ARGS]",)
-    ),
+    "mistral": replace(_LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",)),
     "cohere_command3": replace(
         _LIST,
         arguments=Wrapped(name="tool_name", arguments="parameters"),
         section=("Action:\n```json\n", "\n```"),
         signs=("Action:", "```json", "tool_name"),
-        not_signs=("<|START_ACTION|>",),
     ),
     "gigachat3": replace(
         _JSON,
@@ -302,23 +312,29 @@ _FURTHER_FORMS = {
 TOOL_PARSERS: dict[str, tuple[Calls, ...]] = {
     name: (form, *filter(None, [_FURTHER_FORMS.get(name)])) for name, form in _FORMS.items()
 }
-# Further names for the same.
+# Further names for the same, some of them SGLang's.
+_ALIASES = {
+    "apertus": ("apertus2509",),
+    "cohere_command3": ("cohere_command4",),
+    "deepseek_v3": ("deepseekv3",),
+    "deepseek_v31": ("deepseekv31",),
+    "deepseek_v32": ("deepseekv32",),
+    "deepseek_v4": ("deepseekv4",),
+    "deepseek_v41": ("deepseekv41",),
+    "glm45": ("glm", "spark", "spark25"),
+    "glm47": ("glm53_flash", "ling3", "poolside_v1"),
+    "gpt_oss": ("gpt-oss", "openai"),
+    "hermes": ("granite4", "qwen", "qwen25", "qwen3_json", "trinity"),
+    "hy_v3": ("hunyuan",),
+    "internlm": ("interns1",),
+    "llama3_json": ("llama3", "llama4_json"),
+    "minimax_m2": ("minimax-m2",),
+    "minimax_m3": ("minimax-m3",),
+    "muse": ("muse_glimmer", "musespark1x"),
+    "qwen3_coder": ("mimo", "nanbeige", "nemotron_v3", "qwen3_xml", "step3p5", "step5"),
+}
 TOOL_PARSERS |= {
     alias: tuple(replace(row, signs=()) for row in TOOL_PARSERS[name])
-    for alias, name in (
-        ("openai", "gpt_oss"),
-        ("qwen3_xml", "qwen3_coder"),
-        ("nemotron_v3", "qwen3_coder"),
-        ("mimo", "qwen3_coder"),
-        ("step3p5", "qwen3_coder"),
-        ("step5", "qwen3_coder"),
-        ("granite4", "hermes"),
-        ("qwen3_json", "hermes"),
-        ("ling3", "glm47"),
-        ("poolside_v1", "glm47"),
-        ("muse_glimmer", "muse"),
-        ("musespark1x", "muse"),
-        ("llama4_json", "llama3_json"),
-        ("cohere_command4", "cohere_command3"),
-    )
+    for name, aliases in _ALIASES.items()
+    for alias in aliases
 }
