@@ -5,6 +5,8 @@ A flag that is not given is absent from the namespace, so that defaults have one
 """
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -20,12 +22,14 @@ import configargparse
 import msgspec
 
 from jaxserve import vllm_flags
-from jaxserve.request import SamplingParams
-from jaxserve.vllm_flags import Harmless, Refused
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.vllm_flags import NotTaken, Row, Verdict, said_of, sentences
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _COUNT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kKmMgG]?)")
 _COUNT_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_DOTTED = re.compile(r"(--[a-z][a-z0-9_-]*|-[a-zA-Z]{1,3})(\.[\w-]+)+\+?")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 MAX_CHOICES_LENGTH = 72
@@ -39,6 +43,32 @@ OTHER_VARIABLES = frozenset({"JAXSERVE_TEST_DATA"})
 
 _KUBERNETES = re.compile(r"JAXSERVE_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
 """Variables that Kubernetes sets in pods beside a Service named jaxserve; JAXSERVE_PORT is tcp://... then."""
+
+
+class _YamlFile(configargparse.YAMLConfigFileParser):
+    """A YAML file of options. Objects become JSON, and `no-x: true` is `x: false`."""
+
+    def parse(self, stream: Any) -> dict[str, Any]:
+        yaml, loader, _ = self._load_yaml()
+        try:
+            given = yaml.load(stream, Loader=loader)
+        except yaml.YAMLError as error:
+            raise configargparse.ConfigFileParserException(f"cannot read {stream.name}: {error}") from error
+        if not isinstance(given, dict):
+            raise configargparse.ConfigFileParserException(f"{stream.name} must hold options, such as max-num-seqs: 4")
+        options: dict[str, Any] = {}
+        for name, value in given.items():
+            flag, *path = _in_our_spelling(f"--{str(name).lstrip('-')}").removeprefix("--").split(".")
+            if flag.startswith("no-") and isinstance(value, bool):
+                flag, value = flag.removeprefix("no-"), not value
+            if path:
+                _put(options.setdefault(flag, {}), path, value)
+            elif value is not None:
+                options[flag] = options.get(flag, {}) | value if isinstance(value, dict) else value
+        return {
+            flag: json.dumps(value) if isinstance(value, dict) else value if isinstance(value, list) else str(value)
+            for flag, value in options.items()
+        }
 
 
 class Parser(configargparse.ArgumentParser):
@@ -59,9 +89,11 @@ class Parser(configargparse.ArgumentParser):
             auto_env_var_prefix=VARIABLES if has_settings else None,
             add_env_var_help=False,
             add_config_file_help=False,
-            config_file_parser_class=configargparse.YAMLConfigFileParser,
+            config_file_parser_class=_YamlFile,
         )
         self.has_settings = has_settings
+        self._refusals: list[Verdict] = []
+        self._complaints: list[str] = []
         self.groups: dict[str, list[argparse.Action]] = {}
         self._containers: dict[str, argparse._ArgumentGroup] = {}
         self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
@@ -73,11 +105,6 @@ class Parser(configargparse.ArgumentParser):
                 help="YAML file of options, by the names of their flags",
             )
         self.set_defaults(parser=self)
-
-    def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Return the names that an option may have in a file: with hyphens, or with underscores."""
-        keys = super().get_possible_config_keys(action)
-        return keys + [key.replace("-", "_") for key in keys]
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None, **options: Any
@@ -103,6 +130,7 @@ class Parser(configargparse.ArgumentParser):
                 is_shown = action.help != argparse.SUPPRESS
                 yield from ((_variable(name), _variable(names[0]) if is_shown else "") for name in names)
         for name, meant in vllm_flags.RENAMED.items():
+            meant, *_ = meant.split(".")
             yield _variable(name), _variable(meant)
 
     def add_flag(self, group: str, *names: str, **options: Any) -> None:
@@ -121,25 +149,54 @@ class Parser(configargparse.ArgumentParser):
         """Return the flags that the help shows."""
         return [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
 
-    def add_known_flags(self, flags: Mapping[str, Harmless | Refused]) -> None:
+    def add_known_flags(self, flags: Mapping[str, Row]) -> None:
         """Accept or refuse flags of vLLM by a table of `vllm_flags`. They are not shown in the help."""
         for name, row in flags.items():
-            if name not in self._option_string_actions:
-                self.add_argument(name, action=_Known, nargs=row.nargs, row=row, help=argparse.SUPPRESS)
-
-    def refuse(self, arguments: Sequence[str]) -> NoReturn:
-        """End with this command's usage and an error that names arguments which it does not know."""
-        texts = []
-        for argument in arguments:
-            flag = argument.split("=")[0]
-            if not flag.startswith("-"):
-                texts.append(f"unexpected argument {argument!r}")
-            elif (verdict := vllm_flags.verdict(flag)) is not None:
-                texts.append(f"{flag} is a flag of vLLM's server: {verdict}")
+            if name in self._option_string_actions:
+                continue
+            names = [name, vllm_flags.SHORT[name]] if name in vllm_flags.SHORT else [name]
+            options = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            if row.nargs == 0:
+                self.add_argument(*names, action=_KnownSwitch, row=row, **options)
             else:
-                texts.append(f"unknown flag {flag}{self.did_you_mean(flag)}")
-                break  # what follows may be its value
-        self.error("; ".join(texts))
+                self.add_argument(
+                    *names, action=_Known, nargs=None if row.nargs == 1 else row.nargs, row=row, **options
+                )
+
+    def hear(self, verdict: Verdict) -> None:
+        """Keep what is refused for `check`; print one line about what needs nothing."""
+        if verdict.is_refused:
+            self._refusals.append(verdict)
+        else:
+            print(f"jaxserve: {verdict.option}: {verdict.text}", file=sys.stderr)  # noqa: T201
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the values of an argument as argparse does. A flag with a wrong value is left out, for `check`."""
+        try:
+            return super()._get_values(action, arg_strings)  # pyright: ignore[reportAttributeAccessIssue]
+        except argparse.ArgumentError as error:
+            if not action.option_strings:
+                raise
+            self._refusals.append(Verdict(str(error.message), True, f"argument {error.argument_name}"))
+            return argparse.SUPPRESS
+
+    def error(self, message: str) -> NoReturn:
+        """End with this command's usage, and all that was refused before."""
+        super().error("; ".join([*sentences(self._refusals), *self._complaints, message]))
+
+    def check(self, unknown: Sequence[str], invalid: Sequence[str]) -> None:
+        """End with this command's usage and one error if flags have been refused, or arguments are `unknown`.
+
+        `invalid` are complaints about options, which belong to the same error.
+        """
+        for index, argument in enumerate(unknown):
+            flag = argument.split("=")[0]
+            if flag.startswith("-"):
+                self._complaints.append(f"unknown flag {flag}{self.did_you_mean(flag)}")
+            elif not index or not unknown[index - 1].startswith("-") or "=" in unknown[index - 1]:
+                self._complaints.append(f"unexpected argument {argument!r}")
+        if self._refusals or self._complaints:
+            super().error("; ".join([*sentences(self._refusals), *self._complaints, *invalid]))
 
     def did_you_mean(self, flag: str) -> str:
         """Return a question that names the flag nearest to an unknown one, or an empty text."""
@@ -149,21 +206,46 @@ class Parser(configargparse.ArgumentParser):
 
 
 class _Known(argparse.Action):
-    """A flag of vLLM: one line on standard error where it is harmless, an error where it is not."""
+    """A flag of vLLM that takes values."""
 
-    def __init__(self, *args: Any, row: Harmless | Refused, nargs: Any, **kwargs: Any):
-        super().__init__(*args, nargs=None if nargs == 1 else nargs, **(kwargs | {"default": argparse.SUPPRESS}))
+    def __init__(self, *args: Any, row: Row, **options: Any):
+        super().__init__(*args, **options)
         self._row = row
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, _namespace: Any, values: Any, option: str | None = None
-    ) -> None:
+    def __call__(self, parser: Any, _namespace: Any, values: Any, option: str | None = None) -> None:
         assert option is not None
-        value = values if isinstance(values, str) else None
-        text = f"{option}: {vllm_flags.verdict(option, value)}"
-        if isinstance(self._row, Refused) or (value is not None and not self._row.accepts(value)):
-            parser.error(text)
-        print(f"jaxserve: {text}", file=sys.stderr)  # noqa: T201
+        parser.hear(said_of(option, True if values is None else values, self._row))
+
+
+class _KnownSwitch(argparse.BooleanOptionalAction):
+    """A flag of vLLM that is on or off."""
+
+    def __init__(self, *args: Any, row: Row, **options: Any):
+        super().__init__(*args, **options)
+        self._row = row
+
+    def __call__(self, parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:
+        assert option is not None
+        parser.hear(said_of(option, not option.startswith("--no-"), self._row))
+
+
+class _Lists(argparse._AppendAction):  # pyright: ignore[reportPrivateUsage]
+    """A flag that may be repeated, and takes a JSON list of texts, as vLLM does, for several at once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        texts = [values]
+        if isinstance(values, str) and values.startswith("["):
+            with contextlib.suppress(ValueError):
+                texts = json.loads(values)
+        for text in texts:
+            super().__call__(parser, namespace, text, option)
+
+
+class _Merged(argparse.Action):
+    """A flag whose JSON objects make one if it is repeated."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: str | None = None) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
 
 
 class _Help(argparse.Action):
@@ -179,6 +261,58 @@ class _Help(argparse.Action):
         else:
             parser.error(f"no group {values!r} of flags; there are: {', '.join(parser.groups)}")
         parser.exit()
+
+
+def arguments_of(argv: Sequence[str]) -> list[str]:
+    """Return a command line in our spelling: `--max_num_seqs=4` is `--max-num-seqs=4`, and some flags have another
+    name.
+
+    vLLM's dotted flags become JSON: `--hf-overrides.rope_scaling.factor 4` is a part of `--hf-overrides`, and a `+` at
+    the end of such a name adds to a list.
+    """
+    arguments: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    rest = collections.deque(argv)
+    while rest:
+        flag, equals, value = rest.popleft().partition("=")
+        flag = _in_our_spelling(flag)
+        if not _DOTTED.fullmatch(flag):
+            arguments.append(flag + equals + value)
+            continue
+        flag, *path = flag.split(".")
+        if not equals:
+            value = rest.popleft() if rest and not rest[0].startswith("-") else "true"
+        if flag not in objects:
+            arguments.append(flag)
+        _put(objects.setdefault(flag, {}), path, _json_or_text(value))
+    return [
+        f"{argument}={json.dumps(objects[argument])}" if argument in objects else argument for argument in arguments
+    ]
+
+
+def _in_our_spelling(flag: str) -> str:
+    if flag.startswith("--"):
+        flag, dot, path = flag.partition(".")
+        flag = flag.replace("_", "-") + dot + path
+    return vllm_flags.RENAMED.get(flag, flag)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _put(fields: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Put a value where a dotted name says."""
+    *outer, last = path
+    for name in outer:
+        fields = fields.setdefault(name, {})
+    if last.endswith("+"):
+        fields.setdefault(last.removesuffix("+"), []).append(value)
+    else:
+        fields[last] = value
 
 
 def add_config_flags(
@@ -203,17 +337,21 @@ def add_config_flags(
         names = [_flag(field.name), *field.metadata["aliases"]]
         is_size = field.metadata["is_size"]
         options = _size_options() if is_size else _options(hints[field.name])
+        choices = ", ".join(options.get("choices", ()))
         if words := field.metadata.get("words"):
             options["type"] = _word_or(words, options["type"])
-        if advice := vllm_flags.VALUES.get(field.name):
-            options["type"] = _advised(advice, options["type"])
-        if field.metadata.get("many"):
-            options |= {"action": "extend", "nargs": "+"}
+        if words and choices:  # the help has the choices, and not the words
+            options |= {"choices": [*options["choices"], *words], "metavar": f"{{{choices.replace(' ', '')}}}"}
+        if values := vllm_flags.VALUES.get(field.name):
+            options["type"] = _judged(parser, names[0], values, otherwise=options["type"], default=field.default)
+        if options.get("action") == "append":
+            is_long = bool(field.metadata.get("many"))
+            options |= {"action": "extend", "nargs": "+"} if is_long else {"action": _Lists}
         default = defaults.get(field.name, field.default)
         if is_size and isinstance(default, int):
             default = f"{default // 2**20}MiB"
         text = _with_default(field.metadata["help"], default)
-        if len(choices := ", ".join(options.get("choices", ()))) > MAX_CHOICES_LENGTH:
+        if len(choices) > MAX_CHOICES_LENGTH:
             options["metavar"] = "NAME"
             text += f"; names: {choices}" if lists_names else "; jaxserve parse --help lists the names"
         parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
@@ -297,13 +435,17 @@ def _word_or(words: Mapping[str, Any], parse: Any) -> Any:
     return value
 
 
-def _advised(advice: Mapping[str, str], parse: Any) -> Any:
-    """Return a parser of a flag's value that says what to do instead of some values."""
+def _judged(parser: Parser, flag: str, values: Mapping[str, Row | NotTaken], *, otherwise: Any, default: Any) -> Any:
+    """Return a parser of a flag's value that judges some values of vLLM. A harmless one means the default."""
 
     def value(text: str) -> Any:
-        if text in advice:
-            raise argparse.ArgumentTypeError(f"{text!r}: {advice[text]}")
-        return parse(text)
+        if text not in values:
+            return otherwise(text)
+        verdict = values[text].judge(text)
+        if verdict.is_refused:
+            raise argparse.ArgumentTypeError(verdict.text)
+        parser.hear(said_of(f"{flag} {text}", text, values[text]))
+        return default
 
     return value
 
@@ -338,12 +480,34 @@ def _options(hint: Any) -> dict[str, Any]:
         return options | {"action": argparse.BooleanOptionalAction}
     if origin is Literal:
         return options | {"type": str, "choices": typing.get_args(hint)}
+    if origin is dict:
+        return options | {"action": _Merged, "type": parse_object, "metavar": "JSON"}
     if origin is Mapping:
         return options | {"type": _id_map, "metavar": "JSON"}
+    if hint is StructuredOutputs:
+        return options | {"type": _structured_outputs, "metavar": "JSON"}
     if origin is Sequence:
         (item,) = typing.get_args(hint)
         return options | {"action": "append", "type": item, "metavar": _METAVARS[item]}
     return options | {"type": parse_count if hint is int else hint, "metavar": _METAVARS[hint]}
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises argparse.ArgumentTypeError for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object")
+    return value
+
+
+def _structured_outputs(text: str) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(**parse_object(text))
+    except (InvalidRequest, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _id_map(text: str) -> dict[int, float]:

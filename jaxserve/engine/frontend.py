@@ -21,6 +21,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead, read_head
+from jaxserve.loading.overrides import GENERATION_FIELDS
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -37,16 +38,6 @@ from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 _ALIVE_CHECK_SECONDS = 1.0
 _SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings are far apart, in all their bits
-
-# generation_config.json -> SamplingParams. `do_sample` is not looked at, as vLLM does not.
-_GENERATION_CONFIG_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 class Frontend:
@@ -337,7 +328,7 @@ def sampling_defaults(model: str | pathlib.Path) -> dict[str, Any]:
     Raises CheckpointError if it cannot be read, or requests could not have such values.
     """
     config = read_generation_config(model)
-    defaults = {field: config[key] for key, field in _GENERATION_CONFIG_FIELDS.items() if config.get(key) is not None}
+    defaults = {field: config[key] for key, field in GENERATION_FIELDS.items() if config.get(key) is not None}
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:
