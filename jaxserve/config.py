@@ -121,16 +121,16 @@ class EngineConfig:
         "auto", "model", "dummy: random weights of the model's shape, for benchmarks"
     )
     hf_overrides: dict[str, Any] | None = _option(
-        None, "model", "fields that take the place of those of config.json; objects are merged"
+        None, "overrides", "fields that take the place of those of config.json; objects are merged"
     )
     generation_config: Name = _option(
         "auto",
-        "model",
+        "overrides",
         "where requests' default values come from; auto: generation_config.json of the model; vllm: none; "
         "or a directory with such a file",
     )
     override_generation_config: dict[str, Any] | None = _option(
-        None, "model", "values that take the place of those of generation_config.json"
+        None, "overrides", "values that take the place of those of generation_config.json"
     )
     seed: int = _option(0, "model", "seed of requests that bring none, and of dummy weights")
 

@@ -281,13 +281,9 @@ def arguments_of(argv: Sequence[str]) -> list[str]:
             continue
         flag, *path = flag.split(".")
         if not equals:
-            value = rest.popleft() if rest and not rest[0].startswith("-") else "true"
-        if flag not in objects:
-            arguments.append(flag)
+            value = rest.popleft() if rest and re.match(r"[^-]|-\d", rest[0]) else "true"
         _put(objects.setdefault(flag, {}), path, _json_or_text(value))
-    return [
-        f"{argument}={json.dumps(objects[argument])}" if argument in objects else argument for argument in arguments
-    ]
+    return [*arguments, *(f"{flag}={json.dumps(fields)}" for flag, fields in objects.items())]
 
 
 def _in_our_spelling(flag: str) -> str:

@@ -35,7 +35,7 @@ from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.values import check_names, convert, rule
+from jaxserve.values import check_names, convert, rule, unknown_names
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -84,8 +84,9 @@ def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(constructor)
     def checked(*args: P.args, **options: P.kwargs) -> R:
-        judged = vllm_flags.judge_keywords(type(args[0]).__name__, options, known=known, aliases=_ALIASES)
-        refused = [*judged.unknown, *vllm_flags.sentences(judged.refused)]
+        judged = vllm_flags.judge_keywords(options, known=known, aliases=_ALIASES)
+        unknown = unknown_names(type(args[0]).__name__, judged.unknown, known=known, kind="option")
+        refused = [*unknown, *vllm_flags.sentences(judged.refused)]
         if refused:
             try:
                 EngineConfig(
@@ -93,7 +94,7 @@ def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
                 )
             except ConfigError as error:
                 refused.append(str(error))
-            raise (TypeError if judged.unknown else ConfigError)("; ".join(refused))
+            raise (TypeError if unknown else ConfigError)("; ".join(refused))
         for text in vllm_flags.sentences(judged.harmless):
             logger.warning(text)
         given: Any = judged.taken

@@ -27,8 +27,15 @@ class FieldNames(msgspec.StructMeta):
         try:
             return super().__call__(*args, **fields)
         except TypeError:
-            check_names(self.__name__, fields, known=self.__struct_fields__)
-            raise
+            taken = self.accepted(fields)
+            check_names(self.__name__, taken, known=self.__struct_fields__)
+            if len(taken) == len(fields):
+                raise
+        return super().__call__(*args, **taken)
+
+    def accepted(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords to look at when some are unknown. A struct may leave some out, or refuse them."""
+        return fields
 
 
 def check_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind: str = "field") -> None:
@@ -43,8 +50,10 @@ def unknown_names(owner: str, names: Iterable[str], *, known: Sequence[str], kin
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            word = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-            complaints.append(f"{owner} has no {kind} {name!r}; {word}")
+            word = f"; did you mean {close[0]!r}?" if close else ""
+            if not close and not any("; there are" in complaint for complaint in complaints):
+                word = f"; there are {', '.join(known)}"
+            complaints.append(f"{owner} has no {kind} {name!r}{word}")
     return complaints
 
 

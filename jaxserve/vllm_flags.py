@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.values import unknown_names
-
 Nargs = Literal[0, 1, "?", "*"]
 
 
@@ -222,7 +220,7 @@ FLAGS: Mapping[str, Row] = {
     "--show-hidden-metrics-for-version": Refused("--metrics-names=vllm gives vLLM's names"),
     "--collect-detailed-traces": Refused("/start_profile, with --profile-dir"),
     "--profiler-config": Refused("/start_profile, with --profile-dir"),
-    "--disable-log-stats": Harmless("nothing is logged at intervals; /metrics has the figures"),
+    "--disable-log-stats": Harmless("nothing is logged at intervals; /metrics and stats() have the figures"),
     "--aggregate-engine-logging": Harmless(_ONE_ENGINE),
     "--disable-log-requests": Harmless("prompts are never logged; --no-access-log leaves out a line a request"),
     **_each(Refused("the access log; it has no prompts and answers", 0), "enable-log-requests enable-log-outputs"),
@@ -364,7 +362,7 @@ def in_python(text: str) -> str:
 
 
 class Keywords(NamedTuple):
-    """Keywords of a call, as they were judged: those to pass on, and what to say about the others."""
+    """Keywords of a call, as they were judged: those to pass on, what to say about others, and the rest."""
 
     taken: dict[str, Any]
     harmless: list[Verdict]
@@ -372,10 +370,8 @@ class Keywords(NamedTuple):
     unknown: list[str]
 
 
-def judge_keywords(
-    owner: str, given: Mapping[str, Any], *, known: Sequence[str], aliases: Mapping[str, str]
-) -> Keywords:
-    """Judge the keywords of a call of `owner`, which takes those in `known`. `aliases` are other names of these."""
+def judge_keywords(given: Mapping[str, Any], *, known: Sequence[str], aliases: Mapping[str, str]) -> Keywords:
+    """Judge the keywords of a call that takes those in `known`. `aliases` are other names of these."""
     judged = Keywords({}, [], [], [])
     for name, value in given.items():
         row: Row | NotTaken | None = VALUES.get(name, {}).get(value) if isinstance(value, str) else None
@@ -387,5 +383,5 @@ def judge_keywords(
         elif name in known or name in aliases:
             judged.taken[aliases.get(name, name)] = value
         else:
-            judged.unknown.extend(unknown_names(owner, [name], known=known, kind="option"))
+            judged.unknown.append(name)
     return judged

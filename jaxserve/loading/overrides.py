@@ -35,7 +35,9 @@ GENERATION_FIELDS = {
 `do_sample` is not read, as vLLM does not.
 """
 
+_FP8 = {"fp8", "fbgemm_fp8"}
 _METHODS = {
+    "fp8": _FP8,
     "awq_marlin": {"awq"},
     "gptq_marlin": {"gptq"},
     "gpt_oss_mxfp4": {"mxfp4"},
@@ -64,7 +66,8 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
 
     Raises ConfigError for a format that the checkpoint has not, and for values that cannot be written or read.
     """
-    if config.quantization in get_args(StoredFormat):
+    is_fp8 = config.quantization == "fp8" and bool(_formats(config.model) & _FP8)
+    if config.quantization in get_args(StoredFormat) or is_fp8:
         check_format(config.quantization, config.model)
         config = dataclasses.replace(config, quantization=None)
     changed = _changed_files(config)
@@ -92,13 +95,18 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
 
 def check_format(name: str | None, model: str) -> None:
     """Raise ConfigError unless the model at this path is stored in the format that vLLM calls `name`."""
-    from jaxserve.loading.quantization_files import declared_methods  # imported late, as it needs NumPy
-
-    path = pathlib.Path(model)
-    said = {"gguf"} if path.is_file() else declared_methods(path, read_object(path / CONFIG))
+    said = _formats(model)
     if not said & _METHODS.get(str(name), {name}):
         words = f"its weights are stored by {', '.join(sorted(said))}" if said else "its weights are not quantized"
         raise ConfigError(f"quantization is {name}, but {model} says that {words}: leave it out")
+
+
+def _formats(model: str) -> set[str]:
+    """Return the formats in which a model says that its weights are stored, none if they are floats."""
+    from jaxserve.loading.quantization_files import declared_methods  # imported late, as it needs NumPy
+
+    path = pathlib.Path(model)
+    return {"gguf"} if path.is_file() else set(map(str, declared_methods(path, read_object(path / CONFIG))))
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
