@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import shtab
 
 from jaxserve import __version__, interrupts, logs, vllm_flags
+from jaxserve.arguments import Parser, arguments_of, unknown_variables
 from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.flags import (
-    Parser,
-    add_config_flags,
-    add_sampling_flags,
-    arguments_of,
-    given,
-    parse_size,
-    unknown_variables,
-)
+from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -98,7 +91,8 @@ def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments_of(argv))
-    args.parser.check(unknown, _complaints(args) if args.parser.has_settings else [])
+    complaints = _complaints(args) if args.parser.has_settings else []
+    args.parser.check(unknown, complaints)
     in_background = getattr(args, "logs_in_background", False)
     logs.configure(args.log_level, getattr(args, "log_format", "text"), in_background=in_background)
     if args.parser.has_settings:
@@ -107,6 +101,8 @@ def _run(argv: Sequence[str] | None) -> int:
             logger.warning(sentence)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
+        if complaints:
+            raise ConfigError("; ".join(complaints))
         code = run(args) or 0
         sys.stdout.flush()
     except JaxserveError as error:
@@ -141,8 +137,24 @@ def _parser() -> Parser:
     parser = Parser(prog="jaxserve", usage="COMMAND [options]", description="LLM serving on JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def add(name: str, usage: str, summary: str, run: Callable[[argparse.Namespace], int | None] | None) -> Parser:
+    # fmt: off
+    for name, usage, summary, run, add_flags in (
+        ("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", _serve, _add_serve),
+        ("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)",
+         _run_batch, _add_run_batch),
+        ("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", _generate, _add_generate),
+        ("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat, _add_chat),
+        ("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits",
+         _models, _add_models),
+        ("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message",
+         _parse, _add_parse),
+        ("convert", "SRC DST [options]", "write a model directory whose weights need no conversion",
+         _convert, _add_convert),
+        ("bench", "BENCHMARK [options]", "measure the engine", None, add_bench_commands),
+        ("completion", "SHELL", "print a script that completes commands and flags in a shell",
+         _completion, _add_completion),
+    ):
+        # fmt: on
         command: Parser = commands.add_parser(
             name,
             prog=f"jaxserve {name}",
@@ -152,38 +164,7 @@ def _parser() -> Parser:
             has_settings=run in (_serve, _run_batch, _generate, _chat),
         )
         command.set_defaults(run=run, log_level="warning")
-        return command
-
-    _add_serve(add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", _serve))
-    _add_run_batch(
-        add(
-            "run-batch",
-            "-i FILE -o FILE [options]",
-            "answer a file of requests (OpenAI's batch format)",
-            _run_batch,
-        )
-    )
-    _add_generate(add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", _generate))
-    _add_chat(add("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat))
-    _add_models(
-        add(
-            "models",
-            "[MODEL] [options]",
-            "the model families, or what one model needs and how much of it fits",
-            _models,
-        )
-    )
-    _add_parse(
-        add(
-            "parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message", _parse
-        )
-    )
-    _add_convert(
-        add("convert", "SRC DST [options]", "write a model directory whose weights need no conversion", _convert)
-    )
-    add_bench_commands(add("bench", "BENCHMARK [options]", "measure the engine", None))
-    shells = add("completion", "SHELL", "print a script that completes commands and flags in a shell", _completion)
-    shells.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help="bash, zsh or tcsh")
+        add_flags(command)
     return parser
 
 
@@ -279,6 +260,10 @@ def _add_convert(convert: Parser) -> None:
     add("--force", action="store_true", text="replace DST, if it was made by convert")
 
 
+def _add_completion(completion: Parser) -> None:
+    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help="bash, zsh or tcsh")
+
+
 def _add_revision(parser: Parser, group: str) -> None:
     parser.add_flag(group, "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
 
@@ -298,8 +283,6 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
 
 
 def _serve(args: argparse.Namespace) -> int:
-    if complaints := _complaints(args):
-        raise ConfigError("; ".join(complaints))
     config = EngineConfig(**_engine_options(args))
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
     if "model" not in _engine_options(args) and len(server_config.served_model_name) > 1:

@@ -83,7 +83,7 @@ def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
     known = list(inspect.signature(constructor).parameters)[1:]
 
     @functools.wraps(constructor)
-    def checked(*args: P.args, **options: P.kwargs) -> R:
+    def checked(*args: Any, **options: Any) -> Any:
         judged = vllm_flags.judge_keywords(options, known=known, aliases=_ALIASES)
         unknown = unknown_names(type(args[0]).__name__, judged.unknown, known=known, kind="option")
         refused = [*unknown, *vllm_flags.sentences(judged.refused)]
@@ -97,10 +97,10 @@ def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
             raise (TypeError if unknown else ConfigError)("; ".join(refused))
         for text in vllm_flags.sentences(judged.harmless):
             logger.warning(text)
-        given: Any = judged.taken
-        return constructor(*args, **given)
+        return constructor(*args, **judged.taken)
 
-    return checked
+    same: Any = checked
+    return same
 
 
 class LocalModel:

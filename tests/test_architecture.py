@@ -23,15 +23,17 @@ PLAIN = "errors config request values"
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs flags vllm_flags bench chat server llm convert overview parse engine "
-    "loading tokenizer",
+    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat server llm convert overview parse "
+    "engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} server loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
-    "bench": f"{PLAIN} cpus flags vllm_flags llm server convert engine structured models loading layers tokenizer",
+    "bench": f"{PLAIN} cpus arguments flags vllm_flags llm server convert engine structured models loading layers "
+    "tokenizer",
     "jaxserve": "llm async_llm request",
     "async_llm": f"{PLAIN} local_model engine",
-    "flags": f"{PLAIN} vllm_flags",
+    "flags": f"{PLAIN} arguments vllm_flags",
+    "arguments": "vllm_flags",
     "vllm_flags": "",
     "unsupported": "errors",
     "vllm_page": "vllm_flags cli",
@@ -73,6 +75,7 @@ QUANTIZATION = (
 
 NO_JAX = (
     "jaxserve.__main__",
+    "jaxserve.arguments",
     "jaxserve.bench",
     "jaxserve.chat",
     "jaxserve.cli",

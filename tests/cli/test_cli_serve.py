@@ -8,8 +8,8 @@ import pytest
 
 import jaxserve.llm
 from jaxserve import cli, logs, vllm_flags, vllm_page
+from jaxserve.arguments import arguments_of
 from jaxserve.config import EngineConfig
-from jaxserve.flags import arguments_of
 
 
 @pytest.mark.parametrize(
