@@ -71,7 +71,12 @@ _CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 
 _FIELDS = dataclasses.fields(EngineConfig)
-_ALIASES = {alias.strip("-").replace("-", "_"): field.name for field in _FIELDS for alias in field.metadata["aliases"]}
+_ALIASES = {
+    alias.removeprefix("--").replace("-", "_"): field.name
+    for field in _FIELDS
+    for alias in field.metadata["aliases"]
+    if alias.startswith("--")
+}
 """Names of vLLM's keywords for options that have another name here."""
 
 
