@@ -123,7 +123,7 @@ VALUES: Mapping[str, Mapping[str, Harmless | NotTaken]] = {
         **dict.fromkeys(["fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer"], _SAFETENSORS),
         **dict.fromkeys(("npcache", "pt"), _NO_PICKLES),
         "bitsandbytes": Harmless("formats are read off the checkpoint"),
-        "gguf": NotTaken("give the .gguf file as the model"),
+        "gguf": Harmless("a .gguf file is read if it is the model"),
     },
     "workload": dict.fromkeys(
         ["burstgpt", "hf", "custom", "prefix_repetition", "spec_bench", "random-mm", "random-rerank"],

@@ -36,7 +36,7 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
         ("--speculative-config {}", "--speculative-config: not supported"),
         ("--enable-lora", "--enable-lora: instead: merge the adapter"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported: keys and values have the dtype"),
-        ("--load-format gguf", "--load-format: 'gguf' is not supported: give the .gguf file as the model"),
+        ("--load-format pt", "--load-format: 'pt' is not supported: convert it to safetensors"),
         ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
         ("-q torchao", "argument --quantization/-q: invalid choice: 'torchao'"),
         (  # all reasons at once, those of values that are out of range, too
