@@ -50,6 +50,18 @@ ReasoningParser = Literal[
 # fmt: on
 
 
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation_config.json that are requests' default values, by the field of SamplingParams that each is.
+`do_sample` is not read, as vLLM does not.
+"""
+
 WarmUp = Literal["background", "full", "none"]
 MaxModelLen = int | Literal["auto"] | None
 DTypeName = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -223,6 +235,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value > MAX_COUNT:
                 yield f"{name} must be at most {MAX_COUNT}, got {value}"
+        if unknown := sorted((self.override_generation_config or {}).keys() - {*GENERATION_FIELDS, "eos_token_id"}):
+            known = ", ".join((*GENERATION_FIELDS, "eos_token_id"))
+            yield f"override_generation_config: {', '.join(unknown)} is not read, only {known}"
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             yield f"block_size must be a power of two up to 512, got {self.block_size}"
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

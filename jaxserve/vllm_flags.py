@@ -200,6 +200,10 @@ FLAGS: Mapping[str, Row] = {
     "--cpu-offload-gb": Harmless("weights stay on the GPU", 1, ("0", "0.0")),
     "--use-v2-block-manager": Harmless("there is one block manager"),
     "--disable-hybrid-kv-cache-manager": Harmless("blocks outside a window are always given back"),
+    **_each(
+        Harmless("no model with recurrent states is served", 1),
+        "mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-ssm-cache-dtype",
+    ),
     # scheduling
     "--enable-chunked-prefill": Harmless("prompts are read in chunks; raise --max-num-batched-tokens for longer ones"),
     **_each(Harmless(_SCHEDULED, 1), "max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold"),
@@ -291,7 +295,7 @@ FLAGS: Mapping[str, Row] = {
         "additional-config data-parallel-address data-parallel-rank data-parallel-rpc-port data-parallel-size-local "
         "data-parallel-start-rank dbo-decode-token-threshold dbo-prefill-token-threshold ec-transfer-config "
         "eplb-config io-processor-plugin kv-events-config kv-offloading-backend kv-offloading-size "
-        "kv-transfer-config mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-ssm-cache-dtype master-addr "
+        "kv-transfer-config master-addr "
         "master-port model-loader-extra-config num-redundant-experts num-speculative-tokens "
         "override-attention-dtype speculative-config speculative-model ssl-ciphers tool-server "
         "weight-transfer-config worker-cls worker-extension-cls",

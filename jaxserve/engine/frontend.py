@@ -15,13 +15,13 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
+from jaxserve.config import GENERATION_FIELDS
 from jaxserve.engine.client import EngineClient, EngineInfo
 from jaxserve.engine.embedding import NO_LM_HEAD, POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead, read_head
-from jaxserve.loading.overrides import GENERATION_FIELDS
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,

@@ -15,25 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from jaxserve.config import EngineConfig, StoredFormat
+from jaxserve.config import GENERATION_FIELDS, EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading.json_files import read_object
 
 logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-
-GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Fields of generation_config.json that are requests' default values, by the field of SamplingParams that each is.
-`do_sample` is not read, as vLLM does not.
-"""
 
 _FP8 = {"fp8", "fbgemm_fp8"}
 _METHODS = {
@@ -150,11 +138,6 @@ def _changed_files(config: EngineConfig) -> dict[str, dict[str, Any]]:
         if new := sorted(changed[CONFIG].keys() - fields.keys()):
             logger.warning("hf_overrides: config.json has had no %s", ", ".join(new))
     if source != "auto" or values:
-        followed = (*GENERATION_FIELDS, "eos_token_id")
-        if unknown := sorted((values or {}).keys() - followed):
-            raise ConfigError(
-                f"override_generation_config: {', '.join(unknown)} is not read, only {', '.join(followed)}"
-            )
         given = _generation_config(directory if source in ("auto", "vllm") else pathlib.Path(source))
         if source == "vllm":
             given = {name: value for name, value in given.items() if name not in GENERATION_FIELDS}

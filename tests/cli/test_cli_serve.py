@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shlex
 import socket
 
 import pytest
@@ -58,6 +59,25 @@ def test_other_flags_end_with_the_usage_of_the_command_and_what_to_do(served, ca
     assert err.startswith("usage: jaxserve serve [MODEL]")
     assert message in err
     assert not served
+
+
+PUBLISHED = pathlib.Path(__file__).with_name("published_commands.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", PUBLISHED)
+def test_commands_of_model_cards_and_recipes_start_or_are_refused_with_all_reasons(served, capsys, monkeypatch, line):
+    """Each line has the names of what is refused, or "starts", and the arguments of `vllm serve`."""
+    monkeypatch.setattr("jaxserve.loading.builtin.resolve_names", lambda config: config)
+    refused, command = line.split(" | ", 1)
+    if refused == "starts":
+        assert cli.main(["serve", *shlex.split(command)]) == 0
+        assert len(served) == 1
+    else:
+        with pytest.raises(SystemExit):
+            cli.main(["serve", *shlex.split(command)])
+        error = capsys.readouterr().err.split("error: ")[-1]
+        named = re.findall(r"(?:^|; |, )(?:argument |unknown flag )?(--?\w[\w-]+|\w+(?= must))", error)
+        assert sorted(named) == sorted(refused.split())
 
 
 def test_no_row_of_the_table_of_vllms_flags_hides_a_flag_that_we_have():
