@@ -186,6 +186,8 @@ FLAGS: Mapping[str, Row] = {
     "--data-parallel-backend": Harmless(_ONE_ENGINE, 1, ("mp",)),
     "--disable-nccl-for-dp-synchronization": Harmless(_ONE_ENGINE),
     **_each(Harmless(_ONE_CONTEXT, 1, ("1",)), "decode-context-parallel-size prefill-context-parallel-size"),
+    **_each(Harmless(_ONE_CONTEXT, 1), "cp-kv-cache-interleave-size dcp-kv-cache-interleave-size"),
+    "--distributed-timeout-seconds": Harmless("one process drives all devices", 1),
     "--enable-expert-parallel": Harmless("whole experts are put on each device where their number divides"),
     "--all2all-backend": Harmless("partial sums go through peers' memory, there is no all-to-all", 1),
     "--expert-placement-strategy": Harmless("experts are placed in order", 1, ("linear",)),
@@ -237,7 +239,8 @@ FLAGS: Mapping[str, Row] = {
     "--enforce-eager": Harmless(f"{_COMPILED}; --warmup=none compiles a step when it is first needed"),
     **_each(
         Harmless(_COMPILED, 1),
-        "compilation-config optimization-level max-cudagraph-capture-size max-seq-len-to-capture attention-backend "
+        "compilation-config optimization-level max-cudagraph-capture-size max-context-len-to-capture "
+        "max-seq-len-to-capture attention-backend "
         "attention-config moe-backend kernel-config linear-backend gdn-prefill-backend mamba-backend",
     ),
     **_each(Harmless(_COMPILED, "*"), "cudagraph-capture-sizes cuda-graph-sizes"),
@@ -279,25 +282,29 @@ FLAGS: Mapping[str, Row] = {
     "--enable-per-request-metrics": Refused("--otlp-traces-endpoint", 0),
     "--log-error-stack": Harmless("--log-level=debug shows tracebacks"),
     "--fingerprint-mode": Harmless("system_fingerprint is a hash of version and model", 1, ("hash",)),
-    "--renderer-num-workers": Harmless("--api-workers counts the processes that tokenize", 1),
+    **_each(
+        Harmless("--api-workers counts the processes that tokenize", 1),
+        "renderer-num-workers tokenizer-pool-extra-config tokenizer-pool-size tokenizer-pool-type",
+    ),
     "--disable-frontend-multiprocessing": Harmless("the engine always has a process of its own"),
-    "--tokenizer-pool-size": Harmless("--api-workers counts the processes that tokenize", 1),
     # not supported
     **_each(
         Refused(nargs=0),
-        "allow-credentials calculate-kv-scales data-parallel-external-lb data-parallel-hybrid-lb enable-dbo "
-        "enable-elastic-ep enable-eplb enable-mm-embeds enable-prompt-adapter enable-prompt-embeds "
-        "enable-return-routed-experts enable-sleep-mode enable-tokenizer-info-endpoint headless "
-        "kv-sharing-fast-prefill ray-workers-use-nsight tokens-only worker-use-ray",
+        "allow-credentials calculate-kv-scales cudagraph-metrics data-parallel-external-lb data-parallel-hybrid-lb "
+        "enable-dbo enable-elastic-ep enable-eplb enable-layerwise-nvtx-tracing enable-logging-iteration-details "
+        "enable-mfu-metrics enable-mm-embeds enable-prompt-adapter enable-prompt-embeds "
+        "enable-return-routed-experts enable-sleep-mode enable-tokenizer-info-endpoint fail-on-environ-validation "
+        "grpc headless kv-cache-metrics kv-sharing-fast-prefill mm-encoder-only numa-bind ray-workers-use-nsight "
+        "tokens-only worker-use-ray",
     ),
     **_each(
         Refused(),
         "additional-config data-parallel-address data-parallel-rank data-parallel-rpc-port data-parallel-size-local "
         "data-parallel-start-rank dbo-decode-token-threshold dbo-prefill-token-threshold ec-transfer-config "
-        "eplb-config io-processor-plugin kv-events-config kv-offloading-backend kv-offloading-size "
-        "kv-transfer-config master-addr "
-        "master-port model-loader-extra-config num-redundant-experts num-speculative-tokens "
-        "override-attention-dtype speculative-config speculative-model ssl-ciphers tool-server "
+        "eplb-config io-processor-plugin kv-cache-metrics-sample kv-events-config kv-offloading-backend "
+        "kv-offloading-size kv-transfer-config master-addr master-port model-loader-extra-config "
+        "num-redundant-experts num-speculative-tokens override-attention-dtype quantization-param-path spec-method "
+        "spec-model spec-tokens speculative-config speculative-model ssl-ciphers tool-server ubatch-size "
         "weight-transfer-config worker-cls worker-extension-cls",
     ),
 }
