@@ -58,7 +58,6 @@ EVERYWHERE: Mapping[str, Refused] = {
 
 IN_PYTHON: Mapping[str, Refused] = {
     **EVERYWHERE,
-    "best_of": Refused("it must be equal to n"),
     "extra_args": Refused(),
     "flat_logprobs": Refused("logprobs are a list of dicts"),
     "max_completion_tokens": Refused("write max_tokens"),
@@ -89,10 +88,10 @@ def without_foreign(fields: Mapping[str, Any]) -> dict[str, Any]:
     taken = {}
     for name, value in fields.items():
         cell = CONSTRAINT if name.startswith("guided_") else IN_PYTHON.get(name)
-        if name == "best_of":
-            cell = IN_PYTHON[name]._replace(neutral=(None, fields.get("n", 1)))
         if cell is not None:
             refuse(name, cell, value)
-        elif name not in WITHOUT_EFFECT:
+        elif name == "best_of" and value not in (None, fields.get("n", 1)):
+            raise InvalidRequest("best_of must be equal to n", param=name)
+        elif name != "best_of" and name not in WITHOUT_EFFECT:
             taken[name] = value
     return taken

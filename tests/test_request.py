@@ -148,7 +148,7 @@ def test_fields_of_vllm_that_ask_for_nothing_are_taken(fields):
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"n": 2, "best_of": 3}, "best_of is not supported: it must be equal to n"),
+        ({"n": 2, "best_of": 3}, "best_of must be equal to n"),
         ({"use_beam_search": True}, "use_beam_search is not supported"),
         ({"length_penalty": 0.5}, "length_penalty is not supported: it needs beam search"),
         ({"logits_processors": [print]}, "logits_processors is not supported"),

@@ -86,6 +86,14 @@ def test_no_row_of_the_table_of_vllms_flags_hides_a_flag_that_we_have():
     assert {name.split(".")[0] for name in vllm_flags.RENAMED.values()} <= {*cli.flags_of_serve()}
 
 
+def test_advice_for_keywords_names_keywords():
+    for flag, row in vllm_flags.FLAGS.items():
+        verdict = vllm_flags.said_of(flag.strip("-").replace("-", "_"), "odd", row)
+        assert "--" not in verdict.text
+    advice = "--max-num-seqs or --no-access-log, --kernels=xla; --kv-cache-memory N"
+    assert vllm_flags.in_python(advice) == "max_num_seqs or access_log=False, kernels='xla'; kv_cache_memory N"
+
+
 def test_the_page_of_vllms_flags_is_printed_from_the_table():
     page = (pathlib.Path(jaxserve.__file__).parents[1] / "docs/vllm.md").read_text()
     assert vllm_page.page() in page, "run python -m jaxserve.vllm_page"
