@@ -6,6 +6,7 @@ Heavy modules are imported only when a command needs them, so that `--help` and 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -177,18 +178,16 @@ def _add_serve(serve: Parser) -> None:
 
 
 def _add_run_batch(batch: Parser) -> None:
-    def add(*names: str, text: str, **options: Any) -> None:
-        batch.add_flag("batch", *names, help=text, **options)
-
-    add("-i", "--input-file", required=True, metavar="FILE", text="the requests: one JSON object a line")
+    add = functools.partial(batch.add_flag, "batch")
+    add("-i", "--input-file", required=True, metavar="FILE", help="the requests: one JSON object a line")
     add(
         "-o",
         "--output-file",
         required=True,
         metavar="FILE",
-        text="the answers, as they come; what it has already is not asked for again",
+        help="the answers, as they come; what it has already is not asked for again",
     )
-    add("--overwrite", action="store_true", text="begin the output file anew")
+    add("--overwrite", action="store_true", help="begin the output file anew")
     add_config_flags(batch, EngineConfig)
     add_config_flags(batch, ServerConfig, only=_BATCH_FIELDS)
     batch.add_known_flags(vllm_flags.FLAGS)
@@ -212,24 +211,12 @@ def _add_chat(chat: Parser) -> None:
 def _add_models(models: Parser) -> None:
     models.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none: the table")
     _add_revision(models, "sizes")
-    models.add_flag(
-        "sizes",
-        "--memory",
-        type=parse_size,
-        default=140 * 2**30,
-        metavar="SIZE",
-        help="a device's; default: 140GiB, an H200",
-    )
-    models.add_flag(
-        "sizes",
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of devices over which each layer is split",
-    )
-    models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    add = functools.partial(models.add_flag, "sizes")
+    size = {"type": parse_size, "default": 140 * 2**30, "metavar": "SIZE"}
+    add("--memory", help="a device's; default: 140GiB, an H200", **size)
+    split = {"type": int, "default": 1, "metavar": "N"}
+    add("--tensor-parallel-size", "-tp", help="number of devices over which each layer is split", **split)
+    add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
 
 
 def _add_parse(parse: Parser) -> None:
@@ -238,12 +225,10 @@ def _add_parse(parse: Parser) -> None:
     syntax = ("tool_call_parser", "reasoning_parser", "chat_template")
     add_config_flags(parse, ServerConfig, only=syntax, lists_names=True)
 
-    def add(name: str, text: str, **options: Any) -> None:
-        parse.add_flag("answer", name, help=text, **options)
-
-    add("--tools", "JSON list of the tools that are offered; default: any are", metavar="FILE")
-    add("--chunk", "characters that are read at once; default: all", type=int, metavar="N")
-    add("--prompt-ends-with", "the end of the prompt, which may begin thoughts", default="", metavar="TEXT")
+    add = functools.partial(parse.add_flag, "answer")
+    add("--tools", metavar="FILE", help="JSON list of the tools that are offered; default: any are")
+    add("--chunk", type=int, metavar="N", help="characters that are read at once; default: all")
+    add("--prompt-ends-with", default="", metavar="TEXT", help="the end of the prompt, which may begin thoughts")
 
 
 def _add_convert(convert: Parser) -> None:
@@ -251,13 +236,11 @@ def _add_convert(convert: Parser) -> None:
     convert.add_argument("destination", metavar="DST", help="the directory to write")
     _add_revision(convert, "store")
 
-    def add(*names: str, text: str, **options: Any) -> None:
-        convert.add_flag("store", *names, help=text, **options)
-
-    add("--dtype", choices=get_args(DType), default="auto", text="auto: the checkpoint's")
-    add("--quantization", "-q", choices=get_args(Quantization), text="round matrices, as serve does")
-    add("--dequantize", action="store_true", text="write values where the source has codes")
-    add("--force", action="store_true", text="replace DST, if it was made by convert")
+    add = functools.partial(convert.add_flag, "store")
+    add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    add("--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does")
+    add("--dequantize", action="store_true", help="write values where the source has codes")
+    add("--force", action="store_true", help="replace DST, if it was made by convert")
 
 
 def _add_completion(completion: Parser) -> None:
