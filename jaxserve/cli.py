@@ -6,10 +6,10 @@ Heavy modules are imported only when a command needs them, so that `--help` and 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import shtab
 
 from jaxserve import __version__, interrupts, logs, vllm_flags
+from jaxserve.arguments import Parser, arguments_of, unknown_variables
 from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
-from jaxserve.errors import JaxserveError
-from jaxserve.flags import Parser, add_config_flags, add_sampling_flags, given, parse_size, unknown_variables
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _SAMPLING_HELP = {
         "logit_bias": "what to add to the logits of token ids",
         "allowed_token_ids": "sample from these ids only; repeatable",
         "bad_words": "a text never to write; repeatable",
+        "structured_outputs": 'what the text must be: {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} ...',
     },
     "output": {
         "n": "continuations of each prompt",
@@ -50,6 +52,7 @@ _SAMPLING_HELP = {
         "include_stop_str_in_output": "keep the stop text",
         "ignore_eos": "go on after the end-of-text token",
         "logprobs": "print each token's log probability and the N most likely tokens",
+        "logprob_token_ids": "a token id whose log probability is printed, too; repeatable",
         "skip_special_tokens": "leave special tokens out of the text",
     },
 }
@@ -62,6 +65,7 @@ _BATCH_FIELDS = [
     "chat_template",
     "tool_call_parser",
     "reasoning_parser",
+    "default_chat_template_kwargs",
     "disable_additional_properties",
     "pooling",
     "request_timeout",
@@ -70,6 +74,7 @@ _BATCH_FIELDS = [
     "log_format",
 ]
 """Server options that affect the answers to a file of requests."""
+_MODEL = "directory, GGUF file, built-in model or id on the hub"
 _MAX_NUM_WAITING = 4096  # more than one HTTP request may bring
 _GENERATE_TOKENS = 256  # the API's default of 16 would look like a bug at a terminal
 
@@ -86,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser()
-    args, unknown = parser.parse_known_args([_hyphenated(argument) for argument in argv])
-    if unknown:
-        args.parser.refuse(unknown)
+    args, unknown = parser.parse_known_args(arguments_of(argv))
+    complaints = _complaints(args) if args.parser.has_settings else []
+    args.parser.check(unknown, complaints)
     in_background = getattr(args, "logs_in_background", False)
     logs.configure(args.log_level, getattr(args, "log_format", "text"), in_background=in_background)
     if args.parser.has_settings:
@@ -97,6 +102,8 @@ def _run(argv: Sequence[str] | None) -> int:
             logger.warning(sentence)
     run: Callable[[argparse.Namespace], int | None] = args.run
     try:
+        if complaints:
+            raise ConfigError("; ".join(complaints))
         code = run(args) or 0
         sys.stdout.flush()
     except JaxserveError as error:
@@ -111,15 +118,15 @@ def _run(argv: Sequence[str] | None) -> int:
     return code
 
 
-def _hyphenated(argument: str) -> str:
-    """Return a flag as we write it: `--max_num_seqs=4` is `--max-num-seqs=4`, and some have another name here.
-
-    Of vLLM's dotted flags, such as `--compilation-config.mode`, the part before the dot is looked up.
-    """
-    flag, equals, value = argument.partition("=")
-    if re.fullmatch(r"--[a-z][a-z0-9_.-]*", flag):
-        flag = flag.split(".")[0].replace("_", "-")
-    return vllm_flags.RENAMED.get(flag, flag) + equals + value
+def _complaints(args: argparse.Namespace) -> list[str]:
+    """Return what is wrong with the options of engine and server that were given."""
+    complaints = []
+    for config, names in ((EngineConfig, _ENGINE_FIELDS), (ServerConfig, _SERVER_FIELDS)):
+        try:
+            config(**given(args, names))
+        except ConfigError as error:
+            complaints.append(str(error))
+    return complaints
 
 
 def flags_of_serve() -> list[str]:
@@ -131,135 +138,117 @@ def _parser() -> Parser:
     parser = Parser(prog="jaxserve", usage="COMMAND [options]", description="LLM serving on JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def add(name: str, usage: str, summary: str, *, has_settings: bool = False) -> Parser:
-        return commands.add_parser(
+    # fmt: off
+    for name, usage, summary, run, add_flags in (
+        ("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", _serve, _add_serve),
+        ("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)",
+         _run_batch, _add_run_batch),
+        ("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", _generate, _add_generate),
+        ("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat, _add_chat),
+        ("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits",
+         _models, _add_models),
+        ("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message",
+         _parse, _add_parse),
+        ("convert", "SRC DST [options]", "write a model directory whose weights need no conversion",
+         _convert, _add_convert),
+        ("bench", "BENCHMARK [options]", "measure the engine", None, add_bench_commands),
+        ("completion", "SHELL", "print a script that completes commands and flags in a shell",
+         _completion, _add_completion),
+    ):
+        # fmt: on
+        command: Parser = commands.add_parser(
             name,
             prog=f"jaxserve {name}",
             usage=usage,
             help=summary,
             description=summary,
-            has_settings=has_settings,
+            has_settings=run in (_serve, _run_batch, _generate, _chat),
         )
+        command.set_defaults(run=run, log_level="warning")
+        add_flags(command)
+    return parser
 
-    serve = add("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", has_settings=True)
-    serve.set_defaults(run=_serve, log_level=ServerConfig().log_level, logs_in_background=True)
+
+def _add_serve(serve: Parser) -> None:
+    serve.set_defaults(log_level=ServerConfig().log_level, logs_in_background=True)
     serve.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     add_config_flags(serve, EngineConfig, defaults={"max_num_waiting": _MAX_NUM_WAITING})
     add_config_flags(serve, ServerConfig)
     serve.add_known_flags(vllm_flags.FLAGS)
 
-    batch = add(
-        "run-batch",
-        "-i FILE -o FILE [options]",
-        "answer a file of requests (OpenAI's batch format)",
-        has_settings=True,
-    )
-    batch.set_defaults(run=_run_batch, log_level="warning")
-    batch.add_flag(
-        "batch", "-i", "--input-file", required=True, metavar="FILE", help="the requests: one JSON object a line"
-    )
-    batch.add_flag(
-        "batch",
+
+def _add_run_batch(batch: Parser) -> None:
+    add = functools.partial(batch.add_flag, "batch")
+    add("-i", "--input-file", required=True, metavar="FILE", help="the requests: one JSON object a line")
+    add(
         "-o",
         "--output-file",
         required=True,
         metavar="FILE",
         help="the answers, as they come; what it has already is not asked for again",
     )
-    batch.add_flag("batch", "--overwrite", action="store_true", help="begin the output file anew")
+    add("--overwrite", action="store_true", help="begin the output file anew")
     add_config_flags(batch, EngineConfig)
     add_config_flags(batch, ServerConfig, only=_BATCH_FIELDS)
     batch.add_known_flags(vllm_flags.FLAGS)
 
-    generate = add("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", has_settings=True)
-    generate.set_defaults(run=_generate)
+
+def _add_generate(generate: Parser) -> None:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to continue; none, or -: standard input")
     _add_offline_flags(generate, max_tokens_help=f"tokens to generate; default: the model's, else {_GENERATE_TOKENS}")
 
-    chat = add(
-        "chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", has_settings=True
-    )
-    chat.set_defaults(run=_chat)
+
+def _add_chat(chat: Parser) -> None:
     chat.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     chat.add_flag("chat", "--system", metavar="TEXT", help="the system message")
     _add_offline_flags(
         chat,
         max_tokens_help="tokens of an answer; default: the model's, else all there is room for",
-        without=("n", "logprobs"),
+        without=("n", "logprobs", "logprob_token_ids"),
     )
 
-    models = add("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits")
-    models.set_defaults(run=_models, log_level="warning")
-    models.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="directory, GGUF file, built-in model or id on the hub; none: the table",
-    )
-    models.add_flag("sizes", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
-    models.add_flag(
-        "sizes",
-        "--memory",
-        type=parse_size,
-        default=140 * 2**30,
-        metavar="SIZE",
-        help="a device's; default: 140GiB, an H200",
-    )
-    models.add_flag(
-        "sizes",
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of devices over which each layer is split",
-    )
-    models.add_flag("sizes", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
 
-    parse = add("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message")
-    parse.set_defaults(run=_parse, log_level="warning")
-    parse.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="whose syntax it is: directory, GGUF file, built-in model or id on the hub",
-    )
-    parse.add_flag("syntax", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
+def _add_models(models: Parser) -> None:
+    models.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none: the table")
+    _add_revision(models, "sizes")
+    add = functools.partial(models.add_flag, "sizes")
+    size = {"type": parse_size, "default": 140 * 2**30, "metavar": "SIZE"}
+    add("--memory", help="a device's; default: 140GiB, an H200", **size)
+    split = {"type": int, "default": 1, "metavar": "N"}
+    add("--tensor-parallel-size", "-tp", help="number of devices over which each layer is split", **split)
+    add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+
+
+def _add_parse(parse: Parser) -> None:
+    parse.add_argument("model", nargs="?", metavar="MODEL", help=f"whose syntax it is: {_MODEL}")
+    _add_revision(parse, "syntax")
     syntax = ("tool_call_parser", "reasoning_parser", "chat_template")
     add_config_flags(parse, ServerConfig, only=syntax, lists_names=True)
-    parse.add_flag(
-        "answer", "--tools", metavar="FILE", help="JSON list of the tools that are offered; default: any are"
-    )
-    parse.add_flag("answer", "--chunk", type=int, metavar="N", help="characters that are read at once; default: all")
-    parse.add_flag(
-        "answer",
-        "--prompt-ends-with",
-        default="",
-        metavar="TEXT",
-        help="the end of the prompt, which may begin thoughts",
-    )
 
-    convert = add("convert", "SRC DST [options]", "write a model directory whose weights need no conversion")
-    convert.set_defaults(run=_convert, log_level="warning")
-    convert.add_argument("source", metavar="SRC", help="directory, GGUF file, built-in model or id on the hub")
+    add = functools.partial(parse.add_flag, "answer")
+    add("--tools", metavar="FILE", help="JSON list of the tools that are offered; default: any are")
+    add("--chunk", type=int, metavar="N", help="characters that are read at once; default: all")
+    add("--prompt-ends-with", default="", metavar="TEXT", help="the end of the prompt, which may begin thoughts")
+
+
+def _add_convert(convert: Parser) -> None:
+    convert.add_argument("source", metavar="SRC", help=_MODEL)
     convert.add_argument("destination", metavar="DST", help="the directory to write")
-    convert.add_flag("store", "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
-    convert.add_flag("store", "--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
-    convert.add_flag(
-        "store", "--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does"
-    )
-    convert.add_flag("store", "--dequantize", action="store_true", help="write values where the source has codes")
-    convert.add_flag("store", "--force", action="store_true", help="replace DST, if it was made by convert")
+    _add_revision(convert, "store")
 
-    bench = add("bench", "BENCHMARK [options]", "measure the engine")
-    bench.set_defaults(log_level="warning")
-    add_bench_commands(bench)
+    add = functools.partial(convert.add_flag, "store")
+    add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    add("--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does")
+    add("--dequantize", action="store_true", help="write values where the source has codes")
+    add("--force", action="store_true", help="replace DST, if it was made by convert")
 
-    completion = add("completion", "SHELL", "print a script that completes commands and flags in a shell")
-    completion.set_defaults(run=_completion, log_level="warning")
+
+def _add_completion(completion: Parser) -> None:
     completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help="bash, zsh or tcsh")
-    return parser
+
+
+def _add_revision(parser: Parser, group: str) -> None:
+    parser.add_flag(group, "--revision", metavar="REV", help="branch, tag or commit of a model of the hub")
 
 
 def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequence[str] = ()) -> None:
@@ -273,10 +262,11 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
     parser.add_flag(
         "logging", "--log-level", choices=levels, default="warning", help="what is logged; default: warning"
     )
+    parser.add_known_flags(vllm_flags.FLAGS)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    config = _engine_config(args)
+    config = EngineConfig(**_engine_options(args))
     server_config = ServerConfig(**given(args, _SERVER_FIELDS))
     if "model" not in _engine_options(args) and len(server_config.served_model_name) > 1:
         *_, last = server_config.served_model_name
@@ -287,10 +277,6 @@ def _serve(args: argparse.Namespace) -> int:
 
     names = server_config.served_model_name or (config.model,)
     return serve(resolve_names(config), dataclasses.replace(server_config, served_model_name=names))
-
-
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(**_engine_options(args))
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,8 +5,8 @@ A field is also a command-line flag (`max_num_seqs` is `--max-num-seqs`), with `
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -23,6 +23,11 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 """The name of a file or model. An empty one would silently mean the default, which is None."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "fp8", "int4"]
+StoredFormat = Literal[
+    "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin",
+    "gpt_oss_mxfp4", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4"
+]  # fmt: skip
+"""vLLM's names of formats that a quantized checkpoint has; `loading.overrides` compares them with what it says."""
 
 # fmt: off
 ToolCallParser = Literal[
@@ -51,11 +56,29 @@ ReasoningParser = Literal[
 # fmt: on
 
 
+GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation_config.json that are requests' default values, by the field of SamplingParams that each is.
+`do_sample` is not read, as vLLM does not.
+"""
+
 WarmUp = Literal["background", "full", "none"]
 MaxModelLen = int | Literal["auto"] | None
 DTypeName = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
-DTYPE_WORDS: Mapping[str, DType] = {"half": "float16", "float": "float32"}
-"""Names that PyTorch has for dtypes."""
+DTYPE_WORDS: Mapping[str, DType] = {
+    "half": "float16",
+    "float": "float32",
+    "torch.float32": "float32",
+    "torch.bfloat16": "bfloat16",
+    "torch.float16": "float16",
+}
+"""Names that PyTorch has for dtypes, and its dtypes themselves as text."""
 
 
 def _option(
@@ -97,11 +120,13 @@ class EngineConfig:
         "dtype of weights, activations and KV; auto: the checkpoint's, float32 on CPU, float16 in place of bfloat16 "
         "on GPUs without it",
     )
-    quantization: Quantization | None = _option(
+    quantization: Quantization | StoredFormat | None = _option(
         None,
         "quantization",
-        "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; default: as it has them",
+        "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; awq, gptq and the like must "
+        "be the checkpoint's own format; default: as it has them",
         aliases=("-q",),
+        words={name: name for name in get_args(StoredFormat)},
     )
     max_model_len: MaxModelLen = _option(
         None,
@@ -112,6 +137,18 @@ class EngineConfig:
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _option(
         "auto", "model", "dummy: random weights of the model's shape, for benchmarks"
+    )
+    hf_overrides: dict[str, Any] | None = _option(
+        None, "overrides", "fields that take the place of those of config.json; objects are merged"
+    )
+    generation_config: Name = _option(
+        "auto",
+        "overrides",
+        "where requests' default values come from; auto: generation_config.json of the model; vllm: none; "
+        "or a directory with such a file",
+    )
+    override_generation_config: dict[str, Any] | None = _option(
+        None, "overrides", "values that take the place of those of generation_config.json"
     )
     seed: int = _option(0, "model", "seed of requests that bring none, and of dummy weights")
 
@@ -125,6 +162,9 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _option(
         0.9, "cache", "fraction of the GPU's memory that weights, KV and steps may use"
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+        "auto", "cache", "must be the dtype of the activations, in which keys and values are kept"
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
 
@@ -184,27 +224,34 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_WORDS.get(str(self.dtype), self.dtype))
-        _convert_fields(self, _ENGINE_RULES)
+        complaints = _convert_fields(self, _ENGINE_RULES)
         if self.max_model_len == -1:  # as vLLM has it
             object.__setattr__(self, "max_model_len", "auto")
+        _raise_all(complaints or list(self._complaints()))
+
+    def _complaints(self) -> Iterator[str]:
+        """Yield a sentence about each value out of range."""
         if isinstance(self.max_model_len, int) and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, or 'auto', got {self.max_model_len}")
+            yield f"max_model_len must be at least 1, or 'auto', got {self.max_model_len}"
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+                yield f"{name} must be at least 1, got {value}"
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value > MAX_COUNT:
-                raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {value}")
+                yield f"{name} must be at most {MAX_COUNT}, got {value}"
+        if unknown := sorted((self.override_generation_config or {}).keys() - {*GENERATION_FIELDS, "eos_token_id"}):
+            known = ", ".join((*GENERATION_FIELDS, "eos_token_id"))
+            yield f"override_generation_config: {', '.join(unknown)} is not read, only {known}"
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size must be a power of two up to 512, got {self.block_size}")
+            yield f"block_size must be a power of two up to 512, got {self.block_size}"
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+            yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
         if not -1 <= self.max_logprobs <= MAX_COUNT:
-            raise ConfigError(f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}")
+            yield f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}"
         if self.tensor_parallel_size < 1:
-            raise ConfigError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
+            yield f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,6 +293,9 @@ class ServerConfig:
     )
     chat_template: Name | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = _option(
+        None, "chat", "variables of the chat template, unless a request sets them"
     )
     tool_call_parser: ToolCallParser = _option(
         "auto", "chat", "how the model writes tool calls; auto: as the checkpoint or its chat template says"
@@ -299,43 +349,58 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):
             object.__setattr__(self, "served_model_name", (self.served_model_name,))
-        _convert_fields(self, _SERVER_RULES)
+        complaints = _convert_fields(self, _SERVER_RULES)
+        _raise_all(complaints or list(self._complaints()))
+
+    def _complaints(self) -> Iterator[str]:
+        """Yield a sentence about each value out of range."""
         if not all(self.served_model_name):
-            raise ConfigError("served_model_name must not be empty")
+            yield "served_model_name must not be empty"
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+            yield f"port must be in [0, 65535], got {self.port}"
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path must begin with '/' and not end with it, got {self.root_path!r}")
+            yield f"root_path must begin with '/' and not end with it, got {self.root_path!r}"
         for name in ("shutdown_timeout", "keep_alive_timeout"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+                yield f"{name} must not be negative, got {getattr(self, name)}"
         for name in ("receive_timeout", "send_timeout", "request_timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be positive, got {value}")
+                yield f"{name} must be positive, got {value}"
         if not 1 <= self.api_workers <= MAX_WORKERS:
-            raise ConfigError(f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}")
+            yield f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}"
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+            yield "ssl_keyfile and ssl_ca_certs need ssl_certfile"
         if self.max_stored_responses < 0:
-            raise ConfigError(f"max_stored_responses must not be negative, got {self.max_stored_responses}")
+            yield f"max_stored_responses must not be negative, got {self.max_stored_responses}"
         if self.response_ttl <= 0:
-            raise ConfigError(f"response_ttl must be positive, got {self.response_ttl}")
+            yield f"response_ttl must be positive, got {self.response_ttl}"
         if self.max_body_size < 1:
-            raise ConfigError(f"max_body_size must be at least 1, got {self.max_body_size}")
+            yield f"max_body_size must be at least 1, got {self.max_body_size}"
 
 
 _ENGINE_RULES = rules(EngineConfig)
 _SERVER_RULES = rules(ServerConfig)
 
 
-def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rule]) -> None:
-    """Convert the given values to plain ones, and paths to str. Raises ConfigError, naming the field."""
+def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rule]) -> list[str]:
+    """Convert the given values to plain ones, and paths to str. Returns a sentence about each that is of another type,
+    naming the field.
+    """
+    complaints = []
     for name, rule in rules.items():
         value = getattr(config, name)
-        object.__setattr__(
-            config, name, convert_option(name, os.fspath(value) if isinstance(value, os.PathLike) else value, rule)
-        )
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        try:
+            object.__setattr__(config, name, convert_option(name, value, rule))
+        except ConfigError as error:
+            complaints.append(str(error))
+    return complaints
+
+
+def _raise_all(complaints: Sequence[str]) -> None:
+    if complaints:
+        raise ConfigError("; ".join(complaints))
 
 
 def convert_option(name: str, value: object, rule: Rule) -> Any:

@@ -6,22 +6,20 @@ A flag that is not given is absent from the namespace, so that defaults have one
 
 import argparse
 import dataclasses
-import difflib
 import json
-import os
 import re
-import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import configargparse
 import msgspec
 
 from jaxserve import vllm_flags
-from jaxserve.request import SamplingParams
-from jaxserve.vllm_flags import Harmless, Refused
+from jaxserve.arguments import Lists, Merged, Parser
+from jaxserve.errors import InvalidRequest
+from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.vllm_flags import NotTaken, Row, said_of
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 _COUNT = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*([kKmMgG]?)")
@@ -30,155 +28,6 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 MAX_CHOICES_LENGTH = 72
 """Most characters of a flag's choices that the help has beside the flag; more are listed by one command only."""
-
-VARIABLES = "JAXSERVE_"
-"""Prefix of environment variables that set options."""
-
-OTHER_VARIABLES = frozenset({"JAXSERVE_TEST_DATA"})
-"""Variables with this prefix that set no option."""
-
-_KUBERNETES = re.compile(r"JAXSERVE_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)")
-"""Variables that Kubernetes sets in pods beside a Service named jaxserve; JAXSERVE_PORT is tcp://... then."""
-
-
-class Parser(configargparse.ArgumentParser):
-    """An argument parser whose `--help GROUP` prints one group of flags. Abbreviated flags are not accepted.
-
-    With `has_settings`, options may also be set in a YAML file (`--config FILE`) and in environment variables
-    (`JAXSERVE_MAX_NUM_SEQS`). The command line overrides the environment, and the environment overrides the file.
-    """
-
-    def __init__(self, *, prog: str, usage: str, description: str, has_settings: bool = False):
-        super().__init__(
-            prog=prog,
-            usage=f"{prog} {usage}",
-            description=description,
-            add_help=False,
-            allow_abbrev=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
-            auto_env_var_prefix=VARIABLES if has_settings else None,
-            add_env_var_help=False,
-            add_config_file_help=False,
-            config_file_parser_class=configargparse.YAMLConfigFileParser,
-        )
-        self.has_settings = has_settings
-        self.groups: dict[str, list[argparse.Action]] = {}
-        self._containers: dict[str, argparse._ArgumentGroup] = {}
-        self.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help="print this, or one group")
-        if has_settings:
-            self.add_argument(
-                "--config",
-                is_config_file=True,
-                metavar="FILE",
-                help="YAML file of options, by the names of their flags",
-            )
-        self.set_defaults(parser=self)
-
-    def get_possible_config_keys(self, action: argparse.Action) -> list[str]:
-        """Return the names that an option may have in a file: with hyphens, or with underscores."""
-        keys = super().get_possible_config_keys(action)
-        return keys + [key.replace("-", "_") for key in keys]
-
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, args: Sequence[str] | None = None, namespace: Any = None, **options: Any
-    ) -> Any:
-        """Parse as argparse does. Variables that Kubernetes sets are no options."""
-        options.setdefault("env_vars", _options_in(os.environ))
-        return super().parse_known_args(args, namespace, **options)
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables of the options of all commands. Each maps to the one that sets the option,
-        itself or that of the flag's first name, or to an empty text if no help shows the flag.
-        """
-        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]  # pyright: ignore[reportPrivateUsage]
-        found = {} if not self.has_settings else dict(self._variables())
-        for parser in (parser for action in commands for parser in action.choices.values()):
-            found |= parser.variables()
-        return found
-
-    def _variables(self) -> Iterator[tuple[str, str]]:
-        for action in self._actions:
-            if not isinstance(action, _Help) and not action.is_config_file_arg:  # pyright: ignore[reportAttributeAccessIssue]
-                names = [name for name in action.option_strings if name.startswith("--")]
-                is_shown = action.help != argparse.SUPPRESS
-                yield from ((_variable(name), _variable(names[0]) if is_shown else "") for name in names)
-        for name, meant in vllm_flags.RENAMED.items():
-            yield _variable(name), _variable(meant)
-
-    def add_flag(self, group: str, *names: str, **options: Any) -> None:
-        """Call `add_argument` on the group with this title, which is created when it is first named."""
-        if group not in self.groups:
-            self.groups[group] = []
-            self._containers[group] = self.add_argument_group(group)
-        self.groups[group].append(self._containers[group].add_argument(*names, **options))
-
-    def command(self, name: str) -> "Parser":
-        """Return the parser of a command. Raises KeyError if there is none of that name."""
-        (commands,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]  # pyright: ignore[reportPrivateUsage]
-        return commands.choices[name]
-
-    def shown(self) -> list[argparse.Action]:
-        """Return the flags that the help shows."""
-        return [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
-
-    def add_known_flags(self, flags: Mapping[str, Harmless | Refused]) -> None:
-        """Accept or refuse flags of vLLM by a table of `vllm_flags`. They are not shown in the help."""
-        for name, row in flags.items():
-            if name not in self._option_string_actions:
-                self.add_argument(name, action=_Known, nargs=row.nargs, row=row, help=argparse.SUPPRESS)
-
-    def refuse(self, arguments: Sequence[str]) -> NoReturn:
-        """End with this command's usage and an error that names arguments which it does not know."""
-        texts = []
-        for argument in arguments:
-            flag = argument.split("=")[0]
-            if not flag.startswith("-"):
-                texts.append(f"unexpected argument {argument!r}")
-            elif (verdict := vllm_flags.verdict(flag)) is not None:
-                texts.append(f"{flag} is a flag of vLLM's server: {verdict}")
-            else:
-                texts.append(f"unknown flag {flag}{self.did_you_mean(flag)}")
-                break  # what follows may be its value
-        self.error("; ".join(texts))
-
-    def did_you_mean(self, flag: str) -> str:
-        """Return a question that names the flag nearest to an unknown one, or an empty text."""
-        shown = [name for action in self.shown() for name in action.option_strings]
-        near = difflib.get_close_matches(flag, shown, n=1, cutoff=0.7)
-        return f", did you mean {near[0]}?" if near else ""
-
-
-class _Known(argparse.Action):
-    """A flag of vLLM: one line on standard error where it is harmless, an error where it is not."""
-
-    def __init__(self, *args: Any, row: Harmless | Refused, nargs: Any, **kwargs: Any):
-        super().__init__(*args, nargs=None if nargs == 1 else nargs, **(kwargs | {"default": argparse.SUPPRESS}))
-        self._row = row
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, _namespace: Any, values: Any, option: str | None = None
-    ) -> None:
-        assert option is not None
-        value = values if isinstance(values, str) else None
-        text = f"{option}: {vllm_flags.verdict(option, value)}"
-        if isinstance(self._row, Refused) or (value is not None and not self._row.accepts(value)):
-            parser.error(text)
-        print(f"jaxserve: {text}", file=sys.stderr)  # noqa: T201
-
-
-class _Help(argparse.Action):
-    def __call__(self, parser: Any, _namespace: Any, values: Any, _option: str | None = None) -> None:
-        if values is None:
-            parser.print_help()
-        elif values in parser.groups:
-            formatter = parser.formatter_class(parser.prog)
-            formatter.start_section(values)
-            formatter.add_arguments(parser.groups[values])
-            formatter.end_section()
-            print(formatter.format_help().strip())  # noqa: T201
-        else:
-            parser.error(f"no group {values!r} of flags; there are: {', '.join(parser.groups)}")
-        parser.exit()
 
 
 def add_config_flags(
@@ -203,17 +52,21 @@ def add_config_flags(
         names = [_flag(field.name), *field.metadata["aliases"]]
         is_size = field.metadata["is_size"]
         options = _size_options() if is_size else _options(hints[field.name])
+        choices = ", ".join(options.get("choices", ()))
         if words := field.metadata.get("words"):
             options["type"] = _word_or(words, options["type"])
-        if advice := vllm_flags.VALUES.get(field.name):
-            options["type"] = _advised(advice, options["type"])
-        if field.metadata.get("many"):
-            options |= {"action": "extend", "nargs": "+"}
+        if words and choices:  # the help has the choices, and not the words
+            options |= {"choices": [*options["choices"], *words], "metavar": f"{{{choices.replace(' ', '')}}}"}
+        if values := vllm_flags.VALUES.get(field.name):
+            options["type"] = _judged(parser, names[0], values, otherwise=options["type"], default=field.default)
+        if options.get("action") == "append":
+            is_long = bool(field.metadata.get("many"))
+            options |= {"action": "extend", "nargs": "+"} if is_long else {"action": Lists}
         default = defaults.get(field.name, field.default)
         if is_size and isinstance(default, int):
             default = f"{default // 2**20}MiB"
         text = _with_default(field.metadata["help"], default)
-        if len(choices := ", ".join(options.get("choices", ()))) > MAX_CHOICES_LENGTH:
+        if len(choices) > MAX_CHOICES_LENGTH:
             options["metavar"] = "NAME"
             text += f"; names: {choices}" if lists_names else "; jaxserve parse --help lists the names"
         parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
@@ -231,36 +84,6 @@ def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Return the flags among `names` that were given on the command line, with their values."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def unknown_variables(environment: Mapping[str, str], known: Mapping[str, str]) -> list[str]:
-    """Return a sentence about each variable with our prefix that sets nothing, with the one that may be meant.
-
-    `known` is what `Parser.variables` returns.
-    """
-    sentences = []
-    for name in sorted(_options_in(environment)):
-        if not name.startswith(VARIABLES) or name in OTHER_VARIABLES or known.get(name) in (name, ""):
-            continue
-        names = {meant.removeprefix(VARIABLES): meant for meant in known.values() if meant}
-        near = difflib.get_close_matches(name.removeprefix(VARIABLES), names, n=1, cutoff=0.7)
-        meant = known.get(name) or (names[near[0]] if near else None)
-        question = "" if meant is None else f", did you mean {meant}?"
-        sentences.append(f"the environment variable {name} sets no option{question}")
-    return sentences
-
-
-def _options_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what Kubernetes sets for a Service named jaxserve."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if not _KUBERNETES.fullmatch(name) and not (name == f"{VARIABLES}PORT" and value.startswith("tcp://"))
-    }
-
-
-def _variable(name: str) -> str:
-    return VARIABLES + name.strip("-").replace("-", "_").upper()
 
 
 def parse_size(text: str) -> int:
@@ -297,13 +120,17 @@ def _word_or(words: Mapping[str, Any], parse: Any) -> Any:
     return value
 
 
-def _advised(advice: Mapping[str, str], parse: Any) -> Any:
-    """Return a parser of a flag's value that says what to do instead of some values."""
+def _judged(parser: Parser, flag: str, values: Mapping[str, Row | NotTaken], *, otherwise: Any, default: Any) -> Any:
+    """Return a parser of a flag's value that judges some values of vLLM. A harmless one means the default."""
 
     def value(text: str) -> Any:
-        if text in advice:
-            raise argparse.ArgumentTypeError(f"{text!r}: {advice[text]}")
-        return parse(text)
+        if text not in values:
+            return otherwise(text)
+        verdict = values[text].judge(text)
+        if verdict.is_refused:
+            raise argparse.ArgumentTypeError(verdict.text)
+        parser.hear(said_of(f"{flag} {text}", text, values[text]))
+        return default
 
     return value
 
@@ -338,12 +165,34 @@ def _options(hint: Any) -> dict[str, Any]:
         return options | {"action": argparse.BooleanOptionalAction}
     if origin is Literal:
         return options | {"type": str, "choices": typing.get_args(hint)}
+    if origin is dict:
+        return options | {"action": Merged, "type": parse_object, "metavar": "JSON"}
     if origin is Mapping:
         return options | {"type": _id_map, "metavar": "JSON"}
+    if hint is StructuredOutputs:
+        return options | {"type": _structured_outputs, "metavar": "JSON"}
     if origin is Sequence:
         (item,) = typing.get_args(hint)
         return options | {"action": "append", "type": item, "metavar": _METAVARS[item]}
     return options | {"type": parse_count if hint is int else hint, "metavar": _METAVARS[hint]}
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises argparse.ArgumentTypeError for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object")
+    return value
+
+
+def _structured_outputs(text: str) -> StructuredOutputs:
+    try:
+        return StructuredOutputs(**parse_object(text))
+    except (InvalidRequest, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _id_map(text: str) -> dict[int, float]:

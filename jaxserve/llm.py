@@ -30,7 +30,8 @@ class LLM(LocalModel):
             for output in llm.generate(["Once upon a time", "The capital of France is"]):
                 print(output.prompt, output.outputs[0].text)
 
-    Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them.
+    Options have the names of `jaxserve serve`'s flags; `EngineConfig` describes them. Keywords of vLLM's LLM are judged
+    as its flags are: those that need nothing are logged, others raise one ConfigError with all reasons.
     `mesh` puts the model on a device mesh of your own instead of `tensor_parallel_size` devices. The engine holds the
     device until `close`, the end of a `with`, or the end of this object.
 

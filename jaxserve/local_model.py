@@ -3,14 +3,27 @@
 jax is imported when an engine starts.
 """
 
+import dataclasses
+import functools
+import inspect
 import itertools
+import logging
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from jaxserve import vllm_flags
-from jaxserve.config import DEFAULT_MODEL, DTypeName, EngineConfig, MaxModelLen, Quantization, WarmUp, convert_option
+from jaxserve.config import (
+    DEFAULT_MODEL,
+    DTypeName,
+    EngineConfig,
+    MaxModelLen,
+    Quantization,
+    StoredFormat,
+    WarmUp,
+    convert_option,
+)
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import NO_HEAD, ClassificationOutput, EmbeddingOutput, check_dimensions, finish_embedding
 from jaxserve.engine.frontend import Frontend, sampling_defaults
@@ -22,10 +35,12 @@ from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
-from jaxserve.values import check_names, convert, names_options, rule
+from jaxserve.values import check_names, convert, rule, unknown_names
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
@@ -55,10 +70,48 @@ class ChatOptions(TypedDict, total=False):
 _CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 
+_FIELDS = dataclasses.fields(EngineConfig)
+_ALIASES = {
+    alias.removeprefix("--").replace("-", "_"): field.name
+    for field in _FIELDS
+    for alias in field.metadata["aliases"]
+    if alias.startswith("--")
+}
+"""Names of vLLM's keywords for options that have another name here."""
+
+
+def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
+    """Decorate the constructor of a model: keywords of vLLM are taken, named in the log, or refused, as flags are.
+
+    It raises ConfigError for all options that are refused or wrong, and TypeError if some are unknown.
+    """
+    known = list(inspect.signature(constructor).parameters)[1:]
+
+    @functools.wraps(constructor)
+    def checked(*args: Any, **options: Any) -> Any:
+        judged = vllm_flags.judge_keywords(options, known=known, aliases=_ALIASES)
+        unknown = unknown_names(type(args[0]).__name__, judged.unknown, known=known, kind="option")
+        refused = [*unknown, *vllm_flags.sentences(judged.refused)]
+        if refused:
+            try:
+                EngineConfig(
+                    **{field.name: judged.taken[field.name] for field in _FIELDS if field.name in judged.taken}
+                )
+            except ConfigError as error:
+                refused.append(str(error))
+            raise (TypeError if unknown else ConfigError)("; ".join(refused))
+        for text in vllm_flags.sentences(judged.harmless):
+            logger.warning(text)
+        return constructor(*args, **judged.taken)
+
+    same: Any = checked
+    return same
+
+
 class LocalModel:
     """A model whose engine runs in a thread of this process; LLM and AsyncLLM add the calls that generate."""
 
-    @names_options(advice=vllm_flags.verdict)
+    @_judged
     def __init__(
         self,
         model: str = DEFAULT_MODEL,
@@ -68,13 +121,17 @@ class LocalModel:
         revision: str | None = None,
         tokenizer: str | None = None,
         dtype: DTypeName = "auto",
-        quantization: Quantization | None = None,
+        quantization: Quantization | StoredFormat | None = None,
         max_model_len: MaxModelLen = None,
         load_format: Literal["auto", "safetensors", "dummy"] = "auto",
+        hf_overrides: dict[str, Any] | None = None,
+        generation_config: str = "auto",
+        override_generation_config: dict[str, Any] | None = None,
         seed: int = 0,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         enable_prefix_caching: bool = True,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -101,10 +158,14 @@ class LocalModel:
             quantization=quantization,
             max_model_len=max_model_len,
             load_format=load_format,
+            hf_overrides=hf_overrides,
+            generation_config=generation_config,
+            override_generation_config=override_generation_config,
             seed=seed,
             block_size=block_size,
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -14,6 +14,7 @@ import msgspec
 
 from jaxserve import errors
 from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
+from jaxserve.unsupported import without_foreign
 from jaxserve.values import FieldNames, Rule, convert, rules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -93,8 +94,9 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
     whatever else is in the batch.
 
-    Numbers, flags and lists may be those of NumPy. Raises InvalidRequest, naming the field, when a value is of a wrong
-    type or out of its range, and TypeError for an unknown field.
+    Numbers, flags and lists may be those of NumPy. Fields of vLLM that are not here are taken if they ask for nothing.
+    Raises InvalidRequest, naming the field, when a value is of a wrong type or out
+    of its range, or a field of vLLM is not followed, and TypeError for an unknown field.
     """
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
@@ -127,6 +129,11 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+
+    @classmethod
+    def accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments without those of vLLM that ask for nothing. Raises InvalidRequest for its others."""
+        return without_foreign(fields)
 
     def __post_init__(self) -> None:
         _convert_fields(self, _SAMPLING_RULES)

@@ -60,6 +60,7 @@ class Tokenizer:
         `chat_templates` are by name; the usual one is "default".
         """
         self._backend = backend
+        self._template_defaults: dict[str, Any] = {}
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special_tokens = dict(special_tokens or {})
@@ -215,6 +216,14 @@ class Tokenizer:
                 raise ConfigError(f"chat_template, line {cause.lineno}: {cause.message}") from cause
         return changed
 
+    def with_template_defaults(self, variables: Mapping[str, Any]) -> "Tokenizer":
+        """Return a tokenizer whose chat template has these variables, unless they are given. Raises ConfigError."""
+        if clash := _NOT_TEMPLATE_VARIABLES & variables.keys():
+            raise ConfigError(f"not a variable of a chat template: {', '.join(sorted(clash))}")
+        changed = copy.copy(self)
+        changed._template_defaults = dict(variables)
+        return changed
+
     def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -237,7 +246,8 @@ class Tokenizer:
             )
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        if clash := _NOT_TEMPLATE_VARIABLES & set(template_kwargs or ()):
+        template_kwargs = {**self._template_defaults, **(template_kwargs or {})}
+        if clash := _NOT_TEMPLATE_VARIABLES & template_kwargs.keys():
             raise InvalidRequest(
                 f"not a variable of a chat template: {', '.join(sorted(clash))}", param="chat_template_kwargs"
             )
@@ -248,7 +258,7 @@ class Tokenizer:
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                variables={**self._special_tokens, **(template_kwargs or {})},
+                variables={**self._special_tokens, **template_kwargs},
             )
         except Exception as error:  # a template is a program: with odd messages it can fail in any way
             raise InvalidRequest(f"chat template: {first_line(error)}", param="messages") from error

@@ -7,8 +7,6 @@ field are in its annotation, as msgspec.Meta.
 
 import abc
 import difflib
-import functools
-import inspect
 import math
 import numbers
 import types
@@ -29,50 +27,34 @@ class FieldNames(msgspec.StructMeta):
         try:
             return super().__call__(*args, **fields)
         except TypeError:
-            check_names(self.__name__, fields, known=self.__struct_fields__)
-            raise
+            taken = self.accepted(fields)
+            check_names(self.__name__, taken, known=self.__struct_fields__)
+            if len(taken) == len(fields):
+                raise
+        return super().__call__(*args, **taken)
+
+    def accepted(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords to look at when some are unknown. A struct may leave some out, or refuse them."""
+        return fields
 
 
-def check_names(
-    owner: str,
-    names: Iterable[str],
-    *,
-    known: Sequence[str],
-    kind: str = "field",
-    advice: Callable[[str], str | None] = lambda _: None,
-) -> None:
-    """Raise TypeError if one of `names` is not among `known`, the names that `owner` takes.
+def check_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind: str = "field") -> None:
+    """Raise TypeError if one of `names` is not among `known`, the names that `owner` takes."""
+    if complaints := unknown_names(owner, names, known=known, kind=kind):
+        raise TypeError("; ".join(complaints))
 
-    The message has what `advice` says of the name, else the closest name that there is.
-    """
+
+def unknown_names(owner: str, names: Iterable[str], *, known: Sequence[str], kind: str) -> list[str]:
+    """Return a sentence about each of `names` that is not among `known`, with the closest one that is."""
+    complaints = []
     for name in names:
         if name not in known:
-            if (word := advice(name)) is not None:
-                raise TypeError(f"{owner} has no {kind} {name!r}; {word}")
             close = difflib.get_close_matches(name, known, n=1)
-            word = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-            raise TypeError(f"{owner} has no {kind} {name!r}; {word}")
-
-
-def names_options[**P, R](
-    *, advice: Callable[[str], str | None] = lambda _: None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a constructor: like FieldNames, for a class that is not a struct.
-
-    `advice` says what to do about some names that it does not take.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = list(inspect.signature(function).parameters)[1:]
-
-        @functools.wraps(function)
-        def checked(*args: P.args, **options: P.kwargs) -> R:
-            check_names(type(args[0]).__name__, options, known=known, kind="option", advice=advice)
-            return function(*args, **options)
-
-        return checked
-
-    return decorate
+            word = f"; did you mean {close[0]!r}?" if close else ""
+            if not close and not any("; there are" in complaint for complaint in complaints):
+                word = f"; there are {', '.join(known)}"
+            complaints.append(f"{owner} has no {kind} {name!r}{word}")
+    return complaints
 
 
 class Rule(abc.ABC):

@@ -12,7 +12,8 @@ def page() -> str:
     same = flags_of_serve()
     rows = ["| flag of `vllm serve` | here |", "|---|---|"]
     table = dict.fromkeys(same, "the same") | {name: f"`{ours}`" for name, ours in vllm_flags.RENAMED.items()}
-    for name, row in vllm_flags.FLAGS.items():
+    for flag, row in vllm_flags.FLAGS.items():
+        name = f"{flag}`, `{vllm_flags.SHORT[flag]}" if flag in vllm_flags.SHORT else flag
         if isinstance(row, Harmless) and row.values:
             shown = ", ".join(row.values if len(row.values) < 8 else (row.values[0], "...", row.values[-1]))
             table[name] = f"accepted with {shown}, else not supported: {row.why}"

@@ -23,19 +23,22 @@ PLAIN = "errors config request values"
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs flags vllm_flags bench chat server llm convert overview parse engine "
-    "loading tokenizer",
+    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat server llm convert overview parse "
+    "engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} server loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
-    "bench": f"{PLAIN} cpus flags vllm_flags llm server convert engine structured models loading layers tokenizer",
+    "bench": f"{PLAIN} cpus arguments flags vllm_flags llm server convert engine structured models loading layers "
+    "tokenizer",
     "jaxserve": "llm async_llm request",
     "async_llm": f"{PLAIN} local_model engine",
-    "flags": f"{PLAIN} vllm_flags",
+    "flags": f"{PLAIN} arguments vllm_flags",
+    "arguments": "vllm_flags",
     "vllm_flags": "",
+    "unsupported": "errors",
     "vllm_page": "vllm_flags cli",
     "logs": "",
-    "server": f"{PLAIN} jaxserve logs tokenizer metrics engine structured",
+    "server": f"{PLAIN} unsupported jaxserve logs tokenizer metrics engine structured",
     "llm": f"{PLAIN} local_model progress engine",
     "local_model": f"{PLAIN} vllm_flags interrupts tokenizer engine loading",
     "progress": f"{PLAIN} engine",
@@ -57,7 +60,7 @@ MAY_IMPORT = {
     "chat_template": "",
     "token_pieces": "errors",
     "metrics": PLAIN,
-    "request": "errors values",
+    "request": "errors unsupported values",
     "config": "errors request values",
     "values": "errors",
     "cpus": "",
@@ -73,6 +76,7 @@ QUANTIZATION = (
 
 NO_JAX = (
     "jaxserve.__main__",
+    "jaxserve.arguments",
     "jaxserve.bench",
     "jaxserve.chat",
     "jaxserve.cli",
@@ -111,6 +115,7 @@ NO_JAX = (
     "jaxserve.loading.hub",
     "jaxserve.loading.json_files",
     "jaxserve.loading.mistral_pattern",
+    "jaxserve.loading.overrides",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
     "jaxserve.loading.quantization_files",
@@ -125,6 +130,7 @@ NO_JAX = (
     "jaxserve.server",
     "jaxserve.structured",
     "jaxserve.token_pieces",
+    "jaxserve.unsupported",
     "jaxserve.vllm_flags",
     "jaxserve.tokenizer",
     "jaxserve.values",

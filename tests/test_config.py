@@ -39,6 +39,22 @@ CALLS = [
     ("ServerConfig(port='8000')", "port must be an integer, got '8000'"),
     ("ServerConfig(api_key='key')", "api_key must be a list of texts, got 'key'"),
     ("ServerConfig(api_key=['key', 5])", "api_key[1] must be a text, got 5"),
+    # All at once.
+    (
+        "EngineConfig(seed=None, block_size='x')",
+        "seed must be an integer, got None; block_size must be an integer, got 'x'",
+    ),
+    (
+        "EngineConfig(block_size=3, max_num_seqs=0)",
+        "max_num_seqs must be at least 1, got 0; block_size must be a power",
+    ),
+    (
+        "ServerConfig(port=-1, api_workers=0)",
+        "port must be in [0, 65535], got -1; api_workers must be in [1, 64], got 0",
+    ),
+    ("EngineConfig(hf_overrides='{}')", "hf_overrides must be a dict, got '{}'"),
+    ("EngineConfig(kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, bfloat16, float16, float32, got 'fp8'"),
+    ("EngineConfig(override_generation_config={'do_sample': 1})", "override_generation_config: do_sample is not read,"),
     ("EngineConfig(model=pathlib.Path('a'), max_model_len=np.int32(8), gpu_memory_utilization=1)", ""),
     ("assert type(EngineConfig(seed=np.int64(8)).seed) is int", ""),
     ("assert EngineConfig(overlap=np.False_, block_size=np.uint8(8)).overlap is False", ""),

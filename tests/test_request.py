@@ -132,6 +132,41 @@ def test_an_unknown_field_is_named_with_the_nearest(fields, complaint):
     assert str(caught.value).startswith(complaint)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "best_of": 3},
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "logits_processors": None},
+        {"guided_decoding": None, "output_kind": None, "truncate_prompt_tokens": None, "extra_args": {}},
+        {"spaces_between_special_tokens": False, "skip_clone": True, "flat_logprobs": False, "stream_interval": 1},
+    ],
+)
+def test_fields_of_vllm_that_ask_for_nothing_are_taken(fields):
+    assert SamplingParams(**fields, top_k=5) == SamplingParams(n=fields.get("n", 1), top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"n": 2, "best_of": 3}, "best_of must be equal to n"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
+        ({"length_penalty": 0.5}, "length_penalty is not supported: it needs beam search"),
+        ({"logits_processors": [print]}, "logits_processors is not supported"),
+        ({"guided_decoding": {"json": {}}}, "guided_decoding is not supported: write structured_outputs, such as {'"),
+        ({"guided_anything": "a"}, "guided_anything is not supported: write structured_outputs"),
+        ({"output_kind": 2}, "output_kind is not supported: generate returns whole texts"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported: give the token ids"),
+        ({"max_new_tokens": 5, "temprature": 1}, "max_new_tokens is not supported: write max_tokens"),
+        ({"extra_args": {"a": 1}}, "extra_args is not supported"),
+    ],
+)
+def test_other_fields_of_vllm_get_the_advice_that_requests_get(fields, complaint):
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**fields)
+    assert str(caught.value).startswith(complaint)
+    assert caught.value.param in fields
+
+
 def test_an_unknown_field_of_structured_outputs():
     with pytest.raises(TypeError, match="StructuredOutputs has no field 'regexp'; did you mean 'regex'"):
         StructuredOutputs(regexp="a")

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from jaxserve import vllm_flags
+from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
 from jaxserve.errors import InvalidRequest
-from jaxserve.flags import Parser, add_config_flags, given, parse_size
+from jaxserve.flags import add_config_flags, given, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")

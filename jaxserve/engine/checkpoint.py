@@ -70,8 +70,19 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
 def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool, has_bfloat16: bool) -> np.dtype:
     """Return the dtype of activations, KV and weights that are not quantized.
 
-    Where the device has no bfloat16, "auto" is float16 instead, or float32 for families with larger values.
+    Where the device has no bfloat16, "auto" is float16 instead, or float32 for families with larger values. Raises
+    ConfigError if the KV cache was meant to have another one.
     """
+    dtype = _choose_dtype(config, checkpoint, is_cpu=is_cpu, has_bfloat16=has_bfloat16)
+    if config.kv_cache_dtype not in ("auto", str(dtype)):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, but keys and values have the dtype of the activations, "
+            f"which is {dtype}"
+        )
+    return dtype
+
+
+def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool, has_bfloat16: bool) -> np.dtype:
     with naming_config(checkpoint.path):
         dtype = resolve_dtype(config.dtype, checkpoint.fields, is_cpu=is_cpu)
     if dtype != jnp.bfloat16 or has_bfloat16:

@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 
 import msgspec
 
+from jaxserve.config import GENERATION_FIELDS
 from jaxserve.engine.client import EngineClient, EngineInfo
 from jaxserve.engine.embedding import NO_LM_HEAD, POOLING_PARAMS
 from jaxserve.engine.output import RequestGroup
@@ -39,16 +40,6 @@ from jaxserve.tokenizer import Tokenizer, read_generation_config
 
 _ALIVE_CHECK_SECONDS = 1.0
 _SIBLING_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: seeds of siblings are far apart, in all their bits
-
-# generation_config.json -> SamplingParams. `do_sample` is not looked at, as vLLM does not.
-_GENERATION_CONFIG_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 class Frontend:
@@ -326,7 +317,7 @@ def sampling_defaults(model: str | pathlib.Path) -> dict[str, Any]:
     Raises CheckpointError if it cannot be read, or requests could not have such values.
     """
     config = read_generation_config(model)
-    defaults = {field: config[key] for key, field in _GENERATION_CONFIG_FIELDS.items() if config.get(key) is not None}
+    defaults = {field: config[key] for key, field in GENERATION_FIELDS.items() if config.get(key) is not None}
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:

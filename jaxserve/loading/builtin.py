@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator
+from typing import get_args
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.overrides import check_format, with_overrides
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
@@ -21,11 +23,15 @@ _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
 
 def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfig:
-    """Return `config` with the names of its model and tokenizer replaced by paths. Raises as `resolve_model` does."""
+    """Return `config` with the names of its model and tokenizer replaced by paths, and what it says of the model's
+    files carried out (`with_overrides`). Raises as `resolve_model` does, and ConfigError.
+    """
     with_weights = config.load_format != "dummy"
+    if config.quantization in get_args(StoredFormat):  # before the weights are downloaded
+        check_format(config.quantization, resolve_model(config.model, revision=config.revision, with_weights=False))
     model = resolve_model(config.model, revision=config.revision, with_weights=with_weights, progress=progress)
     tokenizer = None if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
-    return dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer)
+    return with_overrides(dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer))
 
 
 def resolve_model(

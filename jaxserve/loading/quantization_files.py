@@ -66,6 +66,11 @@ def expected_schemes(directory: pathlib.Path, fields: Mapping[str, Any]) -> Expe
     return None
 
 
+def declared_methods(directory: pathlib.Path, fields: Mapping[str, Any]) -> set[Any]:
+    """Return the methods that a directory names; none if all weights are floats. Raises CheckpointError."""
+    return {method for method, _ in _declared(directory, fields).values()}
+
+
 def rounds_to_integers(fields: Mapping[str, Any]) -> bool:
     """Return true if a config says that activations are rounded to integers of 8 bits: W8A8 of compressed-tensors."""
     described = fields.get("quantization_config") or fields.get("compression_config") or {}

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.config import Quantization
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import Params, ParamSpec, path_name
 from jaxserve.layers.schemes import rounded_to, with_schemes
@@ -55,7 +54,7 @@ def stored_specs(
     specs: Params,
     *,
     dtype: np.dtype,
-    quantization: Quantization | None,
+    quantization: str | None,
     dequantizes: bool = False,
     why_not_held: WhyNotHeld | None = None,
 ) -> Params:

@@ -14,8 +14,10 @@ from jaxserve.tokenizer import Tokenizer
 
 
 def served_tokenizer(tokenizer: Tokenizer, config: ServerConfig) -> Tokenizer:
-    """Return `tokenizer`, with the operator's chat template if there is one. Raises ConfigError."""
+    """Return `tokenizer`, with the operator's chat template and its variables if there are any. Raises ConfigError."""
     given = config.chat_template
+    if config.default_chat_template_kwargs:
+        tokenizer = tokenizer.with_template_defaults(config.default_chat_template_kwargs)
     if given is None:
         return tokenizer
     if "{{" in given or "{%" in given:

@@ -15,7 +15,7 @@ from jaxserve import cli
 from jaxserve.config import ReasoningParser, ToolCallParser
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
-from jaxserve.request import SamplingParams
+from jaxserve.request import SamplingParams, StructuredOutputs
 
 BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
 
@@ -53,7 +53,8 @@ def test_help_of_an_unknown_group_names_the_groups(capsys):
         cli.main(["serve", "--help", "nothing"])
     assert ended.value.code == 2
     assert (
-        "there are: model, quantization, cache, scheduling, execution, compilation, server" in capsys.readouterr().err
+        "there are: model, quantization, overrides, cache, scheduling, execution, compilation, server"
+        in capsys.readouterr().err
     )
 
 
@@ -112,6 +113,36 @@ def test_sizes(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         parse_size(text)
+
+
+WITHOUT_FLAG = {
+    "detokenize": "the command prints texts",
+    "prompt_logprobs": "the command prints the log probabilities of what is generated",
+    "seed": "the engine's flag serves for both",
+}
+"""Why a field of SamplingParams is no flag of its own."""
+
+
+def test_every_sampling_parameter_has_a_flag_or_a_reason():
+    flags = {action.dest for group, actions in cli._parser().command("generate").groups.items() for action in actions
+             if group in ("sampling", "output")}  # fmt: skip
+    assert flags | WITHOUT_FLAG.keys() == {*SamplingParams.__struct_fields__}
+    assert not flags & WITHOUT_FLAG.keys()
+
+
+def test_structured_outputs_are_json(llm, capsys):
+    assert cli.main(["generate", "a", "--structured-outputs", '{"choice": ["b", "c"]}']) == 0
+    ((_, params),) = llm.asked
+    assert params.structured_outputs == StructuredOutputs(choice=["b", "c"])
+    for text, complaint in {
+        "x": "is not JSON",
+        "[]": "is not a JSON object",
+        '{"a": 1}': "no field 'a'",
+        "{}": "takes one of",
+    }.items():
+        with pytest.raises(SystemExit):
+            cli.main(["generate", "a", "--structured-outputs", text])
+        assert complaint in capsys.readouterr().err
 
 
 def test_sampling_flags(llm):

@@ -2,12 +2,14 @@
 
 import pathlib
 import re
+import shlex
 import socket
 
 import pytest
 
 import jaxserve.llm
 from jaxserve import cli, logs, vllm_flags, vllm_page
+from jaxserve.arguments import arguments_of
 from jaxserve.config import EngineConfig
 
 
@@ -15,15 +17,17 @@ from jaxserve.config import EngineConfig
     "flags",
     [
         "-O3 --enforce-eager --swap-space 4 --trust_remote_code --compilation-config.mode=3",
-        "--enable-auto-tool-choice --kv-cache-dtype auto -pp 1",
-        "--disable-log-requests --stream-interval=1",
+        "--enable-auto-tool-choice --load-format mistral -pp 1 --uvicorn-log-level=info",
+        "--disable-log-requests --stream-interval=20 --disable-custom-all-reduce",
+        "--no-enable-log-requests --no-enable-lora --no-trust-remote-code --no-disable-log-stats --no-enforce-eager",
+        "--limit-mm-per-prompt.image 2 --compilation_config.pass_config.x+ 1 -O.mode=3 -ep -cc.x=1",
     ],
 )
 def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, capsys, flags):
     assert cli.main(["serve", "scribe-2m", *flags.split()]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == sum(flag.startswith("-") for flag in flags.split())
-    assert all(re.match(r"jaxserve: --?\S+: nothing is needed: ", line) for line in lines)
+    assert all(re.match(r"jaxserve: --?[^:]+: nothing is needed: ", line) for line in lines)
     assert pathlib.Path(served[0][0].model).name == "scribe-2m"
 
 
@@ -32,9 +36,17 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
     [
         ("--speculative-config {}", "--speculative-config: not supported"),
         ("--enable-lora", "--enable-lora: instead: merge the adapter"),
-        ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported; only auto, bfloat16"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported: keys and values have the dtype"),
+        ("--load-format pt", "--load-format: 'pt' is not supported: convert it to safetensors"),
         ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
-        ("--quantization awq", "'awq': leave the flag out"),
+        ("-q torchao", "argument --quantization/-q: invalid choice: 'torchao'"),
+        (  # all reasons at once, those of values that are out of range, too
+            "--enable-lora -dp 2 --max-loras 4 --max-num-seqs 1.5 --port 99999 --frob 3 --block-size 3 --headless",
+            "error: --enable-lora, --max-loras: instead: merge the adapter into the model with peft before it is "
+            "served; -dp: '2' is not supported; only 1 (there is one engine); argument --max-num-seqs: '1.5' is not a "
+            "whole number such as 4096, 8k (8000) or 8K (8192); --headless: not supported; unknown flag --frob; "
+            "block_size must be a power of two up to 512, got 3; port must be in [0, 65535], got 99999\n",
+        ),
         ("--max-num-seqs 1.5", "'1.5' is not a whole number such as 4096, 8k (8000) or 8K (8192)"),
         ("extra", "unexpected argument 'extra'"),
     ],
@@ -49,10 +61,37 @@ def test_other_flags_end_with_the_usage_of_the_command_and_what_to_do(served, ca
     assert not served
 
 
+PUBLISHED = pathlib.Path(__file__).with_name("published_commands.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", PUBLISHED)
+def test_commands_of_model_cards_and_recipes_start_or_are_refused_with_all_reasons(served, capsys, monkeypatch, line):
+    """Each line has the names of what is refused, or "starts", and the arguments of `vllm serve`."""
+    monkeypatch.setattr("jaxserve.loading.builtin.resolve_names", lambda config: config)
+    refused, command = line.split(" | ", 1)
+    if refused == "starts":
+        assert cli.main(["serve", *shlex.split(command)]) == 0
+        assert len(served) == 1
+    else:
+        with pytest.raises(SystemExit):
+            cli.main(["serve", *shlex.split(command)])
+        error = capsys.readouterr().err.split("error: ")[-1]
+        named = re.findall(r"(?:^|; |, )(?:argument |unknown flag )?(--?\w[\w-]+|\w+(?= must))", error)
+        assert sorted(named) == sorted(refused.split())
+
+
 def test_no_row_of_the_table_of_vllms_flags_hides_a_flag_that_we_have():
     ours = {flag for flag in cli.flags_of_serve() if not flag.startswith("--no-")}
     assert not ours & (vllm_flags.FLAGS.keys() | vllm_flags.RENAMED.keys())
-    assert {name for name in vllm_flags.RENAMED.values() if name not in cli.flags_of_serve()} == set()
+    assert {name.split(".")[0] for name in vllm_flags.RENAMED.values()} <= {*cli.flags_of_serve()}
+
+
+def test_advice_for_keywords_names_keywords():
+    for flag, row in vllm_flags.FLAGS.items():
+        verdict = vllm_flags.said_of(flag.strip("-").replace("-", "_"), "odd", row)
+        assert "--" not in verdict.text
+    advice = "--max-num-seqs or --no-access-log, --kernels=xla; --kv-cache-memory N"
+    assert vllm_flags.in_python(advice) == "max_num_seqs or access_log=False, kernels='xla'; kv_cache_memory N"
 
 
 def test_the_page_of_vllms_flags_is_printed_from_the_table():
@@ -158,6 +197,39 @@ def test_shells_complete_commands_and_flags(shell, capsys):
     script = capsys.readouterr().out
     assert "--max-num-seqs" in script
     assert "run-batch" in script
+
+
+@pytest.mark.parametrize(
+    ("flags", "overrides"),
+    [
+        (["--hf-overrides", '{"a": {"b": 1}, "c": 2}'], {"a": {"b": 1}, "c": 2}),
+        (["--hf-overrides.a.b=1", "--hf_overrides.a.d", "x", "--hf-overrides.c"], {"a": {"b": 1, "d": "x"}, "c": True}),
+        (["--hf-overrides.a+=1", "--hf-overrides.a+", "2"], {"a": [1, 2]}),
+        (["--rope-scaling", '{"factor": 4}', "--rope-theta=1e6"], {"rope_scaling": {"factor": 4}, "rope_theta": 1e6}),
+        (["--hf-overrides", '{"a": 1}', "--rope-theta", "7"], {"a": 1, "rope_theta": 7}),
+    ],
+)
+def test_json_may_be_written_part_by_part(flags, overrides):
+    args = cli._parser().parse_args(arguments_of(["serve", *flags]))
+    assert args.hf_overrides == overrides
+
+
+def test_a_file_may_hold_what_vllm_reads(tmp_path, capsys):
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "enforce-eager: true\nno-enable-prefix-caching: true\nlimit-mm-per-prompt: {image: 1}\nenable_lora: false\n"
+        "disable-uvicorn-access-log: true\nrope-theta: 7.0\nhf-overrides: {a: {b: null}}\nallowed-origins: ['*']\n"
+        "trust-remote-code: false\n"
+    )
+    args = cli._parser().parse_args(["serve", "--config", str(file)])
+    assert (args.enable_prefix_caching, args.access_log, args.allowed_origins) == (False, False, ["*"])
+    assert args.hf_overrides == {"rope_theta": 7.0, "a": {"b": None}}
+    assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def test_lists_may_be_json(served):
+    assert cli.main(["serve", "--allowed-origins", '["a", "b"]', "--allowed-origins", "c"]) == 0
+    assert served[0][1].allowed_origins == ("a", "b", "c")
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys):

@@ -9,7 +9,7 @@ from fake_client import FakeEngineClient, Script, echo
 
 from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.engine.frontend import Frontend
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.llm import LLM
 
 USER = {"role": "user", "content": "hi"}
@@ -116,18 +116,56 @@ def test_the_models_own_sampling_parameters(llm):
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25)
 
 
+HARMLESS = [
+    {"trust_remote_code": True, "enforce_eager": True, "disable_log_stats": True, "swap_space": 4},
+    {"tokenizer_mode": "mistral", "config_format": "mistral", "load_format": "mistral"},
+    {"task": "embed", "runner": "pooling", "limit_mm_per_prompt": {"image": 1}, "cpu_offload_gb": 0},
+    {"compilation_config": 3, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1},
+    {"enable_lora": False, "speculative_config": None, "lora_modules": [], "enable_chunked_prefill": False},
+    {"guided_decoding_backend": "xgrammar", "served_model_name": "a", "disable_custom_all_reduce": True},
+]
+
+
+@pytest.mark.parametrize("options", HARMLESS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_options_of_vllm_that_need_nothing_are_taken_and_logged(owner, options, caplog):
+    # A wrong value, so that nothing is loaded.
+    with pytest.raises(ConfigError, match=r"^block_size must be a power of two up to 512, got 3$"):
+        owner("scribe-2m", **options, kv_cache_memory_bytes=2**30, async_scheduling=True, block_size=3)
+    named = {name for record in caplog.records for name in record.message.split(": ")[0].split(", ")}
+    assert named == options.keys()
+    assert all(": nothing is needed: " in record.message and "--" not in record.message for record in caplog.records)
+
+
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("options", "message"),
     [
-        ("trust_remote_code", "nothing is needed: no code of a checkpoint is ever run"),
-        ("speculative_config", "not supported"),
-        ("max_num_seq", "did you mean 'max_num_seqs'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: 'fp8' is not supported: keys and values"),
+        ({"load_format": "pt"}, "load_format: 'pt' is not supported: convert it to safetensors"),
+        ({"data_parallel_size": 2}, "data_parallel_size: 2 is not supported; only 1"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend: 'ray' is not supported; only mp, uni"),
+        ({"scheduler_cls": "a.B"}, "scheduler_cls: instead: scheduler='continuous' or scheduler='static'"),
+        ({"disable_sliding_window": True}, "disable_sliding_window: instead: max_model_len up to the window"),
+        ({"rope_theta": 1e6}, "rope_theta: instead: hf_overrides="),
+        (
+            {"enable_lora": True, "max_loras": 2, "speculative_config": {"a": 1}, "block_size": 3, "max_num_seqs": 0},
+            "enable_lora, max_loras: instead: merge the adapter into the model with peft before it is served; "
+            "speculative_config: not supported; max_num_seqs must be at least 1, got 0; block_size must be a power",
+        ),
     ],
 )
 @pytest.mark.parametrize("owner", [LLM, AsyncLLM])
-def test_options_of_vllm_and_misspelt_ones_are_explained(owner, option, message):
-    with pytest.raises(TypeError, match=f"^{owner.__name__} has no option .*{message}"):
-        owner(**{"model": "scribe-2m", option: 1})
+def test_options_of_vllm_that_are_refused_are_so_at_once_and_in_pythons_spelling(owner, options, message):
+    with pytest.raises(ConfigError) as caught:
+        owner("scribe-2m", **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_misspelt_options_are_named_with_what_else_is_wrong():
+    with pytest.raises(TypeError) as caught:
+        LLM("scribe-2m", max_num_seq=3, frob=1, enable_lora=True)
+    assert str(caught.value).startswith("LLM has no option 'max_num_seq'; did you mean 'max_num_seqs'?; LLM has no ")
+    assert str(caught.value).endswith("before it is served")
 
 
 def test_both_take_the_same_options():

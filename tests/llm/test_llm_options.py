@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import pathlib
 import subprocess
@@ -78,7 +79,8 @@ WRONG_ARGUMENTS = {
     "llm.stream_chat([user], tool=[])": "TypeError None chat has no option 'tool'; did you mean 'tools'?",
     "llm.chat([user], chat_template=5)": "InvalidRequest chat_template chat_template must be a text, got 5",
     "LLM(max_model_length=5)": "TypeError None LLM has no option 'max_model_length'; did you mean 'max_model_len'?",
-    "LLM(served_model_name=['a'])": "TypeError None LLM has no option 'served_model_name'",
+    "LLM(served_models=['a'])": "TypeError None LLM has no option 'served_models'",
+    "LLM(hf_overrides=print)": "ConfigError None hf_overrides must be a dict, got <built-in function print>",
     "llm.embed('a', dimensions=np.int8(2), normalize=np.False_, use_tqdm=np.False_)": "nothing raised",
     "llm.generate('a', SamplingParams(max_tokens=np.uint8(2)), use_tqdm=np.True_)": "nothing raised",
 }
@@ -105,7 +107,7 @@ class TestOptions:
 
         tiny_tokenizer.byte_level(tmp_path)
         (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+        (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
         given = {
             "model": str(tmp_path),
             "tokenizer": str(tmp_path),
@@ -113,6 +115,10 @@ class TestOptions:
             "quantization": "int8",
             "max_model_len": 99,
             "load_format": "dummy",
+            "hf_overrides": {"a": 1},
+            "generation_config": "vllm",
+            "override_generation_config": {"temperature": 0.25},
+            "kv_cache_dtype": "bfloat16",
             "seed": 7,
             "block_size": 32,
             "kv_cache_memory": 12345,
@@ -144,7 +150,12 @@ class TestOptions:
         mesh = jax.make_mesh((2,), ("tensor",))
         with LLM(**given, mesh=mesh, progress=False) as llm:
             assert llm.sampling_params().temperature == 0.25
-        assert calls == [(EngineConfig(**given), mesh, False)]
+        ((config, *rest),) = calls
+        assert rest == [mesh, False]
+        # Values of the model's files are carried out.
+        assert json.loads((pathlib.Path(config.model) / "config.json").read_text()) == {"a": 1}
+        done = {"hf_overrides": None, "generation_config": "auto", "override_generation_config": None}
+        assert config == EngineConfig(**given | done | {"model": config.model})
 
     def test_an_unknown_option_is_an_error(self):
         with pytest.raises(TypeError, match="max_model_length"):

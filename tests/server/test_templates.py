@@ -217,6 +217,18 @@ def test_the_operators_template(load, tmp_path):
     assert not render(tokenizer).startswith("[")
 
 
+def test_the_operators_variables_of_the_template(load):
+    tokenizer = Tokenizer(load("Qwen3-Coder")).with_chat_template("{{ a }} {{ b }} {{ enable_thinking }}")
+    config = ServerConfig(default_chat_template_kwargs={"a": 1, "enable_thinking": False})
+    served = served_tokenizer(tokenizer, config)
+    assert render(served) == "1  False"
+    assert render(served, chat_template_kwargs={"a": 2, "b": 3}) == "2 3 False"
+    assert render(served, reasoning_effort="high") == "1  True"
+    assert render(tokenizer) == "  "
+    with pytest.raises(ConfigError, match="not a variable of a chat template: tokenize"):
+        served_tokenizer(tokenizer, ServerConfig(default_chat_template_kwargs={"tokenize": True}))
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

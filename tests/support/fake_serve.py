@@ -19,11 +19,12 @@ import tokenizers
 from fake_client import FakeEngineClient, Script
 
 from jaxserve import logs
+from jaxserve.arguments import Parser
 from jaxserve.config import ServerConfig
 from jaxserve.engine.process import serve
 from jaxserve.engine.subprocesses import Child, Parent, run_child
 from jaxserve.errors import OutOfMemory, StartupError
-from jaxserve.flags import Parser, add_config_flags, given
+from jaxserve.flags import add_config_flags, given
 from jaxserve.server.process.supervisor import Supervisor
 
 STEP_SECONDS = 0.02

@@ -22,6 +22,7 @@ from jaxserve.server.protocol.structured import (
     constraint_field,
     structured_outputs,
 )
+from jaxserve.unsupported import Refused, refuse
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_CACHE_SALT_LENGTH = 256
@@ -143,8 +144,8 @@ def decode_request[T: RequestBody](body: bytes, kind: type[T]) -> tuple[T, list[
     """
     for name, value in given_fields(body).items():
         cell = fields.cell(kind.route, name)
-        if isinstance(cell, fields.Refused):
-            fields.refuse(name, cell, decoded(bytes(value), Any, what=name))
+        if isinstance(cell, Refused):
+            refuse(name, cell, decoded(bytes(value), Any, what=name))
     request = decoded(body, kind)
     known = fields.known(kind.route)
     unknown = [

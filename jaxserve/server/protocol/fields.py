@@ -7,10 +7,9 @@ from it. A field without a row is unknown: it is ignored, counted, and logged on
 
 import enum
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.unsupported import CONSTRAINT, CONSTRAINTS, EMPTY, EVERYWHERE, UNLESS_NULL, Refused
 
 Route = Literal["completions", "chat", "responses", "embeddings", "tokenize"]
 ROUTES: tuple[Route, ...] = get_args(Route)
@@ -26,21 +25,6 @@ class Cell(enum.Enum):
 
 
 FOLLOWED, NO_EFFECT, UNKNOWN = Cell.FOLLOWED, Cell.NO_EFFECT, Cell.UNKNOWN
-
-_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
-
-
-class Refused(NamedTuple):
-    """The field is refused with the hint `word`, which says what to write instead, unless its value is `neutral`: one
-    that asks for nothing.
-    """
-
-    word: str = ""
-    neutral: Sequence[Any] = _EMPTY
-
-    def is_neutral(self, value: object) -> bool:
-        """Return true if a value asks for nothing. False is distinct from 0, and 1 from 1.0."""
-        return any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
 
 
 class Field(NamedTuple):
@@ -61,16 +45,12 @@ class Field(NamedTuple):
 
 
 _NOT = Refused()
-_UNLESS_NULL = (None,)
-_NOT_EVEN_EMPTY = Refused(neutral=_UNLESS_NULL)
+_NOT_EVENEMPTY = Refused(neutral=UNLESS_NULL)
 _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/responses")
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
-_WHOLE_TEXT = Refused("the whole text is tokenized", _UNLESS_NULL)
+_WHOLE_TEXT = Refused("the whole text is tokenized", UNLESS_NULL)
 _ONE_ANSWER = Refused("a response has one answer", (None, 1))
-_STRUCTURED = Refused(
-    "write structured_outputs, such as {'json': ...}, {'regex': ...} or {'grammar': ...}", (None, False, "", [])
-)  # {} is excluded: it is a schema that allows anything
 _ANSWERS = (FOLLOWED, FOLLOWED, FOLLOWED)
 _READERS = (*_ANSWERS, FOLLOWED)
 _CONVERSATIONS = (_NEEDS_CHAT, FOLLOWED, FOLLOWED)
@@ -116,7 +96,7 @@ FIELDS: tuple[Field, ...] = (
     Field("n", "number of answers to a prompt", FOLLOWED, FOLLOWED, _ONE_ANSWER, is_sampling=True),
     Field("best_of", "must be equal to n", FOLLOWED, FOLLOWED, _ONE_ANSWER),
     # What is returned.
-    Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=_EMPTY)),
+    Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=EMPTY)),
     Field("stream_options", "usage at the end of a stream (a response always has it), or in each chunk", *_ANSWERS),
     Field(
         "logprobs",
@@ -137,7 +117,7 @@ FIELDS: tuple[Field, ...] = (
         "log probabilities of the prompt's tokens",
         FOLLOWED,
         FOLLOWED,
-        Refused("a response has no prompt_logprobs", _UNLESS_NULL),
+        Refused("a response has no prompt_logprobs", UNLESS_NULL),
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
     _sampling(
@@ -240,7 +220,7 @@ FIELDS: tuple[Field, ...] = (
     Field("parallel_tool_calls", "false: one call at most", NO_EFFECT, FOLLOWED, FOLLOWED),
     _everywhere("functions", "the old name of tools", Refused("write tools")),
     _everywhere("function_call", "the old name of tool_choice", Refused("write tool_choice", (None, "none", "auto"))),
-    Field("web_search_options", "a tool of OpenAI's", _NOT_EVEN_EMPTY, _NOT_EVEN_EMPTY, _NOT_EVEN_EMPTY),
+    Field("web_search_options", "a tool of OpenAI's", _NOT_EVENEMPTY, _NOT_EVENEMPTY, _NOT_EVENEMPTY),
     Field("max_tool_calls", "a limit of OpenAI's own tools", UNKNOWN, UNKNOWN, NO_EFFECT, UNKNOWN, UNKNOWN),
     # Thoughts.
     Field(
@@ -256,12 +236,12 @@ FIELDS: tuple[Field, ...] = (
         "thinking_token_budget",
         "thoughts end after so many tokens; 0: there are none",
         *_CONVERSATIONS,
-        Refused(_NO_VECTOR.word, _UNLESS_NULL),
-        Refused("it changes no prompt", _UNLESS_NULL),
+        Refused(_NO_VECTOR.word, UNLESS_NULL),
+        Refused("it changes no prompt", UNLESS_NULL),
     ),
     Field("reasoning", "reasoning_effort as {'effort': ...}", *_CONVERSATIONS, _NO_VECTOR, FOLLOWED),
     *(
-        _everywhere(name, "thinking is a variable of the chat template", Refused(word, _UNLESS_NULL))
+        _everywhere(name, "thinking is a variable of the chat template", Refused(word, UNLESS_NULL))
         for name, word in (
             ("enable_thinking", "write chat_template_kwargs: {'enable_thinking': ...}, or reasoning_effort"),
             ("thinking", "write chat_template_kwargs: {'thinking': ...}, or reasoning_effort"),
@@ -290,15 +270,7 @@ FIELDS: tuple[Field, ...] = (
         UNKNOWN,
         UNKNOWN,
     ),
-    *(
-        _everywhere(name, "other servers' name for structured_outputs", _STRUCTURED)
-        for name in (
-            *("grammar", "grammar_string", "ebnf", "regex", "json_schema", "json_object", "structural_tag"),
-            *("choice", "choices", "format", "response_schema", "output_schema"),
-            *("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar"),
-            *("guided_decoding", "guided_decoding_backend", "guided_whitespace_pattern"),
-        )
-    ),
+    *(_everywhere(name, "other servers' name for structured_outputs", CONSTRAINT) for name in CONSTRAINTS),
     # Responses.
     Field("previous_response_id", "the turn before", _ONLY_RESPONSES, _ONLY_RESPONSES, FOLLOWED, UNKNOWN, UNKNOWN),
     Field("background", "answer without a connection", _ONLY_RESPONSES, _ONLY_RESPONSES, FOLLOWED, UNKNOWN, UNKNOWN),
@@ -351,10 +323,10 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),
     # Not supported by this server.
-    _everywhere("use_beam_search", "beam search"),
-    _everywhere("length_penalty", "of beam search", Refused("it needs beam search", (None, 1, 1.0))),
-    _everywhere("early_stopping", "of beam search", Refused("it needs beam search")),
-    _everywhere("logits_processors", "code in a request"),
+    _everywhere("use_beam_search", "beam search", EVERYWHERE["use_beam_search"]),
+    _everywhere("length_penalty", "of beam search", EVERYWHERE["length_penalty"]),
+    _everywhere("early_stopping", "of beam search", EVERYWHERE["early_stopping"]),
+    _everywhere("logits_processors", "code in a request", EVERYWHERE["logits_processors"]),
     _everywhere("prompt_embeds", "a prompt as vectors"),
     _everywhere("audio", "sound"),
     _everywhere("modalities", "only text", Refused("there is only text", (None, ["text"], []))),
@@ -365,8 +337,8 @@ FIELDS: tuple[Field, ...] = (
         _everywhere(name, "fields within a field", Refused("write its fields into the request itself"))
         for name in ("extra_body", "nvext")
     ),
-    _everywhere("vllm_xargs", "arguments of vLLM's plugins"),
-    _everywhere("repetition_detection", "end repetitions"),
+    _everywhere("vllm_xargs", "arguments of vLLM's plugins", EVERYWHERE["vllm_xargs"]),
+    _everywhere("repetition_detection", "end repetitions", EVERYWHERE["repetition_detection"]),
 )
 
 SAMPLING = tuple(field.name for field in FIELDS if field.is_sampling)
@@ -391,11 +363,3 @@ def cell(route: Route, name: str) -> Cell | Refused:
     """Return what a route does with the field `name`; all of other servers' guided_... fields are refused."""
     field = _BY_NAME.get("guided_json" if name.startswith("guided_") else name)
     return UNKNOWN if field is None else field.cell(route)
-
-
-def refuse(name: str, cell: Refused, value: object) -> None:
-    """Raise InvalidRequest, naming the field, unless the value asks for nothing."""
-    if not cell.is_neutral(value):
-        raise InvalidRequest(
-            f"{name} is not supported{cell.word and ': '}{cell.word}", param=name, code="unsupported_parameter"
-        )
