@@ -97,6 +97,7 @@ NO_JAX = (
     "jaxserve.logs",
     "jaxserve.loading.bounds",
     "jaxserve.loading.builtin",
+    "jaxserve.loading.causality",
     "jaxserve.loading.classifier",
     "jaxserve.loading.dequantization",
     "jaxserve.loading.gguf",
