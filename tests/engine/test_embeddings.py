@@ -12,6 +12,15 @@ from jaxserve.errors import ContextLengthExceeded
 from jaxserve.execution.programs.spec import ON_GPU
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+POOLED = {
+    "last": lambda hidden: hidden[-1],
+    "mean": lambda hidden: hidden.mean(axis=0),
+    "cls": lambda hidden: hidden[0],
+    "max": lambda hidden: hidden.max(axis=0),
+    "weightedmean": lambda hidden: np.average(hidden, axis=0, weights=np.arange(1, len(hidden) + 1)),
+    "mean_sqrt_len": lambda hidden: hidden.sum(axis=0) / len(hidden) ** 0.5,
+}
+"""The definitions of sentence-transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +33,7 @@ def expected(model, prompt, pooling):
     padded = np.zeros(MAX_MODEL_LEN, np.int32)
     padded[: len(prompt)] = prompt
     hidden = np.asarray(naive_hidden(model.params, model.config, model.family, padded), np.float64)[: len(prompt)]
-    return hidden[-1] if pooling == "last" else hidden.mean(axis=0)
+    return POOLED[pooling](hidden)
 
 
 class Embedding:
@@ -51,7 +60,7 @@ def prompts(model, lengths, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", POOLED)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_in_chunks_and_in_company(model, pooling, overlap):
     """Prompts longer than a step's budget, up to the whole context, in parallel with each other and with
@@ -71,15 +80,15 @@ def test_in_chunks_and_in_company(model, pooling, overlap):
         assert results[f"g{i}"].token_ids == model.naive(prompt, 12)
 
 
-def test_both_kinds_in_one_step(model):
+def test_all_kinds_in_one_step(model):
     engine = model.engine()
     (prompt,) = prompts(model, [9])
-    results = drain(engine, _added(engine, {"last": (prompt, "last"), "mean": (prompt, "mean")}))
-    for pooling in ("last", "mean"):
+    results = drain(engine, _added(engine, {pooling: (prompt, pooling) for pooling in POOLED}))
+    for pooling in POOLED:
         np.testing.assert_allclose(results[pooling].vector, expected(model, prompt, pooling), **TOLERANCE)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", POOLED)
 def test_prompts_of_one_token(model, pooling):
     """Their steps look like those of decoding."""
     engine = model.engine()
@@ -92,7 +101,7 @@ def test_prompts_of_one_token(model, pooling):
 def test_only_the_last_token_may_come_after_a_cached_prefix(model):
     engine = model.engine()
     (prompt,) = prompts(model, [40])
-    for pooling, cached in (("last", [0, 36]), ("mean", [0, 0])):
+    for pooling, cached in (("last", [0, 36]), ("mean", [0, 0]), ("cls", [0, 0]), ("max", [0, 0])):
         engine.scheduler.reset_prefix_cache()
         for num_cached in cached:
             results = drain(engine, _added(engine, {"a": (prompt, pooling)}))
@@ -101,17 +110,18 @@ def test_only_the_last_token_may_come_after_a_cached_prefix(model):
 
 
 @pytest.mark.slow
-def test_a_mean_starts_over_after_a_preemption(model):
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+def test_pooling_starts_over_after_a_preemption(model, pooling):
     """A pool that is too small for two: in the middle of its prompt it gives way to a request of better priority."""
     engine = model.engine(num_blocks=26, max_num_batched_tokens=16, policy="priority")
     long, other = prompts(model, [80, 50])
-    engine.add([request("e", long, 1, pooling="mean", priority=1)])
+    engine.add([request("e", long, 1, pooling=pooling, priority=1)])
     engine.step()
     engine.step()
     engine.add([request("g", other, 40)])
     results = drain(engine, {"g": Result(), "e": Embedding()})
     assert engine.stats().num_preemptions == 1
-    np.testing.assert_allclose(results["e"].vector, expected(model, long, "mean"), **TOLERANCE)
+    np.testing.assert_allclose(results["e"].vector, expected(model, long, pooling), **TOLERANCE)
 
 
 def test_the_static_scheduler(model):
