@@ -109,8 +109,8 @@ FLAGS: Mapping[str, Harmless | Refused] = {
     "--logits-processors": Refused("logit_bias, bad_words and structured_outputs are fields of requests", "*"),
     "--logits-processor-pattern": Refused("logit_bias, bad_words and structured_outputs are fields of requests"),
     "--io-processor-plugin": Refused(),
-    "--pooler-config": Refused("--pooling last or mean"),
-    "--override-pooler-config": Refused("--pooling last or mean"),
+    "--pooler-config": Refused("--pooling"),
+    "--override-pooler-config": Refused("--pooling"),
     "--renderer-num-workers": Harmless("--api-workers counts the processes that tokenize", 1),
     # loading
     "--download-dir": Refused("set HF_HOME"),

@@ -10,6 +10,7 @@ from naive import naive_hidden
 from jaxserve.engine.embedding import finish_embedding
 from jaxserve.errors import ContextLengthExceeded
 from jaxserve.execution.programs.spec import ON_GPU
+from jaxserve.loading.sentence_transformers import Embedder
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 POOLED = {
@@ -141,11 +142,12 @@ def test_a_prompt_beyond_the_context(model):
 
 def test_vectors_for_callers():
     pooled = np.array([3.0, 4.0, 12.0], "<f4").tobytes()
-    assert finish_embedding(pooled, normalize=False).tolist() == [3, 4, 12]
-    np.testing.assert_allclose(finish_embedding(pooled), [3 / 13, 4 / 13, 12 / 13], rtol=1e-6)
-    np.testing.assert_allclose(finish_embedding(pooled, dimensions=2), [0.6, 0.8], rtol=1e-6)
-    assert finish_embedding(np.zeros(2, "<f4").tobytes()).tolist() == [0, 0]
-    assert finish_embedding(np.full(2, 3e38, "<f4").tobytes()).tolist() == pytest.approx([0.5**0.5] * 2)
+    embedder = Embedder(size=3)
+    assert finish_embedding(pooled, embedder, normalize=False).tolist() == [3, 4, 12]
+    np.testing.assert_allclose(finish_embedding(pooled, embedder), [3 / 13, 4 / 13, 12 / 13], rtol=1e-6)
+    np.testing.assert_allclose(finish_embedding(pooled, embedder, dimensions=2), [0.6, 0.8], rtol=1e-6)
+    assert finish_embedding(np.zeros(2, "<f4").tobytes(), embedder).tolist() == [0, 0]
+    assert finish_embedding(np.full(2, 3e38, "<f4").tobytes(), embedder).tolist() == pytest.approx([0.5**0.5] * 2)
 
 
 def _added(engine, requests):
