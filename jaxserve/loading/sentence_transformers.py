@@ -255,7 +255,7 @@ def _dense(folder: pathlib.Path, size: int) -> tuple[Layer, int]:
     activation = read_activation(name, field=f"{file}: activation_function")
     num_outputs = fields.get("out_features")
     tensors = _tensors(folder)
-    shapes = {"linear.weight": (num_outputs, size)}
+    shapes: dict[str, tuple[Any, ...]] = {"linear.weight": (num_outputs, size)}
     if fields.get("bias") is not False:
         shapes["linear.bias"] = (num_outputs,)
     has_residual = fields.get("use_residual") is True
@@ -303,7 +303,9 @@ def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"cannot read {folder / WEIGHTS}: {error}") from error
 
 
-def _check_shapes(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple]) -> None:
+def _check_shapes(
+    folder: pathlib.Path, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[Any, ...]]
+) -> None:
     for name in sorted(shapes.keys() | tensors.keys()):
         found = tensors[name].shape if name in tensors else None
         if found != shapes.get(name):

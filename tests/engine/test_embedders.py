@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 
+import gguf_files
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -15,6 +16,7 @@ from depths import quick_only
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
+from jaxserve.convert import convert
 from jaxserve.engine.checkpoint import read_checkpoint
 from jaxserve.engine.scoring import pair_scorer
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -78,7 +80,7 @@ def test_a_call_wins_over_the_files(tmp_path):
     np.testing.assert_allclose(raw.embedding / np.linalg.norm(raw.embedding), golden, **TOLERANCE)
     assert np.linalg.norm(raw.embedding) != pytest.approx(1, abs=1e-3)
     assert np.abs(last.embedding - golden).max() > 1e-3
-        tokenizer = llm.get_tokenizer()
+    tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(last.prompt_token_ids) == "find: the end"
     assert tokenizer.decode(without.prompt_token_ids) == "the end"
     assert error.value.param == "prompt_name"
@@ -226,6 +228,31 @@ def test_pooling_without_modules(tmp_path):
     (path / "1_Pooling" / "config.json").write_text(json.dumps(cases.flags("mean_tokens")))
     embedder = read_embedder(path, hidden_size=16)
     assert (embedder.pooling, embedder.normalizes) == (("mean",), True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "last"), (0, "last"), (1, "mean"), (2, "cls"), (3, "last"), (4, None), (9, None)]
+)
+def test_the_pooling_of_a_gguf_file(tmp_path, value, expected):
+    metadata = {} if value is None else {"llama.pooling_type": value}
+    gguf_files.write(tmp_path / "m.gguf", "llama", metadata, {})
+    if expected is None:
+        with pytest.raises(CheckpointError, match=f"llama.pooling_type {value} is not supported"):
+            read_embedder(tmp_path / "m.gguf", hidden_size=16)
+        return
+    embedder = read_embedder(tmp_path / "m.gguf", hidden_size=16)
+    assert (embedder.pooling, embedder.normalizes) == ((expected,), True)
+    assert embedder.source == ("llama.pooling_type" if value else None)
+
+
+@pytest.mark.slow
+def test_a_store_holds_the_modules(tmp_path):
+    modules, files = cases.EMBEDDERS["dense"]
+    path = cases.write(tmp_path / "model", modules=modules, files=files, changes=CAUSAL)
+    convert(str(path), tmp_path / "store", progress=False)
+    with LLM(str(tmp_path / "store"), dtype="float32", **OPTIONS) as llm:
+        outputs = llm.embed(cases.TEXTS, use_tqdm=False)
+    np.testing.assert_allclose([each.embedding for each in outputs], GOLDENS["embeddings"]["dense"], **TOLERANCE)
 
 
 def test_an_explicit_context_wins(tmp_path, caplog):
