@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.engine.embedding import pooled_vector
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
-from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.errors import InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.reranking import (
     QWEN3_INSTRUCTION,
@@ -155,5 +155,7 @@ def _token_id(tokenizer: Tokenizer, token: str | int) -> int:
         return token
     token_id = tokenizer.vocabulary_id(token)
     if token_id is None:
-        raise CheckpointError(f"config.json: classifier_from_token names {token!r}, which the tokenizer does not have")
+        raise InvalidRequest(
+            f"this model's classifier_from_token names {token!r}, which its tokenizer does not have", param="model"
+        )
     return token_id

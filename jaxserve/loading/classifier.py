@@ -81,7 +81,7 @@ def read_head(path: str | pathlib.Path, *, hidden_size: int) -> ClassificationHe
         labels=tuple(str(known.get(str(index), f"LABEL_{index}")) for index in range(len(weight))),
         activation=activation,
         score_activation=activation if named is None else _activation(None, named, num_labels=len(weight)),
-        has_pairs=fields.get("use_sep_token") is not False,
+        has_pairs=all(fields.get(name) is not False for name in ("use_sep_token", "use_pad_token")),
     )
 
 

@@ -5,6 +5,7 @@ modules.json has a LogitScore (that of sentence-transformers). Models with a cla
 `loading.classifier`.
 """
 
+import math
 import pathlib
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.sentence_transformers import RERANKER_MODULES, find_module
-from jaxserve.loading.torch_activations import read_activation
+from jaxserve.loading.torch_activations import read_activation, softmax
 
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
 TWO_WAY = "from_2_way_softmax"
@@ -81,8 +82,15 @@ def read_reranker(path: str | pathlib.Path, fields: Mapping[str, Any]) -> Rerank
         is_qwen3 = fields.get("model_type") == "qwen3"
     else:
         return None
+    vocab_size = fields.get("vocab_size")
+    for token in (no, yes):
+        if isinstance(token, int) and not 0 <= token < (vocab_size if isinstance(vocab_size, int) else math.inf):
+            raise CheckpointError(
+                f"{config}: the token {token} of a reranker is outside the vocabulary of {vocab_size}"
+            )
     activation = named_activation(path, fields) or SIGMOID
-    read_activation(activation, field="activation_fn")
+    if read_activation(activation, field="activation_fn") is softmax:
+        activation = SIGMOID  # the softmax of one logit would be 1
     return Reranker(no=no, yes=yes, activation=activation, is_qwen3=is_qwen3)
 
 

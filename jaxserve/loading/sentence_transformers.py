@@ -322,6 +322,7 @@ def _of_transformer(path: pathlib.Path) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _HARMLESS and value is not None:
             raise CheckpointError(f"{file}: {name} {value!r:.100} is not supported")
+    _check_output(file, fields)
     if unknown := [name for name in fields.get("processing_kwargs") or {} if name != "chat_template"]:
         raise CheckpointError(f"{file}: processing_kwargs.{unknown[0]} is not supported")
     length, lowercases = fields.get("max_seq_length"), fields.get("do_lower_case") or False
@@ -330,6 +331,26 @@ def _of_transformer(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(lowercases, bool):
         raise CheckpointError(f"{file}: do_lower_case must be true or false, got {lowercases!r:.100}")
     return {"max_length": length, "lowercases": lowercases}
+
+
+def _check_output(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if texts are not read as they are, or another output than the last states is taken."""
+    modalities = fields.get("modality_config") or {}
+    for name in modalities:
+        if name not in ("text", "message"):
+            raise CheckpointError(f"{file}: modality_config.{name} is not supported: there is only text")
+        method = (modalities[name] or {}).get("method_output_name")
+        if method not in (None, "last_hidden_state", "logits"):
+            raise CheckpointError(f"{file}: method_output_name {method!r:.100} is not supported")
+    if (
+        modalities
+        and "text" not in modalities
+        and fields.get("transformer_task", "feature-extraction") != ("text-generation")
+    ):
+        raise CheckpointError(f"{file}: modality_config without text is not supported: it wraps texts into messages")
+    output = fields.get("module_output_name")
+    if output not in (None, "token_embeddings", "causal_logits", "scores"):
+        raise CheckpointError(f"{file}: module_output_name {output!r:.100} is not supported")
 
 
 def _of_model(path: pathlib.Path) -> dict[str, Any]:

@@ -149,6 +149,7 @@ def test_the_prompt_of_qwen3_reranker(tmp_path):
         ({"classifier_from_token": ["Yes"], "method": "no_post_processing"}, "method 'no_post_processing' is not supp"),
         ({"classifier_from_token": ["yes"]}, "classifier_from_token must be two tokens"),
         ({"classifier_from_token": "no"}, "classifier_from_token must be two tokens"),
+        ({"classifier_from_token": [5, 300], "vocab_size": 300}, "token 300 of a reranker is outside the vocabulary"),
         (
             {"classifier_from_token": ["no", "yes"], "sentence_transformers": {"activation_fn": "my.Own"}},
             "activation_fn 'my.Own' is not supported; known are Identity, Sigmoid",
@@ -204,6 +205,14 @@ def test_rerankers_that_are_refused(tmp_path, fields, message):
         ),
         ([], {"sentence_bert_config.json": {"max_seq_length": "long"}}, "max_seq_length must be a positive integer"),
         ([], {"sentence_bert_config.json": {"config_args": {"is_causal": False}}}, "is_causal False is not supported"),
+        ([], {"sentence_bert_config.json": {"modality_config": {"message": {}}}}, "modality_config without text"),
+        ([], {"sentence_bert_config.json": {"modality_config": {"image": {}}}}, "modality_config.image is not"),
+        (
+            [],
+            {"sentence_bert_config.json": {"modality_config": {"text": {"method_output_name": "pooler_output"}}}},
+            "method_output_name 'pooler_output' is not supported",
+        ),
+        ([], {"sentence_bert_config.json": {"module_output_name": "sentence_embedding"}}, "module_output_name"),
         ([], {"sentence_bert_config.json": {"query_length": 32}}, "query_length 32 is not supported"),
         ([], {"config_sentence_transformers.json": {"default_prompt_name": "q"}}, "default_prompt_name 'q' is none of"),
         ([], {"config_sentence_transformers.json": {"similarity_fn_name": "hamming"}}, "similarity_fn_name 'hamming'"),

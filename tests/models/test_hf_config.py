@@ -340,7 +340,9 @@ def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
         ("use_bidirectional_attention", True),
         ("use_bidirectional_attention", "all"),
         ("bidirectional", 1),
+        ("causal", 0),
         ("non_causal_attention", True),
+        ("attn_mask_type", "non_causal"),
         ("attention_type", "bidirectional"),
         ("attn_implementation_of_attention", "non-causal"),
         ("model_type", "llama_bidirec"),
@@ -355,6 +357,11 @@ def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
 def test_attention_to_later_tokens_is_refused_for_every_family(model_type, name, value):
     with pytest.raises(CheckpointError, match=rf"^config.json: {name} .*attention is causal here"):
         get_family({"model_type": model_type, name: value})
+
+
+def test_attention_to_later_tokens_is_found_in_nested_fields():
+    with pytest.raises(CheckpointError, match="attention_config.is_causal False is not supported"):
+        get_family({"model_type": "llama", "attention_config": {"is_causal": False}})
 
 
 @pytest.mark.parametrize(
