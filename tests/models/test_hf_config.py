@@ -360,7 +360,7 @@ def test_attention_to_later_tokens_is_refused_for_every_family(model_type, name,
 
 
 def test_attention_to_later_tokens_is_found_in_nested_fields():
-    with pytest.raises(CheckpointError, match="attention_config.is_causal False is not supported"):
+    with pytest.raises(CheckpointError, match=r"attention_config\.is_causal False is not supported"):
         get_family({"model_type": "llama", "attention_config": {"is_causal": False}})
 
 
