@@ -266,8 +266,8 @@ class ServerConfig:
     max_body_size: int = _option(8 * 2**20, "server", "largest request body, in bytes", is_size=True)
     pooling: Pooling | None = _option(
         None,
-        "server",
-        "embeddings: which hidden states make the vector; default: as the model's files say, else the last token's",
+        "embeddings",
+        "which hidden states make the vector; default: as the model's files say, else the last token's",
     )
     max_stored_responses: int = _option(
         1000, "server", "answers of /v1/responses that are kept for later turns; 0: none"
