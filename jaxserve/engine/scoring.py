@@ -58,9 +58,12 @@ class PairScorer:
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 truncation_side=truncation_side,
             )
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0, logprob_token_ids=self._answers()
+        )
         return self.frontend.prepare(
             token_ids,
-            SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=self._answers()),
+            params,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
