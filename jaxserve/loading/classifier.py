@@ -74,23 +74,25 @@ def read_head(path: str | pathlib.Path, *, hidden_size: int) -> ClassificationHe
         raise CheckpointError(f"{directory}: {HEAD} is {list(weight.shape)}, not [labels, {hidden_size}]")
     names = fields.get("id2label")
     known = names if isinstance(names, dict) else {}
-    named = named_activation(directory, fields)
-    activation = _activation(fields.get("problem_type"), named, num_labels=len(weight))
+    activation = _activation(fields.get("problem_type"), num_labels=len(weight))
     return ClassificationHead(
         weight=weight,
         labels=tuple(str(known.get(str(index), f"LABEL_{index}")) for index in range(len(weight))),
         activation=activation,
-        score_activation=activation if named is None else _activation(None, named, num_labels=len(weight)),
+        score_activation=_score_activation(named_activation(directory, fields), activation),
         has_pairs=all(fields.get(name) is not False for name in ("use_sep_token", "use_pad_token")),
     )
 
 
-def _activation(problem_type: Any, named: Any, *, num_labels: int) -> Activation:
-    """Return the activation by `problem_type` of config.json, else the one that sentence-transformers have named."""
+def _activation(problem_type: Any, *, num_labels: int) -> Activation:
     if problem_type == "regression":
         return identity
-    default = sigmoid if problem_type == "multi_label_classification" or num_labels == 1 else softmax
-    if problem_type is not None or named is None:
+    return sigmoid if problem_type == "multi_label_classification" or num_labels == 1 else softmax
+
+
+def _score_activation(named: Any, default: Activation) -> Activation:
+    """Return the activation that sentence-transformers have named for scores, else the one of `/classify`."""
+    if named is None:
         return default
     activation = read_activation(named, field="activation_fn")
-    return default if activation is softmax else activation  # of one label it would be 1
+    return sigmoid if activation is softmax else activation  # the softmax of one logit would be 1
