@@ -8,7 +8,7 @@ from typing import Unpack
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt
-from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag
+from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, optional_flag
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
 
 
@@ -40,18 +40,28 @@ class AsyncLLM(LocalModel):
         return self._stream(lambda: self._prepare([self._render(messages, options)], sampling_params)[0])
 
     async def embed(
-        self, prompt: Prompt, *, pooling: Pooling = "last", dimensions: int | None = None, normalize: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
     ) -> EmbeddingOutput:
         """Return the vector of one prompt, as `LLM.embed` does."""
-        dimensions, normalize = self._checked_dimensions(dimensions), flag("normalize", normalize)
-        (group,) = await asyncio.to_thread(self._prepare_embeddings, [prompt], pooling)
-        await self._frontend.run([group], lambda _index, _delta: None)
-        return embedding_of(group, dimensions=dimensions, normalize=normalize)
+        dimensions, normalize = self._checked_dimensions(dimensions), optional_flag("normalize", normalize)
+        group = await self._pooled(prompt, pooling, prompt_name)
+        return embedding_of(group, self._frontend.embedder, dimensions=dimensions, normalize=normalize)
 
     async def classify(self, prompt: Prompt) -> ClassificationOutput:
         """Return the probabilities of the labels of one prompt, as `LLM.classify` does."""
         head = self._head()
-        return classification_of(await self.embed(prompt, normalize=False), head)
+        return classification_of(await self._pooled(prompt, "last"), head)
+
+    async def _pooled(self, prompt: Prompt, pooling: Pooling | None, prompt_name: str | None = None) -> RequestGroup:
+        (group,) = await asyncio.to_thread(self._prepare_embeddings, [prompt], pooling, prompt_name)
+        await self._frontend.run([group], lambda _index, _delta: None)
+        return group
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

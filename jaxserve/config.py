@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling
 from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
@@ -326,8 +326,10 @@ class ServerConfig:
     send_timeout: float = _option(60.0, "timeouts", "seconds that a client may take nothing of what is sent to it")
     keep_alive_timeout: int = _option(30, "timeouts", "seconds that a connection may wait for its next request")
     max_body_size: int = _option(8 * 2**20, "server", "largest request body, in bytes", is_size=True)
-    pooling: Literal["last", "mean"] = _option(
-        "last", "server", "embeddings: the hidden state of the last token, or the mean over all"
+    pooling: Pooling | None = _option(
+        None,
+        "embeddings",
+        "which hidden states make the vector; default: as the model's files say, else the last token's",
     )
     max_stored_responses: int = _option(
         1000, "server", "answers of /v1/responses that are kept for later turns; 0: none"

@@ -18,7 +18,9 @@ from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.orbax_store import check_destination, write_store
 from jaxserve.loading.pickles import PICKLED_SUFFIXES
 from jaxserve.loading.quantization_files import FIELDS, FILES
+from jaxserve.loading.sentence_transformers import module_folders, read_embedder
 from jaxserve.loading.store_manifest import Manifest, Source, is_store
+from jaxserve.loading.tied_head import SINGLE_FILE
 from jaxserve.loading.weights import load_config, naming_config, open_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
@@ -69,7 +71,9 @@ def convert(
             config={name: value for name, value in fields.items() if name not in FIELDS}
             | {"tie_word_embeddings": config.tie_word_embeddings},
             source=Source(name=_origin(source, path), sha256=_digests(path)),
-            copied=_tokenizer_files(path, pathlib.Path(folder)) if path.is_file() else _companions(path),
+            copied=_files_of_gguf(path, pathlib.Path(folder), hidden_size=config.hidden_size)
+            if path.is_file()
+            else _companions(path),
             force=force,
             progress=progress,
         )
@@ -93,28 +97,40 @@ def _digests(path: pathlib.Path) -> dict[str, str]:
     return digests
 
 
-def _tokenizer_files(path: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Write the tokenizer of a GGUF file as Hugging Face's files in `folder`, with its EOS tokens; return their
-    paths.
+def _files_of_gguf(path: pathlib.Path, folder: pathlib.Path, *, hidden_size: int) -> dict[str, pathlib.Path]:
+    """Write the tokenizer of a GGUF file as Hugging Face's files in `folder`, with its EOS tokens, and its pooling;
+    return their names and paths.
     """
     tokenizer = Tokenizer.load(path)
     tokenizer.save(folder)
     eos = {"eos_token_id": list(tokenizer.eos_token_ids)}
     (folder / "generation_config.json").write_text(json.dumps(eos) + "\n", encoding="utf-8")
-    return sorted(folder.iterdir())
+    files = {file.name: file for file in sorted(folder.iterdir())}
+    embedder = read_embedder(path, hidden_size=hidden_size)
+    if embedder.source is not None:
+        file = folder / "pooling.json"
+        modes = ["lasttoken" if mode == "last" else mode for mode in embedder.pooling]
+        file.write_text(json.dumps({"pooling_mode": modes}) + "\n", encoding="utf-8")
+        files["1_Pooling/config.json"] = file
+    return files
 
 
-def _companions(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files of a model besides weights and config.json: tokenizer, chat template, generation config,
-    license.
+def _companions(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Return the files of a model besides weights and config.json, by name: tokenizer, chat template, generation
+    config, license, and the modules of sentence-transformers.
     """
     weights = {path for pattern in WEIGHT_FILES for path in directory.glob(pattern)}
-    return [
-        path
+    modules = [
+        directory / folder / name for folder in module_folders(directory) for name in ("config.json", SINGLE_FILE)
+    ]
+    templates = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    below = {path.relative_to(directory).as_posix(): path for path in (*modules, *templates) if path.is_file()}
+    return below | {
+        path.name: path
         for path in sorted(directory.iterdir())
         if path.is_file()
         and path not in weights
         and path.name not in ("config.json", *FILES)  # they describe the weights of the source
         and not path.name.endswith(".index.json")
         and path.stat().st_size <= _LARGEST_COPIED
-    ]
+    }

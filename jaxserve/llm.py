@@ -15,8 +15,17 @@ from jaxserve.config import DEFAULT_MODEL
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
+from jaxserve.engine.scoring import NO_INSTRUCTION, check_pair_options, pair_scorer
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag
+from jaxserve.local_model import (
+    ChatOptions,
+    LocalModel,
+    Message,
+    classification_of,
+    embedding_of,
+    flag,
+    optional_flag,
+)
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput, SamplingParams
 
@@ -100,24 +109,28 @@ class LLM(LocalModel):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         dimensions: int | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
         """Return a vector for each prompt, from the hidden states after the final norm; prompts are as in `generate`.
 
-        `pooling` takes the last token's state or the mean over all tokens. `dimensions` keeps only the first entries;
-        `normalize` scales vectors to length 1. Raises InvalidRequest (before anything runs), RequestFailed, EngineDead.
+        `pooling` says which tokens' states it is made of, `dimensions` keeps only the first entries, `normalize` scales
+        vectors to length 1; None for each does what the model's files of sentence-transformers say, or else takes the
+        last token's state and scales it. `prompt_name` is one of the prompts that these files have; it comes before
+        each text. Raises InvalidRequest (before anything runs), RequestFailed, EngineDead.
         """
         dimensions = self._checked_dimensions(dimensions)
-        normalize = flag("normalize", normalize)
-        groups = self._prepare_embeddings(prompts, pooling)
+        normalize = optional_flag("normalize", normalize)
+        groups = self._prepare_embeddings(prompts, pooling, prompt_name)
         self._run(groups, use_tqdm=use_tqdm)
-        return [embedding_of(group, dimensions=dimensions, normalize=normalize) for group in groups]
+        embedder = self._frontend.embedder
+        return [embedding_of(group, embedder, dimensions=dimensions, normalize=normalize) for group in groups]
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingOutput]:
         """Return the hidden state of each prompt as the model has it: `embed` without scaling to length 1."""
         return self.embed(prompts, pooling=pooling, normalize=False, use_tqdm=use_tqdm)
@@ -128,30 +141,50 @@ class LLM(LocalModel):
         Raises InvalidRequest (before anything runs; also for a model without such a head), RequestFailed, EngineDead.
         """
         head = self._head()
-        return [classification_of(output, head) for output in self.encode(prompts, use_tqdm=use_tqdm)]
+        groups = self._prepare_embeddings(prompts, "last")
+        self._run(groups, use_tqdm=use_tqdm)
+        return [classification_of(group, head) for group in groups]
 
     def score(
         self,
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
         *,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
+        instruct: str | None = None,
         use_tqdm: bool = True,
     ) -> list[float]:
-        """Return the cosine between the vectors of two texts, for each text of `text_2`.
+        """Return how well each text of `text_2` fits the one of `text_1`, which is one text for all, or one for each.
 
-        `text_1` is one text for all, or one for each. Useful with models that were trained for embeddings. Raises as
-        `embed` does.
+        Rerankers score a pair by their classification head or their next token, of which `instruct` says what to look
+        for; all other models compare the vectors of both texts, by the cosine unless their files name another function.
+        Raises as `embed` does, and InvalidRequest for a classification head of several labels.
         """
         first, second = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
                 f"text_1 must have one text, or as many as text_2: {len(first)} and {len(second)}", param="text_1"
             )
-        texts = list(dict.fromkeys([*first, *second]))
-        vectors = dict(zip(texts, self.embed(texts, pooling=pooling, use_tqdm=use_tqdm), strict=True))
         first *= len(second) if len(first) == 1 else 1
-        return [float(vectors[a].embedding @ vectors[b].embedding) for a, b in zip(first, second, strict=True)]
+        if (scorer := pair_scorer(self._frontend)) is not None:
+            check_pair_options(scorer, pooling=pooling)
+            groups = [
+                scorer.prepare(query, document, request_id=self._next_id(), instruction=instruct)
+                for query, document in zip(first, second, strict=True)
+            ]
+            self._run(groups, use_tqdm=use_tqdm)
+            if failed := next((group for group in groups if group.error is not None), None):
+                raise RequestFailed(failed.error)
+            return [scorer.score(group) for group in groups]
+        if instruct is not None:
+            raise InvalidRequest(NO_INSTRUCTION, param="instruct")
+        texts = list(dict.fromkeys([*first, *second]))
+        embedder = self._frontend.embedder
+        outputs = self.embed(
+            texts, pooling=pooling, normalize=True if embedder.similarity == "cosine" else None, use_tqdm=use_tqdm
+        )
+        vectors = {text: output.embedding for text, output in zip(texts, outputs, strict=True)}
+        return [embedder.similarity_of(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
     def __enter__(self) -> "LLM":
         return self

@@ -25,7 +25,14 @@ from jaxserve.config import (
     convert_option,
 )
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
-from jaxserve.engine.embedding import NO_HEAD, ClassificationOutput, EmbeddingOutput, check_dimensions, finish_embedding
+from jaxserve.engine.embedding import (
+    NO_HEAD,
+    ClassificationOutput,
+    EmbeddingOutput,
+    check_dimensions,
+    finish_embedding,
+    pooled_vector,
+)
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, PromptDict, as_prompt_list, tokenize_prompts
@@ -33,6 +40,7 @@ from jaxserve.errors import ConfigError, InvalidRequest, RequestFailed
 from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
+from jaxserve.loading.sentence_transformers import Embedder
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import check_names, convert, rule, unknown_names
@@ -46,7 +54,7 @@ Message = Mapping[str, Any]
 
 _FLAG = rule(bool)
 _OPTIONAL_TEXT = rule(str | None)
-_POOLING = rule(Pooling)
+_POOLING = rule(Pooling | None)
 
 
 class ChatOptions(TypedDict, total=False):
@@ -299,17 +307,24 @@ class LocalModel:
             groups.append(group)
         return groups
 
-    def _prepare_embeddings(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling) -> list[RequestGroup]:
+    def _prepare_embeddings(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None, prompt_name: str | None = None
+    ) -> list[RequestGroup]:
         pooling = convert("pooling", pooling, _POOLING)
+        prompt_name = convert("prompt_name", prompt_name, _OPTIONAL_TEXT)
+
+        def read(text: str) -> str:
+            return self._frontend.embedded_text(text, prompt_name)
+
         return [
             self._frontend.prepare_embedding(
                 prompt.token_ids, pooling=pooling, request_id=self._next_id(), prompt_text=prompt.text
             )
-            for prompt in tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer)
+            for prompt in tokenize_prompts(as_prompt_list(prompts), self._frontend.tokenizer, read=read)
         ]
 
     def _checked_dimensions(self, dimensions: int | None) -> int | None:
-        return check_dimensions(dimensions, hidden_size=self.info.hidden_size, allowed=self.info.embedding_dimensions)
+        return check_dimensions(dimensions, size=self._frontend.embedder.size, allowed=self.info.embedding_dimensions)
 
     def _head(self) -> ClassificationHead:
         """Return what classifies texts. Raises InvalidRequest if the model generates texts instead."""
@@ -326,7 +341,14 @@ def flag(name: str, value: object) -> bool:
     return convert(name, value, _FLAG)
 
 
-def embedding_of(group: RequestGroup, *, dimensions: int | None, normalize: bool) -> EmbeddingOutput:
+def optional_flag(name: str, value: object) -> bool | None:
+    """Return the argument `name` as True, False or None. Raises InvalidRequest."""
+    return None if value is None else flag(name, value)
+
+
+def embedding_of(
+    group: RequestGroup, embedder: Embedder, *, dimensions: int | None, normalize: bool | None
+) -> EmbeddingOutput:
     """Return the vector of a request for one that has finished. Raises RequestFailed."""
     if group.embedding is None:
         raise RequestFailed(group.error or "the engine could not finish a prompt")
@@ -334,17 +356,19 @@ def embedding_of(group: RequestGroup, *, dimensions: int | None, normalize: bool
     return EmbeddingOutput(
         prompt=result.prompt,
         prompt_token_ids=result.prompt_token_ids,
-        embedding=finish_embedding(group.embedding, dimensions=dimensions, normalize=normalize),
+        embedding=finish_embedding(group.embedding, embedder, dimensions=dimensions, normalize=normalize),
         num_cached_tokens=result.num_cached_tokens,
     )
 
 
-def classification_of(output: EmbeddingOutput, head: ClassificationHead) -> ClassificationOutput:
-    """Return the probabilities of the labels of a text whose unscaled vector of the last token is `output`."""
+def classification_of(group: RequestGroup, head: ClassificationHead) -> ClassificationOutput:
+    """Return the probabilities of the labels of a text, from the state of its last token. Raises RequestFailed."""
+    if group.embedding is None:
+        raise RequestFailed(group.error or "the engine could not finish a prompt")
     return ClassificationOutput(
-        prompt=output.prompt,
-        prompt_token_ids=output.prompt_token_ids,
-        probs=head.probs(output.embedding),
+        prompt=group.prompt,
+        prompt_token_ids=group.prompt_token_ids,
+        probs=head.probs(pooled_vector(group.embedding)),
         labels=head.labels,
     )
 

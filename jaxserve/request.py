@@ -19,7 +19,7 @@ from jaxserve.values import FieldNames, Rule, convert, rules
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"]
 TruncationSide = Literal["left", "right"]
 
 DEFAULT_MAX_LOGPROBS = 20
@@ -188,7 +188,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     match, see `structured.grammar`; "" allows anything. A lower `priority` runs earlier.
 
     With `pooling` the prompt is processed and nothing generated (`max_tokens` is 1, and the engine discards the token
-    it draws): its one output has the `embedding`, the hidden state of the last token or the mean over all of them.
+    it draws): its one output has the `embedding`, made of the hidden states of its tokens: that of the "last" or of the
+    first one ("cls"), their "mean", their sum divided by the root of their number ("mean_sqrt_len"), their mean with
+    weights 1, 2, 3, ... ("weightedmean"), or the greatest value of each entry ("max").
     """
 
     request_id: str

@@ -140,6 +140,12 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Encode two texts as one sequence, with the special tokens that the tokenizer's template for pairs has."""
+        for text in (first, second):
+            _check_unicode(text)
+        return self._backend.encode_batch_fast([(first, second)])[0].ids
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode `token_ids` into text; unknown ids are dropped. Raises InvalidRequest for a negative id."""
         if any(token_id < 0 for token_id in token_ids):
@@ -160,6 +166,10 @@ class Tokenizer:
     def vocabulary_token(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it ("\u0120the"), empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
+
+    def vocabulary_id(self, token: str) -> int | None:
+        """Return the id of a token that is spelled as in the vocabulary, or None."""
+        return self._backend.token_to_id(token)
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode `text` without recognizing added tokens in it, and without adding special tokens."""

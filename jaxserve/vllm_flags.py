@@ -163,7 +163,7 @@ FLAGS: Mapping[str, Row] = {
     "--model-impl": Harmless("every family is jaxserve's own", 1, ("auto", "vllm")),
     "--logits-processors": Refused(_BIASES, "*"),
     "--logits-processor-pattern": Refused(_BIASES),
-    **_each(Refused("--pooling=last or --pooling=mean"), "pooler-config override-pooler-config"),
+    **_each(Refused("--pooling"), "pooler-config override-pooler-config"),
     # loading
     "--download-dir": Refused("set HF_HOME"),
     "--safetensors-load-strategy": Harmless("files are read in parallel and never held twice", 1),

@@ -17,11 +17,14 @@ from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
+from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.quantization_files import rounds_to_integers
+from jaxserve.loading.reranking import read_reranker
+from jaxserve.loading.sentence_transformers import Embedder, read_embedder
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import get_family, max_context
 from jaxserve.models.family import Family
@@ -56,14 +59,17 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     with naming_config(path):
         family = get_family(fields)
         model_config = family.Config.from_hf(fields)
-    read_head(path, hidden_size=model_config.hidden_size)  # one that is wrong is reported now
+    # what is wrong there is reported now
+    read_reranker(path, fields)
+    read_head(path, hidden_size=model_config.hidden_size)
+    embedder = read_embedder(path, hidden_size=model_config.hidden_size)
     return config, Checkpoint(
         path=path,
         fields=fields,
         family=family,
         model_config=model_config,
         eos=eos_token_ids(fields, pathlib.Path(path, "config.json")),
-        max_model_len=_max_model_len(config, model_config),
+        max_model_len=_max_model_len(config, model_config, embedder),
     )
 
 
@@ -121,10 +127,15 @@ def choose_weights(
     return specs
 
 
-def _max_model_len(config: EngineConfig, model_config: Any) -> int:
+def _max_model_len(config: EngineConfig, model_config: Any, embedder: Embedder) -> int:
+    own = embedder.max_length
     if not isinstance(config.max_model_len, int):
-        return model_config.max_position_embeddings
+        return min(model_config.max_position_embeddings, own or MAX_CONTEXT)
     limit = max_context(model_config)
+    if own is not None and config.max_model_len > own:
+        logger.info(
+            "max_model_len %d wins over max_seq_length %d of sentence_bert_config.json", config.max_model_len, own
+        )
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model was made for at most {limit} tokens")
     return config.max_model_len

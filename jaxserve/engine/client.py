@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from jaxserve.loading.reranking import Reranker
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, EngineOutput, EngineRequest
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
@@ -63,6 +64,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_kinds: tuple[KVKind, ...]
     kv_dtype: str = "float32"
     enable_prefix_caching: bool = True
+    reranker: Reranker | None = None
+    """How the next token scores a pair of texts, if the model was made for that."""
     can_generate: bool = True
     """False for models with a classification head in place of an LM head."""
     device: str = "cpu"

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxserve.errors import InvalidRequest
+from jaxserve.loading.sentence_transformers import Embedder
+from jaxserve.loading.sentence_transformers import normalize as normalized
 from jaxserve.request import SamplingParams
 from jaxserve.values import convert, rule
 
@@ -43,19 +45,24 @@ class ClassificationOutput:
         return self.labels[max(range(len(self.probs)), key=self.probs.__getitem__)]
 
 
+def pooled_vector(pooled: bytes) -> Float32[np.ndarray, " E"]:
+    """Return the vector that the engine has pooled."""
+    return np.frombuffer(pooled, "<f4").astype(np.float32)
+
+
 def finish_embedding(
-    pooled: bytes, *, dimensions: int | None = None, normalize: bool = True
+    pooled: bytes, embedder: Embedder, *, dimensions: int | None = None, normalize: bool | None = None
 ) -> Float32[np.ndarray, " E"]:
     """Make the vector for the caller from what the engine has pooled.
 
-    It has the first `dimensions` entries (for models trained for this, Kusupati et al. 2022, arXiv:2205.13147), scaled
-    to length 1 if `normalize`.
+    After the embedder's layers it has the first `dimensions` entries (for models trained for this, Kusupati et al.
+    2022, arXiv:2205.13147), scaled to length 1 if `normalize`. None for either does what the embedder does.
     """
-    vector = np.frombuffer(pooled, "<f4")[:dimensions].astype(np.float32)
-    if not normalize:
-        return vector
-    norm = float(np.linalg.norm(vector.astype(np.float64)))
-    return (vector.astype(np.float64) / norm).astype(np.float32) if norm > 0.0 else vector
+    vector = pooled_vector(pooled)
+    for layer in embedder.layers:
+        vector = layer(vector)
+    vector = vector[: embedder.dimensions if dimensions is None else dimensions]
+    return normalized(vector) if (embedder.normalizes if normalize is None else normalize) else vector
 
 
 def matryoshka_dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -66,17 +73,17 @@ def matryoshka_dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | Non
     return () if hf_config.get("is_matryoshka") is True else None
 
 
-def check_dimensions(dimensions: int | None, *, hidden_size: int, allowed: Sequence[int] | None) -> int | None:
+def check_dimensions(dimensions: int | None, *, size: int, allowed: Sequence[int] | None) -> int | None:
     """Return `dimensions` as a plain number; `allowed` is `EngineInfo.embedding_dimensions`.
 
     Raises InvalidRequest unless a vector has that many entries, and the model was trained to be cut to them.
     """
     if dimensions is None:
         return None
-    number = convert("dimensions", dimensions, rule(Annotated[int, msgspec.Meta(ge=1, le=hidden_size)]))
-    if number == hidden_size or allowed == () or number in (allowed or ()):
+    number = convert("dimensions", dimensions, rule(Annotated[int, msgspec.Meta(ge=1, le=size)]))
+    if number == size or allowed == () or number in (allowed or ()):
         return number
-    known = f"{', '.join(map(str, allowed))} and {hidden_size}" if allowed else str(hidden_size)
+    known = f"{', '.join(map(str, allowed))} and {size}" if allowed else str(size)
     raise InvalidRequest(
         f"this model was not trained for vectors of {number} dimensions: it has {known}", param="dimensions"
     )

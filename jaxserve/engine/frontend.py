@@ -24,6 +24,8 @@ from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.loading.affixes import Affixes
 from jaxserve.loading.classifier import ClassificationHead, read_head
+from jaxserve.loading.reranking import PairTemplate, read_pair_template
+from jaxserve.loading.sentence_transformers import Embedder, read_embedder
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -80,6 +82,27 @@ class Frontend:
     def head(self) -> ClassificationHead | None:
         """What classifies texts, where the model has that in place of an LM head. Raises CheckpointError."""
         return read_head(self.client.info.model, hidden_size=self.client.info.hidden_size)
+
+    @functools.cached_property
+    def embedder(self) -> Embedder:
+        """What makes an embedding of hidden states. Raises CheckpointError."""
+        return read_embedder(self.client.info.model, hidden_size=self.client.info.hidden_size)
+
+    @functools.cached_property
+    def pair_template(self) -> PairTemplate:
+        """The chat template that the model has for pairs to score. Raises CheckpointError."""
+        return read_pair_template(self.client.info.model)
+
+    def embedded_text(self, text: str, prompt_name: str | None = None) -> str:
+        """Return what is tokenized of a text to embed: with one of the model's prompts, by default its default one.
+
+        Raises InvalidRequest, naming `prompt_name`, for a prompt that the model does not have.
+        """
+        prompts = self.embedder.prompts
+        if prompt_name is not None and prompt_name not in prompts:
+            known = f"its prompts are {', '.join(prompts)}" if prompts else "it has no prompts"
+            raise InvalidRequest(f"this model has no prompt {prompt_name!r:.100}: {known}", param="prompt_name")
+        return self.embedder.text(text, prompt_name)
 
     def prepare(
         self,
@@ -160,7 +183,7 @@ class Frontend:
         self,
         prompt: str | Iterable[SupportsIndex],
         *,
-        pooling: Pooling,
+        pooling: Pooling | None,
         request_id: str,
         prompt_text: str | None = None,
         priority: int = 0,
@@ -168,26 +191,35 @@ class Frontend:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
+        prompt_name: str | None = None,
     ) -> RequestGroup:
-        """Prepare a group of one sequence that returns an `embedding` instead of text; arguments and errors as in
-        `prepare`.
+        """Prepare a group that returns an `embedding` instead of text; other arguments and errors as in `prepare`.
+
+        `pooling` None is the model's own. A text gets the model's prompt of the name `prompt_name`, see
+        `embedded_text`.
         """
         max_model_len = self.client.info.max_model_len
         truncation = Truncation(limit=truncate_prompt_tokens, side=truncation_side, room=max_model_len)
-        text, token_ids = self._tokenize(prompt, truncation, add_special_tokens=add_special_tokens)
+        text = prompt if isinstance(prompt, str) else None
+        # A rendered chat has its own text, to which no prompt of the model is added.
+        read = prompt if text is None or prompt_text is not None else self.embedded_text(text, prompt_name)
+        _, token_ids = self._tokenize(read, truncation, add_special_tokens=add_special_tokens)
         if len(token_ids) > max_model_len:
             raise ContextLengthExceeded.beyond(max_model_len, f"the prompt has {len(token_ids)} tokens", param="prompt")
-        request = EngineRequest(
-            request_id=f"{request_id}-0",
-            group_id=f"{request_id}-0",
-            prompt_token_ids=token_ids,
-            params=POOLING_PARAMS,
-            max_tokens=1,
-            priority=priority,
-            cache_salt=cache_salt,
-            pooling=pooling,
-        )
-        return RequestGroup(request_id, prompt_text if text is None else text, [request], self.tokenizer)
+        requests = [
+            EngineRequest(
+                request_id=f"{request_id}-{index}",
+                group_id=f"{request_id}-0",
+                prompt_token_ids=token_ids,
+                params=POOLING_PARAMS,
+                max_tokens=1,
+                priority=priority,
+                cache_salt=cache_salt,
+                pooling=each,
+            )
+            for index, each in enumerate(self.embedder.pooling if pooling is None else (pooling,))
+        ]
+        return RequestGroup(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
     def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, RequestOutput]]:
         """Run prepared prompts together; yield (group, its new output) as it arrives, until all have finished.

@@ -230,7 +230,6 @@ class RequestGroup:
         requests: the engine requests, one per sequence.
         error: the reason why the engine could not finish one of the sequences, or None.
         refusal: set with `error` if the caller is at fault: not queued, or a grammar that cannot be followed further.
-        embedding: the result of a pooling request, as returned by the engine (`EngineOutput.embedding`).
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class RequestGroup:
         self.requests = requests
         self.error: str | None = None
         self.refusal: Refusal | None = None
-        self.embedding: bytes | None = None
+        self._embeddings: dict[int, bytes] = {}
         self._tokenizer = tokenizer
         self._sequences = {
             request.request_id: _Sequence(
@@ -277,7 +276,7 @@ class RequestGroup:
             if self._prompt_logprobs is not None and output.prompt_logprobs:
                 self._prompt_logprobs += [logprob_entry(self._tokenizer, entry) for entry in output.prompt_logprobs]
             if output.embedding is not None:
-                self.embedding = output.embedding
+                self._embeddings[sequence.index] = output.embedding
             if sequence.push(output):
                 stopped.append(output.request_id)
             if output.finish_reason == "error" and self.error is None:
@@ -289,6 +288,13 @@ class RequestGroup:
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Logprobs of the prompt so far, if requested and not dropped."""
         return self._prompt_logprobs
+
+    @property
+    def embedding(self) -> bytes | None:
+        """The results of a pooling request as returned by the engine (`EngineOutput.embedding`), concatenated."""
+        if len(self._embeddings) < len(self._sequences):
+            return None
+        return b"".join(embedding for _, embedding in sorted(self._embeddings.items()))
 
     @property
     def unfinished_ids(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The forms in which callers may give prompts, all of them as token ids, and how those are truncated. No jax here."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
 from jaxserve.errors import InvalidRequest
@@ -50,11 +50,15 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     return [entries] if entries and _is_token_id(entries[0]) else entries
 
 
-def tokenize_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TokenizedPrompt]:
-    """All prompts as token ids; the texts are encoded in one go. Raises InvalidRequest for a malformed prompt."""
+def tokenize_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, read: Callable[[str], str] = str
+) -> list[TokenizedPrompt]:
+    """All prompts as token ids; the texts are encoded in one go, as `read` returns them. Raises InvalidRequest for a
+    malformed prompt.
+    """
     parts = [_parts(prompt) for prompt in prompts]
     texts = [text for token_ids, text in parts if token_ids is None and text is not None]
-    encoded = iter(tokenizer.encode_batch(texts))
+    encoded = iter(tokenizer.encode_batch([read(text) for text in texts]))
     return [TokenizedPrompt(next(encoded) if token_ids is None else token_ids, text) for token_ids, text in parts]
 
 

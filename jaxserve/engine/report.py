@@ -17,6 +17,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.layers.layouts import num_bytes
 from jaxserve.layers.params import Params
 from jaxserve.loading.classifier import is_classifier
+from jaxserve.loading.reranking import read_reranker
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ def make_info(
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.dtype),
         enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
+        reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),
         device=device,
         total_weight_bytes=num_bytes(specs, dtype=model.dtype),

@@ -38,8 +38,8 @@ class Slots:
     last_tokens: Int[Array, " N"]
     block_tables: Int[Array, "G N M"]
     sampling: SamplingState
-    pooled_sums: Float[Array, "N E"]
-    """Float32 sums of the hidden states of those that want their mean (`pooling`)."""
+    pooled: Float[Array, "N E"]
+    """Float32 sums or maxima of the hidden states so far, of those that want one of all tokens (`pooling`)."""
 
 
 def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: int, hidden_size: int) -> Slots:
@@ -48,7 +48,7 @@ def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: 
         last_tokens=jnp.zeros(num_slots, jnp.int32),
         block_tables=jnp.zeros((num_groups, num_slots, max_blocks), jnp.int32),
         sampling=sampling_state.init_state(num_slots, vocab_size),
-        pooled_sums=jnp.zeros((num_slots, hidden_size), jnp.float32),
+        pooled=jnp.zeros((num_slots, hidden_size), jnp.float32),
     )
 
 

@@ -318,19 +318,19 @@ def embed(
     slots: Slots, hidden: Float[Array, "T E"], packed: Int[Array, " packed"], *, bucket: Bucket
 ) -> tuple[Slots, Float[Array, "R E"]]:
     """Return the vector of each row after a forward pass; undefined for rows that request none. `slots` is donated: it
-    has the sums of prompts that come in chunks. `bucket` is static.
+    has the sums and maxima of prompts that come in chunks. `bucket` is static.
     """
     pieces = unpack(packed, bucket)
-    pooled_sums, embeddings = pool(
+    pooled, embeddings = pool(
         hidden,
-        slots.pooled_sums,
+        slots.pooled,
         slot_ids=pieces["slots"],
         starts=pieces["starts"],
         num_tokens=pieces["num_tokens"],
         row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
         features=pieces["header"][2],
     )
-    return dataclasses.replace(slots, pooled_sums=pooled_sums), embeddings
+    return dataclasses.replace(slots, pooled=pooled), embeddings
 
 
 def _no_logprobs(num_rows: int, num_top: int) -> Logprobs:

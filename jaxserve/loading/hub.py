@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
+from jaxserve.loading.causality import check_causal
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.partial_files import no_bar
 from jaxserve.loading.pickles import why_not_read
@@ -24,8 +25,9 @@ SMALL_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model"),
     *("*quant*.json", "smash_config.json", "adapter_config.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
-"""Patterns of the files besides weights that serving reads from a repository; none is in a subfolder."""
+"""Patterns of the files besides weights that serving reads from a repository's top folder."""
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[^@]+))?", re.ASCII
@@ -70,11 +72,24 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
         folder = _snapshot(name, SMALL_FILES, ignored="*/*", is_offline=is_offline)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
-        stored_formats(folder, read_object(folder / "config.json"))  # before the weights are downloaded
+        fields = read_object(folder / "config.json")
+        stored_formats(folder, fields)  # before the weights are downloaded
+        check_causal(fields)
+        _add_modules(name, folder, is_offline=is_offline)
         if with_weights:
             commit = dataclasses.replace(name, revision=folder.name)
             _add_weights(commit, folder, progress=progress, is_offline=is_offline)
         return str(folder)
+
+
+def _add_modules(name: HubName, folder: pathlib.Path, *, is_offline: bool) -> None:
+    """Download the modules of sentence-transformers, which make embeddings or scores, and templates for pairs."""
+    from jaxserve.loading.sentence_transformers import module_folders  # imported late, as it needs NumPy
+
+    commit = dataclasses.replace(name, revision=folder.name)
+    files = [f"{each}/{file}" for each in module_folders(folder) for file in ("config.json", "model.safetensors")]
+    if files:
+        _snapshot(commit, [*files, "additional_chat_templates/*.jinja"], is_offline=is_offline)
 
 
 def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_offline: bool) -> None:

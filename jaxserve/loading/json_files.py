@@ -125,7 +125,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     Raises CheckpointError, naming the file, if it is missing or holds no object, and naming the field, if one of
     config.json, generation_config.json, special_tokens_map.json or tokenizer_config.json has a value of the wrong type.
     """
-    fields = _read(path)
+    fields = read_json(path)
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
     for name, kind in _KINDS.get(path.name, {}).items():
@@ -148,7 +148,8 @@ def _check_numbers(fields: Mapping[str, Any], path: pathlib.Path, prefix: str = 
                 )
 
 
-def _read(path: pathlib.Path) -> Any:
+def read_json(path: pathlib.Path) -> Any:
+    """Return the contents of a JSON file. Raises CheckpointError, naming the file, if it is missing or no JSON."""
     try:
         text = path.read_text(encoding="utf-8")
         if not text.strip():

@@ -17,7 +17,7 @@ import math
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -124,12 +124,12 @@ def write_store(
     dtype: np.dtype,
     config: dict[str, Any],
     source: Source,
-    copied: list[pathlib.Path],
+    copied: Mapping[str, pathlib.Path],
     force: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    """Write a store of `weights`, a tree of SourceWeight, as `dtype`, with the files `copied` and a config.json with
-    the fields `config`.
+    """Write a store of `weights`, a tree of SourceWeight, as `dtype`, with the files `copied`, by the names that they
+    get there, and a config.json with the fields `config`.
 
     Each weight is released before the next is read; `progress` shows a bar of the bytes written. Everything is written
     next to `destination` and renamed when complete. Raises CheckpointError if `destination` exists; `force` replaces it
@@ -144,8 +144,9 @@ def write_store(
         try:
             new = folder / "new"
             new.mkdir()
-            for path in copied:
-                shutil.copyfile(path, new / path.name)
+            for name, path in copied.items():
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, new / name)
             (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             specs = jax.tree.map(lambda weight: weight.spec, weights)
             _write_weights(new / WEIGHTS, weights, dtype, progress)

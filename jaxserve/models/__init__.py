@@ -14,6 +14,7 @@ from jaxserve.layers.path_table import Ends
 from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
+from jaxserve.loading.causality import check_causal
 from jaxserve.models import (
     bloom,
     cohere,
@@ -81,7 +82,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def get_family(hf_config: dict[str, Any]) -> Family:
-    """Return the family that serves checkpoints of this config. Raises CheckpointError for an unknown `model_type`."""
+    """Return the family that serves checkpoints of this config.
+
+    Raises CheckpointError for attention to later tokens, which no family computes, and for an unknown `model_type`.
+    """
+    check_causal(hf_config)
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]

@@ -43,7 +43,6 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "use_bidirectional_attention", False)
         head_dim = hf_config.integer(fields, "head_dim")
         activation = hf_config.activation(fields)
         return cls(

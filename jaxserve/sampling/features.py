@@ -5,7 +5,7 @@ The runner ORs the bits of a step's rows and uploads the result; parts that no r
 
 import enum
 
-from jaxserve.request import EngineRequest
+from jaxserve.request import EngineRequest, Pooling
 
 
 class Feature(enum.IntFlag):
@@ -23,12 +23,26 @@ class Feature(enum.IntFlag):
     LOGPROBS = 512
     LOGPROB_TOKEN_IDS = 1024
     LAST_POOLING = 4096  # the hidden state of the last token is read
-    MEAN_POOLING = 8192  # the hidden states of all prompt tokens are summed
+    SUM_POOLING = 8192  # the hidden states of all prompt tokens are summed
+    FIRST_POOLING = 16384  # with SUM_POOLING: only the first token counts
+    WEIGHTED_POOLING = 32768  # with SUM_POOLING: the k-th token counts k times
+    ROOT_POOLING = 65536  # with SUM_POOLING: divided by the root of the number of tokens
+    MAX_POOLING = 131072  # the maximum over all prompt tokens
 
     PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
     FILTERS = TOP_K | TOP_P | MIN_P
     PLAIN = RANDOM | FILTERS  # all that a step without processors and logprobs supports
-    POOLING = LAST_POOLING | MEAN_POOLING
+    POOLING = LAST_POOLING | SUM_POOLING | MAX_POOLING
+
+
+_POOLING: dict[Pooling, Feature] = {
+    "last": Feature.LAST_POOLING,
+    "mean": Feature.SUM_POOLING,
+    "cls": Feature.SUM_POOLING | Feature.FIRST_POOLING,
+    "weightedmean": Feature.SUM_POOLING | Feature.WEIGHTED_POOLING,
+    "mean_sqrt_len": Feature.SUM_POOLING | Feature.ROOT_POOLING,
+    "max": Feature.MAX_POOLING,
+}
 
 
 def features(request: EngineRequest) -> int:
@@ -58,7 +72,7 @@ def features(request: EngineRequest) -> int:
     if params.logprob_token_ids:
         needed |= Feature.LOGPROB_TOKEN_IDS
     if request.pooling is not None:
-        needed |= Feature.MEAN_POOLING if request.pooling == "mean" else Feature.LAST_POOLING
+        needed |= _POOLING[request.pooling]
     return int(needed)
 
 

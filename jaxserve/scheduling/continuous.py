@@ -328,7 +328,7 @@ class ContinuousScheduler(Scheduler):
 
     def _may_hit(self, request: Request) -> bool:
         """Return true if a request may start from cached KV: not if it needs an output of every prompt position."""
-        wants_all = request.request.params.prompt_logprobs is not None or request.request.pooling == "mean"
+        wants_all = request.request.params.prompt_logprobs is not None or request.request.pooling not in (None, "last")
         return not wants_all and self._shares(request)
 
     def _domain(self, request: Request) -> bytes:

@@ -24,7 +24,11 @@ from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.server.app import create_app
 from jaxserve.server.process.lifecycle import make_state
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ENDPOINTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
+    *(f"{prefix}/score" for prefix in ("/v1", "")),
+    *(f"{prefix}/rerank" for prefix in ("/v1", "/v2", "")),
+)
 REQUESTS_PER_SEQUENCE = 2
 """Requests submitted for each sequence that can run at once, so that the engine never waits for the next one."""
 TOO_MANY_REQUESTS = 429

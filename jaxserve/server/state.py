@@ -42,8 +42,8 @@ class ServerState:
     metrics: Metrics
     request_timeout: float | None = None
     tracing: Tracing | None = None
-    pooling: Pooling = "last"
-    """Default pooling of embeddings."""
+    pooling: Pooling | None = None
+    """Default pooling of embeddings, None for the model's own."""
     profile_dir: str | None = None
     responses: ResponseStore
     """Stored answers of /v1/responses."""

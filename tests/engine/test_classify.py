@@ -15,6 +15,7 @@ from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead, read_head
+from jaxserve.loading.torch_activations import identity, softmax
 
 FOLDER = pathlib.Path(__file__).parent / "classifiers"
 GOLDENS = json.loads((FOLDER / "goldens.json").read_text())
@@ -96,7 +97,7 @@ def test_a_head_where_the_config_names_none_is_a_tensor_too_many(tmp_path, token
 
 
 def test_a_regression_has_values():
-    head = ClassificationHead(np.ones((1, 2), np.float32), ("value",), "none")
+    head = ClassificationHead(np.ones((1, 2), np.float32), ("value",), identity)
     assert head.probs(np.array([3.0, 4.0], np.float32)) == [7.0]
 
 
@@ -116,7 +117,7 @@ def tokenizer_of_bytes():
 def test_the_route_answers_as_vllms(server):
     hidden_size = server.client.info.hidden_size
     weight = np.linspace(-1, 1, 2 * hidden_size, dtype=np.float32).reshape(2, hidden_size)
-    server.frontend.head = ClassificationHead(weight, ("no", "yes"), "softmax")
+    server.frontend.head = ClassificationHead(weight, ("no", "yes"), softmax)
     answer = server.post("/classify", {"input": ["ab", "c"], "model": "fake"})
     assert answer.status_code == 200, answer.text
     body = answer.json()

@@ -10,8 +10,18 @@ from naive import naive_hidden
 from jaxserve.engine.embedding import finish_embedding
 from jaxserve.errors import ContextLengthExceeded
 from jaxserve.execution.programs.spec import ON_GPU
+from jaxserve.loading.sentence_transformers import Embedder
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+POOLED = {
+    "last": lambda hidden: hidden[-1],
+    "mean": lambda hidden: hidden.mean(axis=0),
+    "cls": lambda hidden: hidden[0],
+    "max": lambda hidden: hidden.max(axis=0),
+    "weightedmean": lambda hidden: np.average(hidden, axis=0, weights=np.arange(1, len(hidden) + 1)),
+    "mean_sqrt_len": lambda hidden: hidden.sum(axis=0) / len(hidden) ** 0.5,
+}
+"""The definitions of sentence-transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def expected(model, prompt, pooling):
     padded = np.zeros(MAX_MODEL_LEN, np.int32)
     padded[: len(prompt)] = prompt
     hidden = np.asarray(naive_hidden(model.params, model.config, model.family, padded), np.float64)[: len(prompt)]
-    return hidden[-1] if pooling == "last" else hidden.mean(axis=0)
+    return POOLED[pooling](hidden)
 
 
 class Embedding:
@@ -51,7 +61,7 @@ def prompts(model, lengths, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", POOLED)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_in_chunks_and_in_company(model, pooling, overlap):
     """Prompts longer than a step's budget, up to the whole context, in parallel with each other and with
@@ -71,15 +81,15 @@ def test_in_chunks_and_in_company(model, pooling, overlap):
         assert results[f"g{i}"].token_ids == model.naive(prompt, 12)
 
 
-def test_both_kinds_in_one_step(model):
+def test_all_kinds_in_one_step(model):
     engine = model.engine()
     (prompt,) = prompts(model, [9])
-    results = drain(engine, _added(engine, {"last": (prompt, "last"), "mean": (prompt, "mean")}))
-    for pooling in ("last", "mean"):
+    results = drain(engine, _added(engine, {pooling: (prompt, pooling) for pooling in POOLED}))
+    for pooling in POOLED:
         np.testing.assert_allclose(results[pooling].vector, expected(model, prompt, pooling), **TOLERANCE)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", POOLED)
 def test_prompts_of_one_token(model, pooling):
     """Their steps look like those of decoding."""
     engine = model.engine()
@@ -92,7 +102,7 @@ def test_prompts_of_one_token(model, pooling):
 def test_only_the_last_token_may_come_after_a_cached_prefix(model):
     engine = model.engine()
     (prompt,) = prompts(model, [40])
-    for pooling, cached in (("last", [0, 36]), ("mean", [0, 0])):
+    for pooling, cached in (("last", [0, 36]), ("mean", [0, 0]), ("cls", [0, 0]), ("max", [0, 0])):
         engine.scheduler.reset_prefix_cache()
         for num_cached in cached:
             results = drain(engine, _added(engine, {"a": (prompt, pooling)}))
@@ -101,17 +111,18 @@ def test_only_the_last_token_may_come_after_a_cached_prefix(model):
 
 
 @pytest.mark.slow
-def test_a_mean_starts_over_after_a_preemption(model):
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+def test_pooling_starts_over_after_a_preemption(model, pooling):
     """A pool that is too small for two: in the middle of its prompt it gives way to a request of better priority."""
     engine = model.engine(num_blocks=26, max_num_batched_tokens=16, policy="priority")
     long, other = prompts(model, [80, 50])
-    engine.add([request("e", long, 1, pooling="mean", priority=1)])
+    engine.add([request("e", long, 1, pooling=pooling, priority=1)])
     engine.step()
     engine.step()
     engine.add([request("g", other, 40)])
     results = drain(engine, {"g": Result(), "e": Embedding()})
     assert engine.stats().num_preemptions == 1
-    np.testing.assert_allclose(results["e"].vector, expected(model, long, "mean"), **TOLERANCE)
+    np.testing.assert_allclose(results["e"].vector, expected(model, long, pooling), **TOLERANCE)
 
 
 def test_the_static_scheduler(model):
@@ -131,11 +142,12 @@ def test_a_prompt_beyond_the_context(model):
 
 def test_vectors_for_callers():
     pooled = np.array([3.0, 4.0, 12.0], "<f4").tobytes()
-    assert finish_embedding(pooled, normalize=False).tolist() == [3, 4, 12]
-    np.testing.assert_allclose(finish_embedding(pooled), [3 / 13, 4 / 13, 12 / 13], rtol=1e-6)
-    np.testing.assert_allclose(finish_embedding(pooled, dimensions=2), [0.6, 0.8], rtol=1e-6)
-    assert finish_embedding(np.zeros(2, "<f4").tobytes()).tolist() == [0, 0]
-    assert finish_embedding(np.full(2, 3e38, "<f4").tobytes()).tolist() == pytest.approx([0.5**0.5] * 2)
+    embedder = Embedder(size=3)
+    assert finish_embedding(pooled, embedder, normalize=False).tolist() == [3, 4, 12]
+    np.testing.assert_allclose(finish_embedding(pooled, embedder), [3 / 13, 4 / 13, 12 / 13], rtol=1e-6)
+    np.testing.assert_allclose(finish_embedding(pooled, embedder, dimensions=2), [0.6, 0.8], rtol=1e-6)
+    assert finish_embedding(np.zeros(2, "<f4").tobytes(), embedder).tolist() == [0, 0]
+    assert finish_embedding(np.full(2, 3e38, "<f4").tobytes(), embedder).tolist() == pytest.approx([0.5**0.5] * 2)
 
 
 def _added(engine, requests):

@@ -69,7 +69,7 @@ WRONG_ARGUMENTS = {
     "llm.stream_chat('x')": "InvalidRequest messages messages must be a list of dicts, got 'x'",
     "llm.chat([user], tools=5)": "InvalidRequest tools tools must be a list of dicts, got 5",
     "llm.chat([user], chat_template_kwargs='x')": "InvalidRequest chat_template_kwargs chat_template_kwargs must be a",
-    "llm.embed('a', pooling='x')": "InvalidRequest pooling pooling must be one of last, mean, got 'x'",
+    "llm.embed('a', pooling='x')": "InvalidRequest pooling pooling must be one of last, mean, cls, max, weighte",
     "llm.embed('a', dimensions=1.5)": "InvalidRequest dimensions dimensions must be an integer, got 1.5",
     "llm.embed('a', dimensions=5)": "InvalidRequest dimensions dimensions must be in [1, 4], got 5",
     "llm.embed('a', normalize=2)": "InvalidRequest normalize normalize must be True or False, got 2",

@@ -85,6 +85,31 @@ def test_only_what_serving_reads_and_only_once(server):
     assert server.downloads() == []
 
 
+def test_modules_of_sentence_transformers_and_templates_for_pairs(server):
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    wanted = {
+        "modules.json": json.dumps(modules).encode(),
+        "sentence_bert_config.json": b"{}",
+        "config_sentence_transformers.json": b"{}",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": b"x",
+        "additional_chat_templates/reranker.jinja": b"x",
+    }
+    surplus = {"2_Dense/pytorch_model.bin": b"x", "onnx/model.safetensors": b"x"}
+    server.repos["org/embedder"] = Repo({NEW: FILES | wanted | surplus}, {"main": NEW})
+    assert names(resolve_model("org/embedder")) == sorted([*SMALL, *SHARDS, *wanted])
+
+
+def test_attention_to_later_tokens_is_named_before_weights_are_downloaded(server):
+    config = json.dumps({"model_type": "qwen2", "is_causal": False}).encode()
+    server.repos["org/both"] = Repo({NEW: FILES | {"config.json": config}}, {"main": NEW})
+    with pytest.raises(CheckpointError, match="is_causal False is not supported"):
+        resolve_model("org/both", progress=False)
+    assert not any("model-1.safetensors" in str(request) for request in server.requests)
+
+
 def test_revisions(server):
     assert pathlib.Path(resolve_model("org/sharded", revision="v1")).name == OLD
     assert pathlib.Path(resolve_model("org/sharded@v1")).name == OLD

@@ -128,7 +128,7 @@ def test_memory_of_a_conversion(tmp_path):
         )
         for index in range(num_weights)
     }
-    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": [], "progress": False}
+    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": {}, "progress": False}
     tracemalloc.start()
     try:
         with open_weights(tmp_path / "source", specs) as weights:
@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_at_the_very_end_leaves_no_store(tmp_path):
     (tmp_path / "source").mkdir()
     save_file({"w": np.ones((rows, 1), np.float32)}, tmp_path / "source/model.safetensors")
     specs = {"w": ParamSpec(shape=(rows, 1), axes=(None, None), source=("w",))}
-    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": [], "progress": False}
+    options = {"dtype": np.dtype("float32"), "config": {"model_type": "llama"}, "copied": {}, "progress": False}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * rows - 100, limits[1]))
     try:

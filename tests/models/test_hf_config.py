@@ -311,7 +311,6 @@ def test_longrope_as_phi3_writes_it():
         ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}, "short_factor must be .* 6 num"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("glm4", {"partial_rotary_factor": 0.3}, "must be even for rotary embedding, got 12 times .* 0.3"),
-        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
         ("gemma3_text", {"rope_parameters": [1]}, "rope_parameters must be an object"),
         ("gemma3_text", {"rope_parameters": {"full_attention": 7}}, "rope_parameters.full_attention must be an object"),
@@ -330,6 +329,51 @@ def test_longrope_as_phi3_writes_it():
 def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(model_type, **changes)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma3_text", None])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_causal", False),
+        ("use_causal_mask", False),
+        ("use_bidirectional_attention", True),
+        ("use_bidirectional_attention", "all"),
+        ("bidirectional", 1),
+        ("causal", 0),
+        ("non_causal_attention", True),
+        ("attn_mask_type", "non_causal"),
+        ("attention_type", "bidirectional"),
+        ("attn_implementation_of_attention", "non-causal"),
+        ("model_type", "llama_bidirec"),
+        ("architectures", ["LlamaBidirectionalModel"]),
+        ("architectures", ["LlamaBidirectionalForSequenceClassification"]),
+        ("architectures", ["MistralBiModel"]),
+        ("architectures", ["LlamaEncoderModel"]),
+        ("auto_map", {"AutoModel": ["modeling_llama_bi.LlamaBiForMNTP", None]}),
+        ("auto_map", {"AutoModel": "llama_bidirectional_model.LlamaModel"}),
+    ],
+)
+def test_attention_to_later_tokens_is_refused_for_every_family(model_type, name, value):
+    with pytest.raises(CheckpointError, match=rf"^config.json: {name} .*attention is causal here"):
+        get_family({"model_type": model_type, name: value})
+
+
+def test_attention_to_later_tokens_is_found_in_nested_fields():
+    with pytest.raises(CheckpointError, match=r"attention_config\.is_causal False is not supported"):
+        get_family({"model_type": "llama", "attention_config": {"is_causal": False}})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"is_causal": True, "use_bidirectional_attention": None, "architectures": ["LlamaForCausalLM"]},
+        {"use_bidirectional_attention": False, "auto_map": {"AutoModel": "modeling_llama.LlamaModel"}},
+        {"causal": None, "attention_type": "sdpa", "is_decoder": False, "architectures": None},
+    ],
+)
+def test_causal_attention_is_served(fields):
+    assert get_family({"model_type": "llama", **fields}) is get_family({"model_type": "llama"})
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 6}

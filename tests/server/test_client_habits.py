@@ -237,7 +237,12 @@ def test_the_first_chunk_of_a_call_has_no_content(tokenizer, text, content, stre
 
 @pytest.mark.parametrize(
     ("body", "kind"),
-    [({"messages": [USER]}, "chat.completion"), ({"prompt": "a"}, "text_completion"), ({"input": "a"}, "list")],
+    [
+        ({"messages": [USER]}, "chat.completion"),
+        ({"prompt": "a"}, "text_completion"),
+        ({"input": "a"}, "list"),
+        ({"text_1": "a", "text_2": "b"}, "list"),
+    ],
 )
 def test_invocations_are_what_their_body_says(server, body, kind):
     assert server.post("/invocations", body).json()["object"] == kind

@@ -8,6 +8,7 @@ from serving import frames, running
 from waiting import wait_until
 
 from jaxserve.loading.classifier import ClassificationHead
+from jaxserve.loading.torch_activations import sigmoid
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
 from jaxserve.server.middleware.admission import OPEN_PATHS
 from jaxserve.server.routes import docs, playground
@@ -21,8 +22,8 @@ USER = {"role": "user", "content": "hi"}
 @pytest.fixture(scope="module")
 def administered(tokenizer):
     with running(tokenizer, admin_api_key=["admin"], profile_dir="/profiles") as server:
-        weight = np.ones((2, server.client.info.hidden_size), np.float32)
-        server.frontend.head = ClassificationHead(weight, ("no", "yes"), "softmax")
+        weight = np.ones((1, server.client.info.hidden_size), np.float32)
+        server.frontend.head = ClassificationHead(weight, ("yes",), sigmoid)
         yield server
 
 

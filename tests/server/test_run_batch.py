@@ -74,9 +74,12 @@ def test_every_endpoint(files):
         line("completion", {**COMPLETION, "model": "m"}),
         line("embedding", {"input": "abc"}, "/v1/embeddings"),
         line("response", {"input": "abc", "max_output_tokens": 3}, "/v1/responses"),
+        *(line(path, {"text_1": "abc", "text_2": ["a"]}, path) for path in ("/v1/score", "/score")),
+        *(line(path, {"query": "abc", "documents": ["a"]}, path) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     )
-    assert files.run() == (4, 0, 0)
+    assert files.run() == (9, 0, 0)
     objects = {"chat": "chat.completion", "completion": "text_completion", "embedding": "list", "response": "response"}
+    objects |= dict.fromkeys(("/v1/score", "/score"), "list")
     for name, result in files.results.items():
         assert list(result) == ["id", "custom_id", "response", "error"]
         assert result["id"].startswith("batch_req_")
@@ -85,7 +88,7 @@ def test_every_endpoint(files):
         assert list(response) == ["status_code", "request_id", "body"]
         assert response["status_code"] == 200
         assert response["request_id"]
-        assert response["body"]["object"] == objects[name]
+        assert response["body"].get("object") == objects.get(name)
     assert files.results["completion"]["response"]["body"]["choices"][0]["text"] == "abc"
 
 

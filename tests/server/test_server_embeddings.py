@@ -15,6 +15,7 @@ from serving import assert_error, assert_well, running
 from waiting import PATIENCE
 
 from jaxserve.engine.embedding import matryoshka_dimensions
+from jaxserve.loading.sentence_transformers import Embedder
 
 PATH = "/v1/embeddings"
 
@@ -57,6 +58,40 @@ def test_texts_and_usage(server):
 
 def test_mean(server):
     assert vectors(server.post(PATH, {"input": [4, 8], "pooling": "mean"})) == [unit(powers(6))]
+
+
+@pytest.mark.parametrize("source", [None, "1_Pooling/config.json"])
+def test_the_operator_wins_over_the_models_pooling(tokenizer, source, caplog):
+    caplog.set_level("INFO")
+    own = Embedder(pooling=("mean", "last"), source=source, size=2 * HIDDEN_SIZE, normalizes=False)
+    raw = [*powers(6), *powers(8)]
+    with running(tokenizer) as server:
+        server.frontend.embedder = own
+        server.server.tell_choices()
+        assert vectors(server.post(PATH, {"input": [4, 8]})) == [raw]
+        assert vectors(server.post(PATH, {"input": [4, 8], "dimensions": 5, "normalize": True})) == [unit(raw[:5])]
+        assert vectors(server.post(PATH, {"input": [4, 8], "pooling": "last"})) == [powers(8)]
+    with running(tokenizer, pooling="last") as server:
+        server.frontend.embedder = own
+        server.server.tell_choices()
+        assert vectors(server.post(PATH, {"input": [4, 8]})) == [powers(8)]
+    told = {record.getMessage() for record in caplog.records if record.getMessage().startswith("pooling: ")}
+    by_file = f"pooling: mean+last, by {source}"
+    by_flag = f"pooling: last, by --pooling; {source} says mean+last"
+    assert told == ({by_file, by_flag} if source else set())
+
+
+def test_prompts_and_lowercase(tokenizer):
+    with running(tokenizer) as server:
+        prompts = {"query": "Q: ", "document": ""}
+        server.frontend.embedder = Embedder(size=HIDDEN_SIZE, prompts=prompts, default_prompt="query", lowercases=True)
+        for body in ({"input": "AB"}, {"input": "AB", "prompt_name": "document"}, {"input": [9]}):
+            assert server.post(PATH, body).status_code == 200
+        found = [server.tokenizer.decode(request.prompt_token_ids) for request in server.client.submitted[:2]]
+        assert found == ["q: ab", "ab"]
+        assert server.client.submitted[2].prompt_token_ids == [9]
+        assert_error(server.post(PATH, {"input": "a", "prompt_name": "passage"}), 400, "prompt_name")
+        assert_error(server.post(PATH, {"messages": [{"role": "user", "content": "a"}]}), 400, "messages")
 
 
 def test_the_operator_chooses_the_pooling(tokenizer):
@@ -115,7 +150,9 @@ def test_openai_client(server):
         ({"dimensions": HIDDEN_SIZE + 1}, "dimensions"),
         ({"dimensions": "2"}, "dimensions"),
         ({"encoding_format": "binary"}, "encoding_format"),
-        ({"pooling": "max"}, "pooling"),
+        ({"pooling": "median"}, "pooling"),
+        ({"padding": "max_length"}, "padding"),
+        ({"prompt_name": "query"}, "prompt_name"),
         ({"normalize": 1}, "normalize"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"priority": 2**31}, "priority"),

@@ -153,7 +153,7 @@ class Server:
         """Run `serve` in an event loop of its own; log what is served once connections are accepted."""
 
         def say() -> None:
-            self.tell_syntax()
+            self.tell_choices()
             self.announce()
 
         return uvloop.run(self.serve(on_serving=say))
@@ -169,8 +169,15 @@ class Server:
             has_chat=frontend.tokenizer.has_chat_template,
         )
 
-    def tell_syntax(self) -> None:
-        """Log the syntax in which the model's answers are parsed, and how it was chosen."""
+    def tell_choices(self) -> None:
+        """Log the syntax in which the model's answers are parsed, and the pooling of embeddings if a file names one."""
+        embedder, pooling = self.state.frontend.embedder, self.state.pooling
+        if embedder.source is not None:
+            own = "+".join(embedder.pooling)
+            if pooling is not None:
+                logger.info("pooling: %s, by --pooling; %s says %s", pooling, embedder.source, own)
+            else:
+                logger.info("pooling: %s, by %s", own, embedder.source)
         if self.state.frontend.tokenizer.has_chat_template:
             for title, text in self._choice.rows():
                 logger.info("%s: %s", title, text)

@@ -70,7 +70,7 @@ async def _start(
         worker=settings.worker,
     )
     if settings.tells:
-        server.tell_syntax()
+        server.tell_choices()
     commands: dict[str, Callable[[], object]] = {
         "drain": server.drain,
         "stop": server.stop_now,

@@ -35,6 +35,7 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
+    prompt_name: str | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -58,9 +59,9 @@ class EmbeddingRequest(RequestBody, kw_only=True):
         )
 
     @property
-    def is_normalized(self) -> bool:
-        """True if vectors are scaled to length 1."""
-        return self.normalize is not False and self.use_activation is not False
+    def is_normalized(self) -> bool | None:
+        """True if vectors are scaled to length 1, None if the model decides."""
+        return self.use_activation if self.normalize is None else self.normalize
 
 
 def check_embedding_request(body: EmbeddingRequest) -> None:
@@ -68,6 +69,8 @@ def check_embedding_request(body: EmbeddingRequest) -> None:
     if (body.input is None) == (body.messages is None):
         param = "input" if body.messages is None else "messages"
         raise InvalidRequest("give either input or messages", param=param)
+    if body.messages is not None and body.prompt_name is not None:
+        raise InvalidRequest("a prompt comes before input: write it into messages", param="prompt_name")
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
         raise InvalidRequest("use_activation and normalize contradict each other", param="use_activation")
     check_priority_and_salt(body.priority, body.cache_salt)

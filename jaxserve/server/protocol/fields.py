@@ -316,10 +316,20 @@ FIELDS: tuple[Field, ...] = (
             ),
             ("embed_dtype", "float32, float16, bfloat16, fp8_e4m3 or fp8_e5m2"),
             ("endianness", "of base64 and bytes: native, little or big"),
-            ("pooling", "last or mean"),
+            ("pooling", "last, mean, cls, max, weightedmean or mean_sqrt_len, in place of the model's own"),
+            ("prompt_name", "which prompt of config_sentence_transformers.json comes before the input"),
             ("normalize", "whether the vector has length 1"),
             ("use_activation", "another name for normalize"),
         )
+    ),
+    Field(
+        "padding",
+        "only do_not_pad",
+        UNKNOWN,
+        UNKNOWN,
+        UNKNOWN,
+        Refused("inputs are never padded", (None, "do_not_pad")),
+        UNKNOWN,
     ),
     Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),
     # Not supported by this server.

@@ -5,38 +5,88 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import Pooling
+from jaxserve.request import Pooling, TruncationSide
+from jaxserve.server.protocol.common import check_priority_and_salt, check_request_id
 from jaxserve.server.protocol.embeddings import MAX_INPUTS, EmbeddingUsage
 
+_NOT_OF_EMBEDDINGS = ("user", "use_activation", "padding")
 
-class ScoringRequest(msgspec.Struct, kw_only=True):
-    """What both requests have."""
+
+class PoolingRequest(msgspec.Struct, kw_only=True):
+    """What all requests have."""
 
     model: str | None = None
     pooling: Pooling | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     user: str | None = None
+    use_activation: bool | None = None
+    padding: Literal["max_length", "do_not_pad"] | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the fields that a request for embeddings has too."""
-        return {name: getattr(self, name) for name in ScoringRequest.__struct_fields__ if name != "user"}
+        """Return the fields that a request for embeddings has too. Raises InvalidRequest for what is not served."""
+        if self.padding == "max_length":
+            raise InvalidRequest("padding 'max_length' is not supported: inputs are never padded", param="padding")
+        return {
+            name: getattr(self, name) for name in PoolingRequest.__struct_fields__ if name not in _NOT_OF_EMBEDDINGS
+        }
+
+
+class ScoringRequest(PoolingRequest, kw_only=True):
+    """What /v1/score and /v1/rerank have."""
+
+    instruct: str | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+
+    def names(self) -> tuple[str, str]:
+        """Return the names of the fields with the two texts of each pair."""
+        raise NotImplementedError
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the texts to compare. Raises InvalidRequest."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise InvalidRequest, naming the field, for a value out of range."""
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (getattr(self, name) or 0) < 0:
+                raise InvalidRequest(f"{name} must not be negative, got {getattr(self, name)}", param=name)
+        check_priority_and_salt(self.priority, self.cache_salt)
+        check_request_id(self.request_id)
+
+
+_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class ScoreRequest(ScoringRequest, kw_only=True):
-    """The body of POST /v1/score: each text of `text_2` is compared with the one of `text_1`, or with its own."""
+    """The body of POST /v1/score: each text of `text_2` is compared with the one of `text_1`, or with its own.
+
+    Both have several names, as vLLM's have.
+    """
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+    def names(self) -> tuple[str, str]:
+        """Return the names of the fields with the two texts of each pair. Raises InvalidRequest for several pairs."""
+        given = [name for name in dict.fromkeys(name for pair in _NAMES for name in pair) if getattr(self, name)]
+        best = max(_NAMES, key=lambda pair: len(set(pair).intersection(given)))
+        if surplus := [name for name in given if name not in best]:
+            raise InvalidRequest(f"give {' and '.join(best)}, or {surplus[0]} instead", param=surplus[0])
+        return best
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the texts to compare. Raises InvalidRequest."""
-        is_vllms = self.text_1 is None and self.text_2 is None and (self.queries or self.documents)
-        name_1, name_2 = ("queries", "documents") if is_vllms else ("text_1", "text_2")
+        name_1, name_2 = self.names()
         first = _texts(name_1, getattr(self, name_1))
         second = _texts(name_2, getattr(self, name_2))
         if len(first) not in (1, len(second)):
@@ -60,6 +110,14 @@ class RerankRequest(ScoringRequest, kw_only=True):
     top_n: int | None = None
     return_documents: bool | None = None
 
+    def names(self) -> tuple[str, str]:
+        """Return the names of the fields with the two texts of each pair."""
+        return "query", "documents"
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the texts to compare. Raises InvalidRequest."""
+        return [(self.query, text) for text in self.texts()]
+
     def texts(self) -> list[str]:
         """Return the documents. Raises InvalidRequest."""
         if self.top_n is not None and self.top_n < 0:
@@ -67,7 +125,7 @@ class RerankRequest(ScoringRequest, kw_only=True):
         return _texts("documents", [each if isinstance(each, str) else each.text for each in self.documents])
 
 
-class ClassifyRequest(ScoringRequest, kw_only=True):
+class ClassifyRequest(PoolingRequest, kw_only=True):
     """The body of POST /classify, as vLLM has it."""
 
     input: str | list[Any]
@@ -95,7 +153,7 @@ class ClassifyResponse(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """Cosine of the angle between the vectors of two texts."""
+    """How well the second text of a pair fits the first: a reranker's score, or the cosine of their vectors."""
 
     index: int
     object: Literal["score"] = "score"

@@ -16,7 +16,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.embedding import check_dimensions, finish_embedding
+from jaxserve.engine.embedding import Embedder, check_dimensions, finish_embedding
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
@@ -58,10 +58,10 @@ async def create(request: Request) -> Response:
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model, usage=usage)
     if body.encoding_format in ("bytes", "bytes_only"):
-        return _in_one_piece(body, answer, groups)
+        return _in_one_piece(body, answer, groups, state.frontend.embedder)
     data: Any = EncodedList()
     async for some in in_turns(list(enumerate(groups)), num_a_turn=VECTORS_A_TURN):
-        data.extend([_embedding(body, index, group) for index, group in some])
+        data.extend([_embedding(body, index, group, state.frontend.embedder) for index, group in some])
     answer.data = data
     return json_response(answer)
 
@@ -80,7 +80,12 @@ def _prepare(state: ServerState, body: EmbeddingRequest, gone: threading.Event) 
     """Validate and tokenize the inputs. Raises InvalidRequest, naming fields as they were sent."""
     check_embedding_request(body)
     info = state.frontend.client.info
-    check_dimensions(body.dimensions, hidden_size=info.hidden_size, allowed=info.embedding_dimensions)
+    check_dimensions(body.dimensions, size=state.frontend.embedder.size, allowed=info.embedding_dimensions)
+    if body.messages is not None and state.frontend.embedder.lowercases:
+        raise InvalidRequest(
+            "this model reads lowercase text (do_lower_case), which a chat template is not: give input",
+            param="messages",
+        )
     request_id = f"embd-{uuid.uuid4().hex}"
     try:
         return [
@@ -119,36 +124,39 @@ def _prepare_one(
         add_special_tokens=not is_rendered if body.add_special_tokens is None else body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
+        prompt_name=body.prompt_name,
     )
 
 
-def _vector(body: EmbeddingRequest, group: RequestGroup) -> np.ndarray:
+def _vector(body: EmbeddingRequest, group: RequestGroup, embedder: Embedder) -> np.ndarray:
     """Return the vector of one input in the requested dtype."""
     assert group.embedding is not None, "a finished pooling request has a vector"
-    vector = finish_embedding(group.embedding, dimensions=body.dimensions, normalize=body.is_normalized)
+    vector = finish_embedding(group.embedding, embedder, dimensions=body.dimensions, normalize=body.is_normalized)
     with np.errstate(over="ignore"):  # values beyond the range of a narrow type become infinite
         return vector.astype(_DTYPES[body.embed_dtype or "float32"])
 
 
-def _embedding(body: EmbeddingRequest, index: int, group: RequestGroup) -> Embedding:
+def _embedding(body: EmbeddingRequest, index: int, group: RequestGroup, embedder: Embedder) -> Embedding:
     if body.encoding_format == "base64":
-        return Embedding(index=index, embedding=base64.b64encode(_encoded(body, group)).decode())
-    return Embedding(index=index, embedding=_vector(body, group).astype(np.float32).tolist())
+        return Embedding(index=index, embedding=base64.b64encode(_encoded(body, group, embedder)).decode())
+    return Embedding(index=index, embedding=_vector(body, group, embedder).astype(np.float32).tolist())
 
 
-def _encoded(body: EmbeddingRequest, group: RequestGroup) -> bytes:
-    vector = _vector(body, group)
+def _encoded(body: EmbeddingRequest, group: RequestGroup, embedder: Embedder) -> bytes:
+    vector = _vector(body, group, embedder)
     is_big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
     return (vector if is_big == (sys.byteorder == "big") else vector.byteswap()).tobytes()
 
 
-def _in_one_piece(body: EmbeddingRequest, answer: EmbeddingResponse, groups: Sequence[RequestGroup]) -> Response:
+def _in_one_piece(
+    body: EmbeddingRequest, answer: EmbeddingResponse, groups: Sequence[RequestGroup], embedder: Embedder
+) -> Response:
     """Return all vectors concatenated.
 
     The header `metadata` describes, as JSON, where each of them is and the rest of the answer; with `bytes_only` it is
     omitted. Raises InvalidRequest if it would be too long for a header.
     """
-    pieces = [_encoded(body, group) for group in groups]
+    pieces = [_encoded(body, group, embedder) for group in groups]
     if body.encoding_format == "bytes_only":
         return Response(b"".join(pieces), media_type="application/octet-stream")
     ends = list(itertools.accumulate(map(len, pieces)))

@@ -61,7 +61,12 @@ _OPERATIONS = (
     _Operation("post", "/v1/embeddings", "Vectors of texts or token ids", EmbeddingRequest, EmbeddingResponse),
     _Operation("post", "/v1/responses", "Answer, and remember", ResponsesRequest, ResponseBody, True),
     _Operation(
-        "post", "/invocations", "A chat, a completion or embeddings: what is sent", ChatRequest, ChatResponse, True
+        "post",
+        "/invocations",
+        "A chat, text, vectors or scores: what is sent",
+        ChatRequest,
+        ChatResponse,
+        True,
     ),
     _Operation("get", "/v1/responses/{response_id}", "A stored response", None, ResponseBody),
     _Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", None, DeletedResponse),
@@ -86,7 +91,7 @@ _OPERATIONS = (
     ),
     _Operation("post", "/classify", "Probabilities of labels", ClassifyRequest, ClassifyResponse),
     *(
-        _Operation("post", f"{prefix}/score", "How near texts are to each other", ScoreRequest, ScoreResponse)
+        _Operation("post", f"{prefix}/score", "How well texts fit each other", ScoreRequest, ScoreResponse)
         for prefix in ("", "/v1")
     ),
     *(

@@ -1,18 +1,23 @@
-"""POST /v1/score and /v1/rerank: how near texts are to each other, by the cosine of their embeddings. POST /classify:
-probabilities of labels.
+"""POST /v1/score and /v1/rerank: how well texts fit each other, by a reranker's score or by their embeddings.
+
+POST /classify: probabilities of labels.
 """
 
+import asyncio
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.engine.embedding import NO_HEAD, finish_embedding
+from jaxserve.engine.embedding import NO_HEAD, finish_embedding, pooled_vector
+from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.scoring import NO_INSTRUCTION, PairScorer, check_pair_options, pair_scorer, shortened
 from jaxserve.errors import InvalidRequest
+from jaxserve.server import generation
 from jaxserve.server.body import json_response
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingUsage
 from jaxserve.server.protocol.scoring import (
@@ -31,13 +36,14 @@ from jaxserve.server.protocol.scoring import (
 from jaxserve.server.reading import read_struct
 from jaxserve.server.routes.embeddings import embed
 from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.streaming import while_wanted
 
 
 async def score(request: Request) -> Response:
-    """Return the cosine of each pair of texts."""
+    """Return the score of each pair of texts."""
     state = server_state(request.scope)
     body = await read_struct(state, request, ScoreRequest, route="score")
-    scores, usage = await _cosines(state, body, body.pairs(), request)
+    scores, usage = await _scores(state, body, request)
     return json_response(
         ScoreResponse(
             id=f"score-{body.request_id or uuid.uuid4().hex}",
@@ -50,11 +56,11 @@ async def score(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """Return documents, the one nearest to the query first."""
+    """Return documents, the one that fits the query best first."""
     state = server_state(request.scope)
     body = await read_struct(state, request, RerankRequest, route="rerank")
     texts = body.texts()
-    scores, usage = await _cosines(state, body, [(body.query, text) for text in texts], request)
+    scores, usage = await _scores(state, body, request)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or None]
     is_shown = body.return_documents is not False
     results = [
@@ -82,25 +88,95 @@ async def classify(request: Request) -> Response:
     data = []
     for index, group in enumerate(groups):
         assert group.embedding is not None, "a finished pooling request has a vector"
-        probs = head.probs(finish_embedding(group.embedding, normalize=False))
+        hidden = pooled_vector(group.embedding)
+        probs = head.logits(hidden).tolist() if body.use_activation is False else head.probs(hidden)
         label = head.labels[max(range(len(probs)), key=probs.__getitem__)]
         data.append(Classification(index=index, label=label, probs=probs, num_classes=len(probs)))
-    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
     return json_response(
         ClassifyResponse(
             id=f"classify-{body.request_id or uuid.uuid4().hex}",
             created=int(time.time()),
             model=state.model,
             data=data,
-            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+            usage=_usage(groups),
         )
     )
 
 
-async def _cosines(
+async def _scores(state: ServerState, body: ScoringRequest, request: Request) -> tuple[list[float], EmbeddingUsage]:
+    """Return the score of each pair. Raises InvalidRequest."""
+    body.check()
+    pairs, scorer = body.pairs(), pair_scorer(state.frontend)
+    if scorer is None:
+        return await _similarities(state, body, pairs, request)
+    body.options()  # raises
+    check_pair_options(scorer, pooling=body.pooling)
+    size = len(await request.body())
+    groups = await generation.prepare(
+        state, lambda gone: _prepare(state, scorer, body, pairs, gone), size=size, receive=request.receive
+    )
+    run = generation.run(state, groups, lambda _index, _delta: None)
+    await while_wanted(run, receive=request.receive, stopping=state.stopping)
+    has_activation = body.use_activation is not False
+    return [scorer.score(group, use_activation=has_activation) for group in groups], _usage(groups)
+
+
+def _prepare(
+    state: ServerState,
+    scorer: PairScorer,
+    body: ScoringRequest,
+    pairs: Sequence[tuple[str, str]],
+    gone: threading.Event,
+) -> list[RequestGroup]:
+    """Validate and tokenize the pairs. Raises InvalidRequest, naming the second text of a pair that is too long."""
+    request_id = f"score-{uuid.uuid4().hex}"
+    groups = []
+    for index, (query, document) in enumerate(generation.while_wanted_by_client(_shortened(state, body, pairs), gone)):
+        try:
+            groups.append(
+                scorer.prepare(
+                    query,
+                    document,
+                    request_id=f"{request_id}-{index}",
+                    instruction=body.instruct,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    truncate_prompt_tokens=body.truncate_prompt_tokens,
+                    truncation_side=body.truncation_side or "left",
+                )
+            )
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = f"{body.names()[1]}[{index}]"
+            raise
+    return groups
+
+
+def _shortened(state: ServerState, body: ScoringRequest, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield pairs with no more tokens than the request allows for each text. Raises InvalidRequest."""
+    tokenizer = state.frontend.tokenizer
+    limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
+    for index, pair in enumerate(pairs):
+        for name, text, limit in zip(body.names(), pair, limits, strict=True):
+            may_exceed = bool(limit) or body.truncate_prompt_tokens is not None
+            generation.check_text_length(text, state, may_exceed=may_exceed, param=f"{name}[{index}]")
+        first, second = (shortened(text, tokenizer, limit) for text, limit in zip(pair, limits, strict=True))
+        yield first, second
+
+
+async def _similarities(
     state: ServerState, body: ScoringRequest, pairs: Sequence[tuple[str, str]], request: Request
 ) -> tuple[list[float], EmbeddingUsage]:
-    """Return the cosine of each pair; a text that occurs several times is embedded once. Raises InvalidRequest."""
+    """Return the similarity of each pair's vectors; a text that occurs several times is embedded once. Raises
+    InvalidRequest.
+    """
+    if body.instruct is not None:
+        raise InvalidRequest(NO_INSTRUCTION, param="instruct")
+    embedder = state.frontend.embedder
+    has_cosine = embedder.similarity == "cosine"
+    if body.use_activation is False:
+        raise InvalidRequest("this model compares embeddings, and has no logits of pairs", param="use_activation")
+    pairs = await asyncio.to_thread(lambda: list(_shortened(state, body, pairs)))
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     wanted = msgspec.convert({"input": texts, **body.options()}, EmbeddingRequest)
     try:
@@ -112,7 +188,10 @@ async def _cosines(
     vectors = {}
     for text, group in zip(texts, groups, strict=True):
         assert group.embedding is not None, "a finished pooling request has a vector"
-        vectors[text] = finish_embedding(group.embedding, dimensions=None, normalize=True)
+        vectors[text] = finish_embedding(group.embedding, embedder, normalize=True if has_cosine else None)
+    return [embedder.similarity_of(vectors[first], vectors[second]) for first, second in pairs], _usage(groups)
+
+
+def _usage(groups: Sequence[RequestGroup]) -> EmbeddingUsage:
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs], usage
+    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
