@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import activation_of, layer_shapes
 from jaxserve.layers.params import Params
 from jaxserve.layers.path_table import Ends
 from jaxserve.layers.paths import LayerShape
-from jaxserve.layers.rope import Rope, frequencies
+from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
     bloom,
@@ -94,17 +93,10 @@ def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]
 
     `params` and `caches` are the weights and LayerCaches, or their shapes.
     """
-    rope = getattr(config, "rope", None)
-    shapes = layer_shapes(
-        params["layers"],
-        caches,
-        activation=activation_of(config),
-        sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
-        num_rotated=None if rope is None else len(frequencies(rope)),
-        own=family.own_layers,
-        adds_in_norms=family.own_layers is None or family.adds_in_norms,
-        routing=getattr(config, "routing", None),
-    )
+    shapes = [
+        LayerShape(layer=layer, weights=weights, cache=cache)
+        for layer, weights, cache in zip(family.layers(config), params["layers"], caches, strict=True)
+    ]
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
     return shapes, Ends(params["embed"], table, has_head_bias="lm_head_bias" in params)
 
