@@ -14,10 +14,13 @@ from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import (
+    arcee,
     bloom,
     cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    exaone4,
     falcon,
     gemma,
     gemma2,
@@ -41,16 +44,20 @@ from jaxserve.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
     stablelm,
     starcoder2,
 )
 from jaxserve.models.family import Family
 
 FAMILIES: dict[str, Family] = {
+    "arcee": arcee.FAMILY,
     "bloom": bloom.FAMILY,
     "cohere": cohere.FAMILY,
+    "cohere2": cohere2.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "exaone4": exaone4.FAMILY,
     "falcon": falcon.FAMILY,
     "gemma": gemma.FAMILY,
     "gemma2": gemma2.FAMILY,
@@ -74,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "smollm3": smollm3.FAMILY,
     "stablelm": stablelm.FAMILY,
     "starcoder2": starcoder2.FAMILY,
 }

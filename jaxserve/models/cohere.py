@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
@@ -55,16 +55,26 @@ class Config(DecoderConfig):
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
+def attention(config: Config) -> Attention:
+    """Return the attention block."""
     norm = replace(config.norm, kind="layer", has_bias=False)
-    attention = replace(
+    return replace(
         config.attention,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         head_norm=HeadNorm(norm=norm, gains="by head") if config.use_qk_norm else None,
     )
-    layer = replace(config.layer, mixer=attention, norm=norm, norms=ONE_NORM, arrangement=Arrangement.PARALLEL)
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    layer = replace(
+        config.layer,
+        mixer=attention(config),
+        norm=replace(config.norm, kind="layer", has_bias=False),
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
+    )
     return (layer,) * config.num_layers
 
 

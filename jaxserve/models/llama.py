@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope
@@ -43,11 +44,15 @@ class Config(DecoderConfig):
         )
 
 
+def attention(config: Config) -> Attention:
+    """Return the attention block."""
+    return replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+
+
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
     feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
-    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
+    return (replace(config.layer, mixer=attention(config), feed_forward=feed_forward),) * config.num_layers
 
 
 FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
