@@ -40,8 +40,8 @@ class Config(DecoderConfig):
         pattern = fields.get("sliding_window_pattern")  # a number or, as in "LLLG", letters of which the last is "G"
         if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
             fields["sliding_window_pattern"] = len(pattern)
-        period = hf_config.integer(fields, "sliding_window_pattern", 4)
         window = hf_config.optional_integer(fields, "sliding_window")
+        period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
         return cls(
             **hf_config.as_llama(fields),
             sliding_windows=hf_config.periodic_windows(fields, window, period=period),
