@@ -171,7 +171,7 @@ def begin(
     slots, batch, rows = read_plan(slots, packed, reading, **sizes)
     own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
     x = family.embed(params, config, own)
-    x, kv_cache = family.layers(params, config, x, own, kv_cache, span)
+    x, kv_cache = family.run(params, config, x, own, kv_cache, span)
     return kv_cache, slots, Begun(x, batch, rows)
 
 
@@ -182,7 +182,7 @@ def finish(
     x, batch = begun.x, begun.batch
     if span:
         own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
-        x, kv_cache = family.layers(params, config, x, own, kv_cache, span)
+        x, kv_cache = family.run(params, config, x, own, kv_cache, span)
     last_tokens = x if batch.is_decode_only else x[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
         logits = family.head(params, config, last_tokens, batch.kernels)

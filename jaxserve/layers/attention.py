@@ -1,11 +1,11 @@
-"""Attention blocks with grouped query heads: projections, norms of heads and rotations. The attention itself is done by
-the layer's cache, see `layers.cache`.
+"""Attention blocks with grouped query heads (Ainslie et al. 2023, arXiv:2305.13245): projections, norms of heads and
+rotations. The attention itself is done by the layer's cache, see `layers.cache`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,79 +14,228 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import KeyValueCache
-from jaxserve.layers.linear import linear, linear_with_sum
-from jaxserve.layers.norm import norm_spec
+from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.names import LLAMA_NAMES, Names
+from jaxserve.layers.norm import Norm
+from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rotation, half_split_order
+from jaxserve.layers.rope import Rope, Rotation, half_split_order
+from jaxserve.layers.weight import Weight
 from pallas_kernels.kv_write import HeadNorms
 from pallas_kernels.paging import Scores
-from pallas_kernels.row_quantization import QuantizedRows
 
 
-def attention_specs(
-    prefix: str,
-    config: Any,
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    qk_norm: bool = False,
-    num_interleaved: int = 0,
-    by_kv_head: bool = False,
-    inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
-    output: str = "o_proj",
-) -> Params:
-    """Declare the weights of one block; `prefix` names it in the checkpoint, `inputs` and `output` its projections.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadNorm:
+    """The norms of queries and keys.
 
-    Q, K and V are fused into [K, G + 2, D, E]: KV head k's G query heads, then its key, then its value, so that a split
-    over KV heads keeps together what attends together; on more devices than K, several devices have a copy of each head
-    with a part of its queries (see `params.Layout`). `inputs` names three tensors, or one that has the rows of q, k and
-    v in this order or, `by_kv_head`, in ours; of each head of q and k the first `num_interleaved` dimensions are
-    reordered for rotations (see `half_split_order`). `config` has `hidden_size`, `head_dim` and the numbers of heads.
+    Attributes:
+        norm: the kind of norm.
+        gains: "shared", one gain for all heads; "by head", a gain for each head; or "joint", where all heads of a token
+            are normalised as one vector.
     """
-    E, H, K, D = config.hidden_size, config.num_heads, num_kv_heads_of(config), config.head_dim
-    G = H // K
-    sizes = (H * D, K * D, K * D) if len(inputs) == 3 else ((H + 2 * K) * D,)
-    assert not (by_kv_head and num_interleaved), "no family has both"
-    rows = None if by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved)
-    specs: Params = {
-        "qkv": ParamSpec(
-            shape=(K, G + 2, D, E),
-            axes=("kv_heads", "members", None, "embed"),
-            num_inputs=1,
-            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
-            source_shapes=tuple((size, E) for size in sizes),
-            rows=rows,
-            quantize=True,
-        ),
-        "out": ParamSpec(
-            shape=(E, H, D),
-            axes=("embed", "heads", None),
-            num_inputs=2,
-            source=(f"{prefix}.{output}.weight",),
-            source_shapes=((E, H * D),),
-            quantize=True,
-        ),
-    }
-    if qkv_bias:
-        specs["qkv_bias"] = ParamSpec(
-            shape=(K, G + 2, D),
-            axes=("kv_heads", "members", None),
-            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-            source_shapes=tuple((size,) for size in sizes),
-            rows=rows,
-            init_scale=0.0,
+
+    norm: Norm
+    gains: Literal["shared", "by head", "joint"] = "shared"
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if the kernel that rotates and writes keys normalises, too."""
+        return self.norm.kind == "rms" and self.gains == "shared"
+
+    def specs(self, source: str, *, num_heads: int, head_dim: int, axis: str, num_interleaved: int) -> Any:
+        """Declare the weights for these heads, which are sharded over `axis`; `source` is the norm's module."""
+        order = half_split_order(head_dim, num_interleaved)
+        if self.gains == "shared":
+            specs = self.norm.specs(source, head_dim)
+            if num_interleaved:
+                specs = jax.tree.map(lambda spec: dataclasses.replace(spec, rows=order), specs)
+            return specs
+        rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, order].ravel()
+        shape = (num_heads, head_dim)
+        gain = ParamSpec(
+            shape=shape,
+            axes=(axis, None),
+            source=(f"{source}.weight",),
+            source_shapes=((math.prod(shape),),) if self.gains == "joint" else (shape,),
+            rows=rows if num_interleaved else None,
+            init_scale=None,
         )
-    if out_bias:
-        specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{output}.bias",), init_scale=0.0)
-    if qk_norm:
-        specs["q_norm"] = norm_spec(f"{prefix}.q_norm", D)
-        specs["k_norm"] = norm_spec(f"{prefix}.k_norm", D)
-    return specs
+        return gain if self.norm.kind == "rms" else {"gain": gain}
+
+    def __call__(self, x: Float[Array, "T H D"], weights: Any) -> Float[Array, "T H D"]:
+        """Normalise heads with the weights of `specs`."""
+        if self.gains == "joint":
+            return self.norm(x.reshape(x.shape[0], -1), weights.reshape(-1)).reshape(x.shape)
+        return self.norm(x, weights)
 
 
-def num_kv_heads_of(config: Any) -> int:
-    """Return the number of KV heads, by default as many as query heads."""
-    return getattr(config, "num_kv_heads", config.num_heads)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention block of a layer.
+
+    Attributes:
+        rope: how positions rotate queries and keys; None if they do not.
+        scale: factor of the scores; None for head_dim^-1/2.
+        sliding_window: number of tokens that a token attends to, its own included; None for all up to its own.
+        soft_cap, alibi_slopes: as in `Scores`.
+        has_sinks: each head has a logit that joins the softmax's denominator and nothing else.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    scale: float | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: HeadNorm | None = None
+    has_sinks: bool = False
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        """What the layer keeps: K and V of its KV heads, within its window."""
+        return KVSpec(self.num_kv_heads, self.head_dim, self.sliding_window)
+
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights; `prefix` names the block in the checkpoint, `names` its projections.
+
+        Q, K and V are fused into [K, G + 2, D, E]: KV head k's G query heads, then its key, then its value, so that a
+        split over KV heads keeps together what attends together; on more devices than K, several devices have a copy of
+        each head with a part of its queries (see `params.Layout`). Where the checkpoint rotates pairs (2i, 2i + 1), the
+        rotated dimensions of q and k are reordered (see `half_split_order`).
+        """
+        E, H, K, D = hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
+        G = H // K
+        sizes = (H * D, K * D, K * D) if len(names.qkv) == 3 else ((H + 2 * K) * D,)
+        num_interleaved = self.rope.head_dim if names.is_interleaved and self.rope is not None else 0
+        assert not (names.is_by_kv_head and num_interleaved), "no family has both"
+        rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved)
+        specs: Params = {
+            "qkv": ParamSpec(
+                shape=(K, G + 2, D, E),
+                axes=("kv_heads", "members", None, "embed"),
+                num_inputs=1,
+                source=tuple(f"{prefix}.{name}.weight" for name in names.qkv),
+                source_shapes=tuple((size, E) for size in sizes),
+                rows=rows,
+                quantize=True,
+            ),
+            "out": ParamSpec(
+                shape=(E, H, D),
+                axes=("embed", "heads", None),
+                num_inputs=2,
+                source=(f"{prefix}.{names.out}.weight",),
+                source_shapes=((E, H * D),),
+                quantize=True,
+            ),
+        }
+        if self.qkv_bias:
+            specs["qkv_bias"] = ParamSpec(
+                shape=(K, G + 2, D),
+                axes=("kv_heads", "members", None),
+                source=tuple(f"{prefix}.{name}.bias" for name in names.qkv),
+                source_shapes=tuple((size,) for size in sizes),
+                rows=rows,
+                init_scale=0.0,
+            )
+        if self.out_bias:
+            specs["out_bias"] = ParamSpec(
+                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
+            )
+        if self.head_norm is not None:
+            of_head = {"head_dim": D, "num_interleaved": num_interleaved}
+            specs["q_norm"] = self.head_norm.specs(f"{prefix}.{names.q_norm}", num_heads=H, axis="heads", **of_head)
+            specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", num_heads=K, axis="kv_heads", **of_head)
+        if self.has_sinks:  # in float32, like the scores
+            specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
+        return specs
+
+    def reader(self, params: Params) -> Weight | None:
+        """Return the only weight that is multiplied by the block's input as it is."""
+        return params["qkv"]
+
+    def run(
+        self,
+        params: Params,
+        x: Any,
+        cache: KeyValueCache,
+        batch: Batch,
+        rotation: Rotation | None,
+        *,
+        consumer: Consumer,
+    ) -> tuple[Any, KeyValueCache]:
+        """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
+        and the cache after this step. `rotation` is that of `rope`.
+        """
+        with jax.named_scope("attention"):
+            qkv = linear(x, params["qkv"], params.get("qkv_bias"), kernels=batch.kernels)
+            heads, cache = self.attend(params, qkv, cache, batch, rotation)
+            y = residual_update(
+                heads,
+                params["out"],
+                params.get("out_bias"),
+                kernels=batch.kernels,
+                peers=batch.peers,
+                consumer=consumer,
+            )
+            return y, cache
+
+    def attend(
+        self,
+        params: Params,
+        qkv: Float[Array, "T K members D"],
+        cache: KeyValueCache,
+        batch: Batch,
+        rotation: Rotation | None,
+    ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
+        """Compute what is between the block's two projections."""
+        head_norms = None
+        if self.head_norm is not None and self.head_norm.has_kernel:
+            head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=self.head_norm.norm.eps)
+        elif self.head_norm is not None:
+            qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm)
+        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+        scores = Scores(
+            scale=self.score_scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=params.get("sinks"),
+            alibi_slopes=slopes,
+        )
+        return cache.attend(qkv, batch, scores, rotation=rotation, head_norms=head_norms)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def leaves_partial_sums(self, params: Params) -> bool:
+        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
+        return not self.out_bias and params["out"].is_split
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why no kernel multiplies by both projections and what is around them, or None if some do."""
+        return "the attention has an output bias" if self.out_bias else None
+
+    @property
+    def why_not_in_kernel(self) -> str | None:
+        """Why the kernel of a whole layer does not attend like this, or None if it does."""
+        if self.sliding_window is not None:
+            return f"there is a window of {self.sliding_window}"
+        more = {
+            "norms of heads": self.head_norm,
+            "sinks": self.has_sinks or None,
+            "capped scores": self.soft_cap,
+            "ALiBi": self.alibi_slopes,
+        }
+        if found := [name for name, value in more.items() if value is not None]:
+            return f"the attention has {', '.join(found)}"
+        return "there is no rotary embedding" if self.rope is None else None
 
 
 @functools.cache  # one array for all layers
@@ -101,76 +250,8 @@ def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_inter
     return np.concatenate([q, k[:, None], v[:, None]], axis=1).ravel()
 
 
-def self_attention(
-    params: Params,
-    x: Float[Array, "T E"] | QuantizedRows,
-    cache: KeyValueCache,
-    *,
-    batch: Batch,
-    rotation: Rotation | None,
-    norm: Callable[[Array, Any], Array] | None = None,
-    head_norm_eps: float | None = None,
-    scores: Scores | None = None,
-    leaves_partial_sums: bool = False,
-    leaves_scales: bool = False,
-) -> tuple[Any, KeyValueCache]:
-    """Compute one attention block: grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary
-    positions.
-
-    `params` are the weights of `attention_specs`: q and k are normalised if there are weights for it ("q_norm",
-    "k_norm"); biases and "sinks" likewise. These norms are `norm`, or by default RMS norms of each head with one gain
-    for all heads and `head_norm_eps`, which kernels support. With `rotation` None positions are encoded elsewhere;
-    `scores` are by default scaled by D^-1/2, and `leaves_partial_sums` and `leaves_scales` are those of
-    `linear_with_sum`, as is the first result, the output. The second is the cache after this step.
-    """
-    with jax.named_scope("attention"):
-        heads, cache = attend_heads(
-            params,
-            linear(x, params["qkv"], params.get("qkv_bias"), kernels=batch.kernels),
-            cache,
-            batch=batch,
-            rotation=rotation,
-            norm=norm,
-            head_norm_eps=head_norm_eps,
-            scores=scores,
-        )
-        y = linear_with_sum(
-            heads,
-            params["out"],
-            params.get("out_bias"),
-            kernels=batch.kernels,
-            peers=batch.peers,
-            leaves_partial_sums=leaves_partial_sums,
-            leaves_scales=leaves_scales,
-        )
-        return y, cache
-
-
-def attend_heads(
-    params: Params,
-    qkv: Float[Array, "T K members D"],
-    cache: KeyValueCache,
-    *,
-    batch: Batch,
-    rotation: Rotation | None,
-    norm: Callable[[Array, Any], Array] | None = None,
-    head_norm_eps: float | None = None,
-    scores: Scores | None = None,
-) -> tuple[Float[Array, "T H D"], KeyValueCache]:
-    """Compute what is between the two projections of `self_attention`."""
-    head_norms = None
-    if "q_norm" in params and norm is not None:
-        qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], norm)
-    elif "q_norm" in params:
-        assert head_norm_eps is not None
-        head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=head_norm_eps)
-    scores = Scores(scale=qkv.shape[-1] ** -0.5) if scores is None else scores
-    scores = dataclasses.replace(scores, sinks=params.get("sinks"))
-    return cache.attend(qkv, batch, scores, rotation=rotation, head_norms=head_norms)
-
-
 def _norm_heads(
-    qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: Callable[[Array, Any], Array]
+    qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: HeadNorm
 ) -> Float[Array, "T K members D"]:
     """Normalise queries and keys with norms that no kernel supports."""
     T, K, members, D = qkv.shape

@@ -1,24 +1,21 @@
-"""Steps of few tokens, as decode steps are, of Llama's relatives on a GPU. A layer of the fewest is one kernel; others
-have one kernel between two attentions, or one for each matmul, with two for sums over devices: all do little but read
-weights.
+"""Fused decode for Llama-like layers: norms, activations and additions are parts of the matmuls around them.
 
-Norms, activations and additions are parts of the matmuls around them. `decoder` goes this way where `paths` has chosen
-it; the result is the same up to rounding.
+Three paths, fastest first: one kernel a layer, its attention included; one kernel between two attentions; and a kernel
+for each matmul, where devices add up partial sums in between. `paths` chooses; the result is the same up to rounding.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.alike import Alike
-from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.linear import linear_of_few_rows
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.activations import ACTIVATIONS
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
@@ -28,76 +25,43 @@ from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
-AttendHeads = Callable[[Params, Array, Any], tuple[Array, Any]]
-"""(weights of the attention, qkv, LayerCache) -> (output of the heads, LayerCache)"""
-
 Rows = Array | small_matmul.Normed
 
 
-def decode_layers(
+def run_fused_layer(
+    layer: Layer,
+    kind: Kind,
     params: Params,
-    x: Float[Array, "T E"],
-    batch: Batch,
-    kv_cache: KVCache,
-    span: range,
-    *,
-    kinds: Sequence[Kind],
-    attends: Sequence[AttendHeads],
-    rotation: Rotation | None,
-    activation: Callable[[Array], Array],
-    eps: float,
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: return the residual stream after them, or hidden states after the final norm, and the cache.
-
-    `kinds` says how each layer runs, `attends` how it attends; `rotation`, which `attends` know too, is for layers that
-    are one kernel.
-    """
-    layers, call = params["layers"], Alike()
-    y = rms_norm(x, layers[span.start]["attention_norm"], eps)
-    y = linear_of_few_rows(y, layers[span.start]["attention"]["qkv"], kernels=batch.kernels)
-    for index, kind, attend in zip(span, kinds, attends, strict=True):
-        layer = functools.partial(
-            _decode_layer,
-            kind=kind,
-            attend=attend,
-            batch=batch.of_layer(index),
-            rotation=rotation,
-            activation=activation,
-            eps=eps,
-        )
-        following = layers[index + 1] if index + 1 in span else None
-        with jax.named_scope(f"layer_{index}"):
-            x, y, cache = call(layer, x, y, kv_cache.of_layer(index), layers[index], following, params["norm"])
-            x = cut_launch(x, batch, index=index, num_layers=len(layers))
-        kv_cache = kv_cache.with_layer(index, cache)
-    return y if span.stop == len(layers) else x, kv_cache
-
-
-def _decode_layer(
     x: Float[Array, "T E"],
     qkv: Float[Array, "T K members D"],
     cache: Any,
-    layer: Params,
-    following: Params | None,
-    final_norm: Float[Array, " E"],
-    *,
-    kind: Kind,
-    attend: AttendHeads,
     batch: Batch,
     rotation: Rotation | None,
-    activation: Callable[[Array], Array],
-    eps: float,
+    next_qkv: Weight | None,
+    next_gain: Float[Array, " E"],
 ) -> tuple[Array, Array, Any]:
-    """Run one layer from its queries, keys and values before their bias. Return the results of `_after_attention` and
-    the updated cache.
+    """Run one layer from its queries, keys and values before their bias.
+
+    Returns the residual stream after it, the stream's norm with `next_gain` or, if there is a `next_qkv`, the product
+    of that norm and this weight, and the updated cache.
     """
-    after = {"layer": layer, "following": following, "final_norm": final_norm, "activation": activation, "eps": eps}
-    if "qkv_bias" in layer["attention"]:
-        qkv = qkv + layer["attention"]["qkv_bias"][None]
+    attention, feed_forward = layer.mixer, layer.feed_forward
+    assert isinstance(attention, Attention)
+    assert isinstance(feed_forward, FeedForward)
+    assert isinstance(feed_forward.activation, str)
+    after: dict[str, Any] = {
+        "weights": matrices_of(params),
+        "next_qkv": next_qkv,
+        "gains": (params["mlp_norm"], next_gain),
+        "activation": ACTIVATIONS[feed_forward.activation],
+        "eps": layer.norm.eps,
+    }
+    if "qkv_bias" in params["attention"]:
+        qkv = qkv + params["attention"]["qkv_bias"][None]
     if kind == Kind.LAYER:
         assert rotation is not None
-        return _whole_layer(qkv, cache, x, batch, rotation, **after)
-    heads, cache = attend(layer["attention"], qkv, cache)
+        return _whole_layer(qkv, cache, x, batch, rotation, scale=attention.score_scale, **after)
+    heads, cache = attention.attend(params["attention"], qkv, cache, batch, rotation)
     return *_after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers), cache
 
 
@@ -108,15 +72,14 @@ def _whole_layer(
     batch: Batch,
     rotation: Rotation,
     *,
-    layer: Params,
-    following: Params | None,
-    final_norm: Float[Array, " E"],
+    weights: dict[str, Weight],
+    next_qkv: Weight | None,
+    gains: tuple[Array, Array],
+    scale: float,
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Array, Array, PagedKV]:
     """Return what `_after_attention` does, and the cache after this step."""
-    next_qkv = None if following is None else matrices_of(following)["qkv"]
-    gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     of_rows = {
         "rotation": rotation,
         "write_index": batch.write_index,
@@ -132,7 +95,7 @@ def _whole_layer(
             weights,
             gains,
             **of_rows,
-            scale=qkv.shape[-1] ** -0.5,
+            scale=scale,
             activation=activation,
             eps=eps,
             implementation=batch.kernels,
@@ -141,7 +104,7 @@ def _whole_layer(
     if not jax.typeof(x).sharding.mesh.empty:  # of one device, or the same on each
         everywhere = PartitionSpec()
         run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    x, y, *pages = run(qkv, cache, x, _as_matrices(matrices_of(layer), next_qkv), gains, of_rows)
+    x, y, *pages = run(qkv, cache, x, _as_matrices(weights, next_qkv), gains, of_rows)
     return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), PagedKV(*pages)
 
 
@@ -149,22 +112,19 @@ def _after_attention(
     heads: Float[Array, "T H D"],
     x: Float[Array, "T E"],
     kind: Kind,
-    layer: Params,
-    following: Params | None,
-    final_norm: Float[Array, " E"],
     *,
+    weights: dict[str, Weight],
+    next_qkv: Weight | None,
+    gains: tuple[Array, Array],
     activation: Callable[[Array], Array],
     eps: float,
     kernels: Kernels,
     peers: PeerBuffers | None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
-    """Return the residual stream after the layer, and the next layer's qkv, or the hidden states after the last layer.
+    """Return the residual stream after the layer, and its norm or the next layer's qkv.
 
     Each device multiplies by its shard of the weights; partial sums are added up before the norm that follows.
     """
-    weights = matrices_of(layer)
-    qkv = None if following is None else matrices_of(following)["qkv"]
-    gains = layer["mlp_norm"], final_norm if following is None else following["attention_norm"]
     axes = {name: weights[name].spec[1] for name in ("o", "down")}
 
     def run(
@@ -226,13 +186,13 @@ def _after_attention(
                 everywhere,
                 partition_specs(weights),
                 everywhere,
-                partition_specs(qkv),
+                partition_specs(next_qkv),
                 peer_buffers_spec(mesh),
             ),
-            out_specs=(everywhere, everywhere if qkv is None else PartitionSpec(None, *qkv.spec[:-1])),
+            out_specs=(everywhere, everywhere if next_qkv is None else PartitionSpec(None, *next_qkv.spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-    return run(heads, x, weights, gains, qkv, peers)
+    return run(heads, x, weights, gains, next_qkv, peers)
 
 
 def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights:

@@ -10,7 +10,6 @@ contexts.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +18,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, Kernels
 from jaxserve.layers.cache import CacheSizes, LatentCache
-from jaxserve.layers.decoder import run_layers, sequential_block
-from jaxserve.layers.linear import linear, linear_with_sum
-from jaxserve.layers.moe import moe_or_mlp
-from jaxserve.layers.norm import add_rms_norm, norm_spec, rms_norm
+from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.names import LLAMA_NAMES, Names
+from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
-from jaxserve.layers.rope import Rotation, YarnScaling, half_split_order, rotations
+from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_pages
@@ -47,11 +45,6 @@ class LatentHeads:
     plain_size: int
     rotated_size: int
     value_size: int
-
-    @property
-    def cache_spec(self) -> "LatentSpec":
-        """What a layer keeps of a token: its latent, then the rotated key."""
-        return LatentSpec(self.latent_size + self.rotated_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,144 +130,154 @@ class PagedLatent(NamedTuple):
         return Part(Kernel.XLA, NO_KERNELS) if kernels == "xla" else Part(Kernel.LATENT_ATTENTION)
 
 
-def latent_attention_specs(prefix: str, config: Any, *, bias: bool, is_interleaved: bool) -> Params:
-    """Declare the weights of one block; `prefix` names it in the checkpoint, `config` has `hidden_size` and
-    `latent_heads`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """The latent attention block of a layer, with or without biases of "down" and "out"."""
 
-    The projection of a hidden state to latents is one matrix, "down", whole on every device: its rows are the query's
-    latent (if there is one), the latent, and the rotated key. `is_interleaved`: the checkpoint rotates the pairs (2i,
-    2i + 1), so its rows are reordered here (see `half_split_order`). `bias` adds biases to "down" and "out".
-    """
-    heads = config.latent_heads
-    E, H, N, R, V = config.hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
-    key_size = N + heads.rotated_size
-    order = half_split_order(heads.rotated_size, heads.rotated_size if is_interleaved else 0)
-    row_of_head = np.arange(H * key_size).reshape(H, key_size)
-    query_rows = np.concatenate([row_of_head[:, :N], row_of_head[:, N:][:, order]], axis=1).ravel()
-    inputs = {"kv_a_proj_with_mqa": R + heads.rotated_size}
-    if heads.query_rank is not None:
-        inputs = {"q_a_proj": heads.query_rank} | inputs
-    num_down = sum(inputs.values())
+    heads: LatentHeads
+    rope: Rope
+    has_bias: bool = False
 
-    latents, key = np.split(np.arange(num_down), [num_down - heads.rotated_size])
-    down_rows = np.concatenate([latents, key[order]])
+    @property
+    def cache_spec(self) -> LatentSpec:
+        """What the layer keeps of a token: its latent, then the rotated key."""
+        return LatentSpec(self.heads.latent_size + self.heads.rotated_size)
 
-    def of_heads(rows: slice, size: int) -> ParamSpec:
-        return ParamSpec(
-            shape=(H, size, R),
-            axes=("heads", None, None),
-            num_inputs=1,
-            source=(f"{prefix}.kv_b_proj.weight",),
-            source_shapes=((H * (N + V), R),),
-            rows=np.arange(H * (N + V)).reshape(H, N + V)[:, rows].ravel(),
-            is_absorbed=True,
-        )
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights; `prefix` names the block in the checkpoint.
 
-    query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)
-    specs: Params = {
-        "down": ParamSpec(
-            shape=(num_down, E),
-            axes=(None, "embed"),
-            num_inputs=1,
-            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
-            source_shapes=tuple((size, E) for size in inputs.values()),
-            rows=down_rows,
-        ),
-        "latent_norm": norm_spec(f"{prefix}.kv_a_layernorm", R),
-        "q": ParamSpec(
-            shape=(H, key_size, query_inputs),
-            axes=("heads", None, "embed" if heads.query_rank is None else None),
-            num_inputs=1,
-            source=(f"{prefix}.{query_source}.weight",),
-            source_shapes=((H * key_size, query_inputs),),
-            rows=query_rows,
-            quantize=True,
-        ),
-        "k_up": of_heads(slice(None, N), N),
-        "v_up": of_heads(slice(N, None), V),
-        "out": ParamSpec(
-            shape=(E, H, V),
-            axes=("embed", "heads", None),
-            num_inputs=2,
-            source=(f"{prefix}.o_proj.weight",),
-            source_shapes=((E, H * V),),
-            quantize=True,
-        ),
-    }
-    if heads.query_rank is not None:
-        specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
-    if bias:
-        specs["down_bias"] = ParamSpec(
-            shape=(num_down,),
-            axes=(None,),
-            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-            source_shapes=tuple((size,) for size in inputs.values()),
-            rows=down_rows,
-            init_scale=0.0,
-        )
-        specs["out_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.o_proj.bias",), init_scale=0.0)
-    return specs
+        The projection of a hidden state to latents is one matrix, "down", whole on every device: its rows are the
+        query's latent (if there is one), the latent, and the rotated key. If the checkpoint rotates the pairs (2i, 2i +
+        1), its rows are reordered here (see `half_split_order`).
+        """
+        heads = self.heads
+        E, H, N, R, V = hidden_size, heads.num_heads, heads.plain_size, heads.latent_size, heads.value_size
+        key_size = N + heads.rotated_size
+        order = half_split_order(heads.rotated_size, heads.rotated_size if names.is_interleaved else 0)
+        row_of_head = np.arange(H * key_size).reshape(H, key_size)
+        query_rows = np.concatenate([row_of_head[:, :N], row_of_head[:, N:][:, order]], axis=1).ravel()
+        inputs = {"kv_a_proj_with_mqa": R + heads.rotated_size}
+        if heads.query_rank is not None:
+            inputs = {"q_a_proj": heads.query_rank} | inputs
+        num_down = sum(inputs.values())
 
+        latents, key = np.split(np.arange(num_down), [num_down - heads.rotated_size])
+        down_rows = np.concatenate([latents, key[order]])
 
-def latent_attention(
-    params: Params,
-    x: Float[Array, "T E"],
-    cache: LatentCache,
-    *,
-    heads: LatentHeads,
-    batch: Batch,
-    rotation: Rotation,
-    scale: float,
-) -> tuple[Float[Array, "T E"], LatentCache]:
-    """Compute one block with the weights of `latent_attention_specs`; return its output and the updated cache."""
-    with jax.named_scope("attention"):
-        ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
-        down = linear(x, params["down"], params.get("down_bias"), kernels=batch.kernels)
-        query_latent, latent, key = jnp.split(down, ends, axis=1)
-        source = x if heads.query_rank is None else rms_norm(query_latent, params["q_norm"], LATENT_NORM_EPS)
-        queries = linear(source, params["q"], kernels=batch.kernels)
-        plain, rotated = jnp.split(queries, [heads.plain_size], axis=-1)
-        q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
-        latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
-        stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
-        out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=scale)
-        values = _by_head("thr,hvr->thv", out, params["v_up"])
-        y = linear_with_sum(
-            values,
-            params["out"],
-            params.get("out_bias"),
-            kernels=batch.kernels,
-            peers=batch.peers,
-            leaves_partial_sums=False,
-        )
-        return y, cache
+        def of_heads(rows: slice, size: int) -> ParamSpec:
+            return ParamSpec(
+                shape=(H, size, R),
+                axes=("heads", None, None),
+                num_inputs=1,
+                source=(f"{prefix}.kv_b_proj.weight",),
+                source_shapes=((H * (N + V), R),),
+                rows=np.arange(H * (N + V)).reshape(H, N + V)[:, rows].ravel(),
+                is_absorbed=True,
+            )
+
+        query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)
+        specs: Params = {
+            "down": ParamSpec(
+                shape=(num_down, E),
+                axes=(None, "embed"),
+                num_inputs=1,
+                source=tuple(f"{prefix}.{name}.weight" for name in inputs),
+                source_shapes=tuple((size, E) for size in inputs.values()),
+                rows=down_rows,
+            ),
+            "latent_norm": norm_spec(f"{prefix}.kv_a_layernorm", R),
+            "q": ParamSpec(
+                shape=(H, key_size, query_inputs),
+                axes=("heads", None, "embed" if heads.query_rank is None else None),
+                num_inputs=1,
+                source=(f"{prefix}.{query_source}.weight",),
+                source_shapes=((H * key_size, query_inputs),),
+                rows=query_rows,
+                quantize=True,
+            ),
+            "k_up": of_heads(slice(None, N), N),
+            "v_up": of_heads(slice(N, None), V),
+            "out": ParamSpec(
+                shape=(E, H, V),
+                axes=("embed", "heads", None),
+                num_inputs=2,
+                source=(f"{prefix}.{names.out}.weight",),
+                source_shapes=((E, H * V),),
+                quantize=True,
+            ),
+        }
+        if heads.query_rank is not None:
+            specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
+        if self.has_bias:
+            specs["down_bias"] = ParamSpec(
+                shape=(num_down,),
+                axes=(None,),
+                source=tuple(f"{prefix}.{name}.bias" for name in inputs),
+                source_shapes=tuple((size,) for size in inputs.values()),
+                rows=down_rows,
+                init_scale=0.0,
+            )
+            specs["out_bias"] = ParamSpec(
+                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
+            )
+        return specs
+
+    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
+        """Return None: "down" is never held as codes."""
+        return None
+
+    def run(
+        self,
+        params: Params,
+        x: Float[Array, "T E"],
+        cache: LatentCache,
+        batch: Batch,
+        rotation: Rotation | None,
+        *,
+        consumer: Consumer,
+    ) -> tuple[Any, LatentCache]:
+        """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
+        assert rotation is not None
+        heads = self.heads
+        with jax.named_scope("attention"):
+            ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
+            down = linear(x, params["down"], params.get("down_bias"), kernels=batch.kernels)
+            query_latent, latent, key = jnp.split(down, ends, axis=1)
+            source = x if heads.query_rank is None else rms_norm(query_latent, params["q_norm"], LATENT_NORM_EPS)
+            queries = linear(source, params["q"], kernels=batch.kernels)
+            plain, rotated = jnp.split(queries, [heads.plain_size], axis=-1)
+            q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
+            latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
+            stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
+            out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=self.score_scale)
+            values = _by_head("thr,hvr->thv", out, params["v_up"])
+            y = residual_update(
+                values,
+                params["out"],
+                params.get("out_bias"),
+                kernels=batch.kernels,
+                peers=batch.peers,
+                consumer=consumer,
+            )
+            return y, cache
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        sharpness = self.rope.scaling.score_factor if isinstance(self.rope.scaling, YarnScaling) else 1.0
+        return sharpness * (self.heads.plain_size + self.heads.rotated_size) ** -0.5
+
+    def leaves_partial_sums(self, params: Params) -> bool:
+        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
+        return not self.has_bias and params["out"].is_split
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why no kernel of a whole layer has this block."""
+        return "the attention is latent"
 
 
 def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Weight) -> Float[Array, "T H outputs"]:
     return jnp.einsum(
         formula, x, weight.array(), precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     )
-
-
-def latent_decoder(
-    params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run `layers.decoder.decoder` with latent attention, of a config with `latent_heads` and a `routing`."""
-    heads, scaling = config.latent_heads, config.rope.scaling
-    sharpness = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
-    attend = functools.partial(
-        latent_attention,
-        heads=heads,
-        rotation=rotations(config.rope, batch.positions),
-        scale=sharpness * (heads.plain_size + heads.rotated_size) ** -0.5,
-    )
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    block = functools.partial(
-        sequential_block,
-        mlp=functools.partial(moe_or_mlp, batch=batch, routing=config.routing, activation=config.activation),
-        norm=norm,
-        add_norm=functools.partial(add_rms_norm, eps=config.norm_eps, kernels=batch.kernels),
-    )
-    attends = [functools.partial(attend, batch=batch.of_layer(index)) for index in span]
-    blocks = [functools.partial(block, attend=attend) for attend in attends]
-    return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm)

@@ -1,7 +1,7 @@
 """The one module in which an activation is multiplied by a weight, whatever the weight's format and sharding."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.batch import Kernels
-from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, experts_part, few_rows_part, linear_part
+from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, experts_part, few_rows_part, linear_part, sum_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
@@ -18,6 +18,11 @@ from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.row_quantization import QuantizedRows
+
+Consumer = Literal["stream", "sum", "norm"]
+"""What takes the update that a block makes: the residual stream, as one array; a sum over devices, as the partial sums
+that they have; or a norm, which adds up whatever `norm.add_rms_norm` takes.
+"""
 
 
 def linear(
@@ -45,27 +50,34 @@ def linear(
     return y if bias is None else y + bias[None]
 
 
-def linear_with_sum(
+def residual_update(
     x: Float[Array, " T *inputs"] | QuantizedRows,
     weight: Weight,
     bias: Float[Array, " E"] | None,
     *,
     kernels: Kernels,
     peers: PeerBuffers | None,
-    leaves_partial_sums: bool,
-    leaves_scales: bool = False,
+    consumer: Consumer = "stream",
 ) -> Any:
-    """Compute `linear` at the end of a block: devices that have partial sums of the result add them up through `peers`,
-    if there are any. With `leaves_partial_sums` they do not.
+    """Compute `linear` at the end of a block, in the form that its consumer takes.
 
-    Returns an array [T, E]; with `leaves_scales` an UnscaledProduct where XLA computes a product of 8 bits.
+    Returns an array [T, E]. For "norm" it may be unreduced, if a kernel adds up the devices' partial sums before it
+    normalises, or an UnscaledProduct, where XLA computes a product of 8 bits.
     """
-    if leaves_scales and bias is None and (product := weight.unscaled_product(x)) is not None:
-        return product
-    if leaves_partial_sums or peers is None:
-        return linear(x, weight, bias, kernels=kernels, leaves_partial_sums=leaves_partial_sums)
+    if consumer == "norm" and bias is None:
+        if kernels == "sm90" and (product := weight.unscaled_product(x)) is not None:
+            return product
+        if norm_adds_partial_sums((len(x), weight.shape[0]), x.dtype, peers):
+            consumer = "sum"
+    if consumer == "sum" or peers is None:
+        return linear(x, weight, bias, kernels=kernels, leaves_partial_sums=consumer == "sum")
     y = summed(linear(x, weight, kernels=kernels, leaves_partial_sums=True), peers, kernels=kernels)
     return y if bias is None else y + bias[None]
+
+
+def norm_adds_partial_sums(shape: tuple[int, ...], dtype: Any, peers: PeerBuffers | None) -> bool:
+    """Return true if a kernel adds up the devices' partial sums of rows [T, E] and normalises the sum."""
+    return sum_part(jax.ShapeDtypeStruct(shape, dtype), peers).kernel == Kernel.ALL_REDUCE
 
 
 def linear_of_few_rows(

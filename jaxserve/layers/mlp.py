@@ -1,65 +1,109 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
-from jaxserve.layers.batch import Kernels
-from jaxserve.layers.linear import gated_linear_of_codes, linear, linear_with_sum
+from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, Gate, gate_of
+from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.linear import Consumer, gated_linear_of_codes, linear, residual_update
+from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, gate_up_part
+from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, gate_up_part, why_not_activation
 from jaxserve.layers.rounded import gated_linear_unit_of_rounded
+from jaxserve.layers.weight import Weight
 from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.row_quantization import QuantizedRows
 
 
-def gated_mlp_specs(
-    prefix: str,
-    config: Any,
-    *,
-    intermediate_size: int | None = None,
-    bias: bool = False,
-    inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
-    output: str = "down_proj",
-) -> Params:
-    """Declare the weights of one block: gate and up fused into [2, F, E], down [E, F].
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """A feed-forward block of a layer.
 
-    `prefix` names the block in the checkpoint, `inputs` and `output` its parts: gate and up, or one tensor of both.
-    `config` has `hidden_size` and, unless it is given, `intermediate_size`.
+    Attributes:
+        size: F, the number of its inner values.
+        activation: as for `gate_of`; without a gate a key of ACTIVATIONS.
+        is_gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+        has_bias: both matrices have biases.
     """
-    E, F = config.hidden_size, intermediate_size or config.intermediate_size
-    rows = 2 * F // len(inputs)
-    specs: Params = {
-        "gate_up": ParamSpec(
-            shape=(2, F, E),
-            axes=(None, "ffn", "embed"),
-            num_inputs=1,
-            source=tuple(f"{prefix}.{name}.weight" for name in inputs),
-            source_shapes=((rows, E),) * len(inputs),
-            quantize=True,
-        ),
-        "down": _matrix(f"{prefix}.{output}", (E, F), axes=("embed", "ffn")),
-    }
-    if bias:
-        specs["gate_up_bias"] = ParamSpec(
-            shape=(2, F),
-            axes=(None, "ffn"),
-            source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-            source_shapes=((rows,),) * len(inputs),
-            init_scale=0.0,
-        )
-        specs["down_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{output}.bias",), init_scale=0.0)
-    return specs
 
+    size: int
+    activation: str | Gate
+    is_gated: bool = True
+    has_bias: bool = False
 
-def _matrix(source: str, shape: tuple[int, int], *, axes: tuple[str, str]) -> ParamSpec:
-    """Declare a matrix [outputs, inputs] that is a tensor of its own in the checkpoint."""
-    return ParamSpec(shape=shape, axes=axes, num_inputs=1, source=(f"{source}.weight",), quantize=True)
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights: gate and up fused into [2, F, E], or up [F, E], then down [E, F].
+
+        `prefix` names the block in the checkpoint, `names` its tensors: gate and up, or one tensor of both.
+        """
+        E, F = hidden_size, self.size
+        inputs, name = (names.gate_up, "gate_up") if self.is_gated else ((names.up,), "up")
+        outputs = (2, F) if self.is_gated else (F,)
+        axes = (None, "ffn") if self.is_gated else ("ffn",)
+        rows = math.prod(outputs) // len(inputs)
+        specs: Params = {
+            name: ParamSpec(
+                shape=(*outputs, E),
+                axes=(*axes, "embed"),
+                num_inputs=1,
+                source=tuple(f"{prefix}.{tensor}.weight" for tensor in inputs),
+                source_shapes=((rows, E),) * len(inputs),
+                quantize=True,
+            ),
+            "down": ParamSpec(
+                shape=(E, F),
+                axes=("embed", "ffn"),
+                num_inputs=1,
+                source=(f"{prefix}.{names.down}.weight",),
+                quantize=True,
+            ),
+        }
+        if self.has_bias:
+            specs[f"{name}_bias"] = ParamSpec(
+                shape=outputs,
+                axes=axes,
+                source=tuple(f"{prefix}.{tensor}.bias" for tensor in inputs),
+                source_shapes=((rows,),) * len(inputs),
+                init_scale=0.0,
+            )
+            specs["down_bias"] = ParamSpec(
+                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.down}.bias",), init_scale=0.0
+            )
+        return specs
+
+    def reader(self, params: Params) -> Weight | None:
+        """Return the only weight that is multiplied by the block's input as it is; None if there is none."""
+        return params.get("gate_up")
+
+    def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
+        """Compute the block; the result is that of `residual_update`."""
+        block = gated_mlp if self.is_gated else mlp
+        return block(params, x, self.activation, kernels=batch.kernels, peers=batch.peers, consumer=consumer)
+
+    def leaves_partial_sums(self, params: Params) -> bool:
+        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
+        return not self.has_bias and params["down"].is_split
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why no kernel of a whole layer has this block, or None if some do."""
+        if not self.is_gated:
+            return "the feed-forward has no gate"
+        if self.has_bias:
+            return "the feed-forward has biases"
+        return None if self.has_fused_activation else why_not_activation(self.activation)
+
+    @property
+    def has_fused_activation(self) -> bool:
+        """True if kernels of whole layers compute the activation."""
+        return isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS
 
 
 def gated_mlp(
@@ -69,19 +113,17 @@ def gated_mlp(
     *,
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
-    leaves_partial_sums: bool = False,
-    leaves_scales: bool = False,
+    consumer: Consumer = "stream",
 ) -> Any:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights. `peers`, `leaves_partial_sums`
-    and `leaves_scales` are those of `linear_with_sum`, as is the result.
+    The first includes the activation where `kernels` has one for such rows and weights. `peers` and `consumer` are
+    those of `residual_update`, as is the result.
     """
-    sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": leaves_partial_sums}
-    sums["leaves_scales"] = leaves_scales
+    sums = {"kernels": kernels, "peers": peers, "consumer": consumer}
     with jax.named_scope("mlp"):
         inner = _gated_linear_unit(params, x, activation, kernels=kernels)
-        return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)
+        return residual_update(inner, params["down"], params.get("down_bias"), **sums)
 
 
 def _gated_linear_unit(
@@ -111,35 +153,19 @@ def _gated_linear_unit(
     return run(x, weight.array())
 
 
-def mlp_specs(
-    prefix: str, config: Any, *, up: str, down: str, intermediate_size: int | None = None, bias: bool = True
-) -> Params:
-    """Declare the weights of one block without a gate: up [F, E], down [E, F]; `prefix`, `up` and `down` are names in
-    the checkpoint.
-
-    `config` has `hidden_size` and, unless it is given, `intermediate_size`.
-    """
-    E, F = config.hidden_size, intermediate_size or config.intermediate_size
-    specs: Params = {
-        "up": _matrix(f"{prefix}.{up}", (F, E), axes=("ffn", "embed")),
-        "down": _matrix(f"{prefix}.{down}", (E, F), axes=("embed", "ffn")),
-    }
-    if bias:
-        specs["up_bias"] = ParamSpec(shape=(F,), axes=("ffn",), source=(f"{prefix}.{up}.bias",), init_scale=0.0)
-        specs["down_bias"] = ParamSpec(shape=(E,), axes=("embed",), source=(f"{prefix}.{down}.bias",), init_scale=0.0)
-    return specs
-
-
 def mlp(
     params: Params,
     x: Float[Array, "T E"],
-    activation: str,
+    activation: str | Gate,
     *,
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
-) -> Float[Array, "T E"]:
-    """down(activation(up(x))); `activation` is a key of ACTIVATIONS, `peers` are those of `linear_with_sum`."""
-    sums = {"kernels": kernels, "peers": peers, "leaves_partial_sums": False}
+    consumer: Consumer = "stream",
+) -> Any:
+    """down(activation(up(x))); `activation` is a key of ACTIVATIONS, the rest is as for `gated_mlp`."""
+    assert isinstance(activation, str)
     with jax.named_scope("mlp"):
         inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias"), kernels=kernels))
-        return linear_with_sum(inner, params["down"], params.get("down_bias"), **sums)
+        return residual_update(
+            inner, params["down"], params.get("down_bias"), kernels=kernels, peers=peers, consumer=consumer
+        )

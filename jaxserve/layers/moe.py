@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import Gate
 from jaxserve.layers.batch import Batch, Kernels
-from jaxserve.layers.linear import linear, linear_of_groups
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs
+from jaxserve.layers.linear import Consumer, linear, linear_of_groups, norm_adds_partial_sums
+from jaxserve.layers.mlp import FeedForward, gated_mlp
+from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import Kernel, experts_part, routing_part
 from jaxserve.layers.peers import summed
@@ -26,95 +27,106 @@ from jaxserve.layers.weight import Weight
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
 from pallas_kernels.peers import PeerBuffers
-from pallas_kernels.row_quantization import QuantizedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertNames:
-    """The names of the block's parts in a checkpoint."""
+class Experts:
+    """A feed-forward block of a layer, with experts.
 
-    router: str = "gate"
-    experts: str = "experts"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    selection_bias: str = "gate.e_score_correction_bias"
-    shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"
-
-
-EXPERT_NAMES = ExpertNames()
-
-
-def moe_specs(
-    prefix: str,
-    config: Any,
-    *,
-    expert_size: int,
-    router_bias: bool = False,
-    selection_bias: bool = False,
-    shared_size: int = 0,
-    shared_bias: bool = False,
-    shared_gate: bool = False,
-    names: ExpertNames = EXPERT_NAMES,
-) -> Params:
-    """Declare the weights of one block: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F].
-
-    `config` has `hidden_size` and `routing`. `expert_size` is the intermediate size of one expert, `shared_size` that
-    of the shared expert, which serves every token (0: there is none), with or without biases, and with or without a
-    gate of its own. `router_bias` is part of the logits, `selection_bias` only of the choice among experts.
+    Attributes:
+        routing: how a token's experts are chosen.
+        size: the number of inner values of one expert.
+        activation: as for `activations.gate_of`.
+        has_router_bias: a bias is part of the router's logits.
+        has_selection_bias: a bias is added to scores for the choice among experts, and to nothing else.
+        shared: a feed-forward that serves every token, or None.
+        has_shared_gate: the shared one is multiplied by a gate of its own.
     """
-    X, E, F = config.routing.num_experts, config.hidden_size, expert_size
 
-    def of_experts(*parts: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}.{names.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
+    routing: Routing
+    size: int
+    activation: str | Gate
+    has_router_bias: bool = False
+    has_selection_bias: bool = False
+    shared: FeedForward | None = None
+    has_shared_gate: bool = False
 
-    specs: Params = {
-        "router": router_spec(f"{prefix}.{names.router}", num_experts=X, hidden_size=E),
-        "experts": {
-            "gate_up": ParamSpec(
-                shape=(X, 2, F, E),
-                axes=("experts", None, "ffn", "embed"),
-                num_inputs=1,
-                source=of_experts(names.gate, names.up),
-                source_shapes=((F, E),) * (2 * X),
-                quantize=True,
-                expert_size=F,
-            ),
-            "down": ParamSpec(
-                shape=(X, E, F),
-                axes=("experts", "embed", "ffn"),
-                num_inputs=1,
-                source=of_experts(names.down),
-                source_shapes=((E, F),) * X,
-                quantize=True,
-                expert_size=F,
-            ),
-        },
-    }
-    if router_bias:
-        specs["router_bias"] = ParamSpec(
-            shape=(X,), axes=(None,), source=(f"{prefix}.{names.router}.bias",), init_scale=0.0
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F]; `prefix`
+        names the block in the checkpoint.
+        """
+        X, E, F, own = self.routing.num_experts, hidden_size, self.size, names.experts
+
+        def of_experts(*parts: str) -> tuple[str, ...]:
+            return tuple(f"{prefix}.{own.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
+
+        specs: Params = {
+            "router": router_spec(f"{prefix}.{own.router}", num_experts=X, hidden_size=E),
+            "experts": {
+                "gate_up": ParamSpec(
+                    shape=(X, 2, F, E),
+                    axes=("experts", None, "ffn", "embed"),
+                    num_inputs=1,
+                    source=of_experts(own.gate, own.up),
+                    source_shapes=((F, E),) * (2 * X),
+                    quantize=True,
+                    expert_size=F,
+                ),
+                "down": ParamSpec(
+                    shape=(X, E, F),
+                    axes=("experts", "embed", "ffn"),
+                    num_inputs=1,
+                    source=of_experts(own.down),
+                    source_shapes=((E, F),) * X,
+                    quantize=True,
+                    expert_size=F,
+                ),
+            },
+        }
+        if self.has_router_bias:
+            specs["router_bias"] = ParamSpec(
+                shape=(X,), axes=(None,), source=(f"{prefix}.{own.router}.bias",), init_scale=0.0
+            )
+        if self.has_selection_bias:
+            # In float32 as the scores: rounding would change which experts are chosen.
+            specs["selection_bias"] = ParamSpec(
+                shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{own.selection_bias}",), init_scale=0.0
+            )
+        if self.shared is not None:
+            of_shared = dataclasses.replace(names, gate_up=(own.gate, own.up), down=own.down)
+            specs["shared"] = self.shared.specs(f"{prefix}.{own.shared}", E, of_shared)
+        if self.has_shared_gate:
+            specs["shared_gate"] = ParamSpec(
+                shape=(1, E), axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{own.shared_gate}.weight",)
+            )
+        return specs
+
+    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
+        """Return None: the router and the experts are all multiplied by the block's input."""
+        return None
+
+    def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
+        """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
+        num_tokens = batch.query_starts[batch.num_rows]
+        return moe(
+            params,
+            x,
+            num_tokens,
+            routing=self.routing,
+            activation=self.activation,
+            kernels=batch.kernels,
+            peers=batch.peers,
+            consumer=consumer,
         )
-    if selection_bias:
-        # In float32 as the scores: rounding would change which experts are chosen.
-        specs["selection_bias"] = ParamSpec(
-            shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{names.selection_bias}",), init_scale=0.0
-        )
-    if shared_size:
-        specs["shared"] = gated_mlp_specs(
-            f"{prefix}.{names.shared}",
-            config,
-            intermediate_size=shared_size,
-            bias=shared_bias,
-            inputs=(names.gate, names.up),
-            output=names.down,
-        )
-    if shared_gate:
-        specs["shared_gate"] = ParamSpec(
-            shape=(1, E), axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{names.shared_gate}.weight",)
-        )
-    return specs
+
+    def leaves_partial_sums(self, params: Params) -> bool:
+        """Return true if each device along one mesh axis has a partial sum of the result."""
+        return _has_partial_sums(params)
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why no kernel of a whole layer has this block."""
+        return "the feed-forward has experts"
 
 
 def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec:
@@ -122,40 +134,13 @@ def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec
     return ParamSpec(shape=(num_experts, hidden_size), axes=(None, "embed"), num_inputs=1, source=(f"{source}.weight",))
 
 
-def moe_or_mlp(
-    params: Params,
-    x: Float[Array, "T E"] | QuantizedRows,
-    *,
-    batch: Batch,
-    routing: Routing,
-    activation: str | Gate,
-    leaves_partial_sums: bool = False,
-) -> Float[Array, "T E"]:
-    """Run the feed-forward of a layer, with experts or without, as its weights say."""
-    options = {
-        "activation": activation,
-        "kernels": batch.kernels,
-        "peers": batch.peers,
-        "leaves_partial_sums": leaves_partial_sums,
-    }
-    if "experts" not in params:
-        return gated_mlp(params, x, **options)
-    assert not isinstance(x, QuantizedRows)
-    num_tokens = batch.query_starts[batch.num_rows]
-    return moe(params, x, num_tokens, routing=routing, **options)
-
-
-def can_leave_partial_sums(params: Params) -> bool:
-    """Return true if `moe_or_mlp` with these weights is a sum of which each device along one mesh axis has a partial
-    sum.
-    """
-    if "experts" not in params:
-        return params.keys() == {"gate_up", "down"}
+def _has_partial_sums(params: Params) -> bool:
+    """Return true if `moe` with these weights is a sum of which each device along one mesh axis has a partial sum."""
     axes = _axes_of_partial_sums(params["experts"])
     if len(axes) != 1 or "shared_gate" in params:
         return False
     shared = params.get("shared")
-    return shared is None or (shared.keys() == {"gate_up", "down"} and shared["down"].spec[1] == axes[0])
+    return shared is None or ("down_bias" not in shared and shared["down"].spec[1] == axes[0])
 
 
 def moe(
@@ -167,16 +152,17 @@ def moe(
     activation: str | Gate,
     kernels: Kernels = "xla",
     peers: PeerBuffers | None = None,
-    leaves_partial_sums: bool = False,
+    consumer: Consumer = "stream",
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `activations.gate_of`,
-    `peers` and `leaves_partial_sums` as for `linear_with_sum`, the latter only if `can_leave_partial_sums`. Raises
-    NotImplementedError for experts that `kernels` cannot multiply by; if they do not support the routing, XLA does it.
+    `peers` and `consumer` as for `residual_update`. Raises NotImplementedError for experts that `kernels` cannot
+    multiply by; if they do not support the routing, XLA does it.
     """
+    leaves_sums = consumer == "norm" and norm_adds_partial_sums(x.shape, x.dtype, peers) and _has_partial_sums(params)
     # The experts and the shared one are in one sum over devices if possible.
-    together = (leaves_partial_sums or peers is not None) and can_leave_partial_sums(params)
+    together = peers is not None and _has_partial_sums(params)
     alone = peers is not None and not together and len(_axes_of_partial_sums(params["experts"])) == 1
     with jax.named_scope("moe"):
         logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
@@ -190,12 +176,17 @@ def moe(
             y = summed(y, peers, kernels=kernels)
         if "shared" in params:
             shared = gated_mlp(
-                params["shared"], x, activation, kernels=kernels, peers=peers, leaves_partial_sums=together
+                params["shared"],
+                x,
+                activation,
+                kernels=kernels,
+                peers=peers,
+                consumer="sum" if together else "stream",
             )
             if "shared_gate" in params:
                 shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
             y = y + shared
-        return y if leaves_partial_sums else summed(y, peers, kernels=kernels)
+        return y if leaves_sums else summed(y, peers, kernels=kernels)
 
 
 def _run_experts(

@@ -1,8 +1,9 @@
 """Normalisation: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), layer norm (arXiv:1607.06450)."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,66 @@ from jaxtyping import Array, Float
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import Kernel, norm_part
+from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """One kind of normalisation.
+
+    Attributes:
+        eps: what is added to the variance or the mean square.
+        kind: root mean square, or layer norm.
+        offset: added to the gains of a checkpoint, as `norm_spec` says.
+        has_gain: False if vectors are normalised and nothing else.
+        has_bias: True if a layer norm that has a gain has a bias, too.
+    """
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    has_gain: bool = True
+    has_bias: bool = True
+
+    def specs(self, source: str, size: int) -> ParamSpec | Params:
+        """Declare the weights for vectors of this size; `source` is the norm's module in the checkpoint."""
+        if self.kind == "rms":
+            return norm_spec(source, size, offset=self.offset)
+        return layer_norm_specs(source, size, bias=self.has_bias) if self.has_gain else {}
+
+    def __call__(self, x: Float[Array, "*batch N"], weights: Any) -> Float[Array, "*batch N"]:
+        """Normalise the vectors of the last axis with the weights of `specs`."""
+        return rms_norm(x, weights, self.eps) if self.kind == "rms" else layer_norm(x, weights, self.eps)
+
+    def of_sum(
+        self,
+        x: Float[Array, "T E"],
+        update: Any,
+        weights: Any,
+        *,
+        kernels: Kernels,
+        peers: PeerBuffers | None,
+        reader: Weight | None = None,
+    ) -> tuple[Float[Array, "T E"], Any]:
+        """Return the sum of a residual stream and an update, and its norm, as `add_rms_norm` does where it can."""
+        if self.kind == "rms":
+            return add_rms_norm(x, update, weights, self.eps, kernels=kernels, peers=peers, reader=reader)
+        total = add_update(x, update, kernels=kernels, peers=peers)
+        return total, self(total, weights)
+
+
+def add_update(
+    x: Float[Array, "T E"], update: Any, *, kernels: Kernels, peers: PeerBuffers | None
+) -> Float[Array, "T E"]:
+    """Return the sum of a residual stream and an update: an array, partial sums of devices, or an UnscaledProduct."""
+    if isinstance(update, UnscaledProduct):
+        update = update.values()
+    return x + summed(update, peers, kernels=kernels)
 
 
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:

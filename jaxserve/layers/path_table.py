@@ -10,7 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.layers.decoder import adds_up_partial_sums, readers_of
+from jaxserve.layers.layer import PRE_NORMS, Arrangement
+from jaxserve.layers.linear import norm_adds_partial_sums
+from jaxserve.layers.moe import Experts
 from jaxserve.layers.params import Params
 from jaxserve.layers.parts import (
     AttendsByKernels,
@@ -98,21 +100,19 @@ def _row(
     parts: dict[str, list[Part]] = {}
     others: dict[str, list[Part]] = {}
     x = jax.ShapeDtypeStruct((step.num_rows, ends.embedding.shape[1]), step.dtype)
-    adds_up_in_norms = adds_up_partial_sums([layer.weights for layer in layers], x, step.peers)
     kind_of = dict(zip((layer.key for layer in layers), kinds, strict=True))
     for key, layer in distinct_layers(layers).items():
         kind = kind_of[key]
         if kind == Kind.OPERATIONS:
             _add(parts, _operations(layer, step))
-            _add(others, _norms(layer, x, step, adds_up=adds_up_in_norms))
+            _add(others, _norms(layer, x, step))
         elif kind != Kind.LAYER:
             _add(parts, {"attention": _attention(layer, step)})
         output = layer.weights["attention"]["out"]
         if output.is_split:
             _add(others, {"sums over devices": sum_part(x.update(shape=(step.num_rows, output.shape[0])), step.peers)})
-    if kinds[-1] == Kind.OPERATIONS and layers[-1].own is None:
-        sums = {"kernels": step.kernels, "has_partial_sums": adds_up_in_norms}
-        _add(others, {"norm": norm_part(x, None, **sums)})
+    if kinds[-1] == Kind.OPERATIONS:
+        _add(others, {"norm": _norm(layers[-1], x, step, "attention_norm", None)})
     if not ends.embedding.mesh.empty and ends.embedding.spec[0] is not None:
         _add(others, {"embedding": sum_part(x, step.peers)})
     if num_logits:
@@ -133,13 +133,32 @@ def _add(parts: dict[str, list[Part]], of_layer: dict[str, Part]) -> None:
             seen.append(part)
 
 
-def _norms(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, *, adds_up: bool) -> dict[str, Part]:
+def _norms(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape) -> dict[str, Part]:
     """Return what computes the norms of the residual stream in a layer that is not fused."""
-    if not layer.adds_in_norms:
-        part = Part(Kernel.XLA, f"no kernel adds and normalises with {layer.own}")
-        return {name: part for name in layer.weights if name.endswith("norm")}
-    sums = {"kernels": step.kernels, "has_partial_sums": adds_up and layer.own is None}
-    return {name: norm_part(x, reader, **sums) for name, reader in readers_of(layer.weights).items()}
+    value, weights = layer.layer, layer.weights
+    readers: dict[str, Weight | None] = {}
+    if value.arrangement == Arrangement.SEQUENTIAL:
+        readers["attention_norm"] = value.mixer.reader(weights["attention"])
+        readers["mlp_norm"] = value.feed_forward.reader(weights["mlp"])
+    return {name: _norm(layer, x, step, name, readers.get(name)) for name in value.norms}
+
+
+def _norm(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, name: str, reader: Weight | None) -> Part:
+    """Return what computes a norm with the weights of this name; that of the first one is like the final norm."""
+    value, weights = layer.layer, layer.weights
+    if value.norm.kind != "rms":
+        return Part(Kernel.XLA, "no kernel computes layer norms")
+    adds = value.adds_in_first_norm and (name == "attention_norm" or value.arrangement == Arrangement.SEQUENTIAL)
+    if name not in PRE_NORMS or not adds:
+        return Part(Kernel.XLA, "no kernel computes norms after blocks")
+    if name == "mlp_norm":
+        takes_parts, block = value.consumer_of_attention == "norm", (value.mixer, weights["attention"])
+    else:
+        takes_parts, block = value.consumer_of_mlp("norm") == "norm", (value.feed_forward, weights["mlp"])
+    has_partial_sums = (
+        takes_parts and block[0].leaves_partial_sums(block[1]) and norm_adds_partial_sums(x.shape, x.dtype, step.peers)
+    )
+    return norm_part(x, reader, kernels=step.kernels, has_partial_sums=has_partial_sums)
 
 
 def _attention(layer: LayerShape, step: StepShape) -> Part:
@@ -167,18 +186,19 @@ def _operations(layer: LayerShape, step: StepShape) -> dict[str, Part]:
 
 def _feed_forward(weights: Params, layer: LayerShape, step: StepShape) -> dict[str, Part]:
     parts: dict[str, Part] = {}
+    block = layer.layer.feed_forward
     for name in sorted(weights, key=lambda name: name.startswith("down")):  # which is the last to run
         weight = weights[name]
         if name == "experts":
-            assert layer.routing is not None
-            parts["routing"] = routing_part(step.num_rows, layer.routing, kernels=step.kernels)
-            parts["experts"] = experts_part(weight["gate_up"], layer.activation, dtype=step.dtype, kernels=step.kernels)
+            assert isinstance(block, Experts)
+            parts["routing"] = routing_part(step.num_rows, block.routing, kernels=step.kernels)
+            parts["experts"] = experts_part(weight["gate_up"], block.activation, dtype=step.dtype, kernels=step.kernels)
         elif name == "shared":
             shared = _feed_forward(weight, layer, step)
             parts |= {f"shared {part}": found for part, found in shared.items()}
         elif name == "gate_up":
             x, has_bias = _rows(step, weight), "gate_up_bias" in weights
-            parts[name] = gate_up_part(x, weight, layer.activation, kernels=step.kernels, has_bias=has_bias)
+            parts[name] = gate_up_part(x, weight, block.activation, kernels=step.kernels, has_bias=has_bias)
         elif isinstance(weight, Weight):
             parts[name] = linear_part(_rows(step, weight), weight, kernels=step.kernels)
     return parts

@@ -11,25 +11,22 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.layer import Layer
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
-from jaxserve.layers.parts import NO_KERNELS, why_not_activation
+from jaxserve.layers.parts import NO_KERNELS
+from jaxserve.layers.rope import frequencies
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
-from pallas_kernels.expert_routing import Routing
 from pallas_kernels.peers import PeerBuffers
-
-PARTS = {"attention_norm", "mlp_norm", "attention", "mlp"}
-ATTENTION_PARTS = {"qkv", "out", "qkv_bias", "q_norm", "k_norm"}
-MLP_PARTS = {"gate_up", "down"}
 
 
 class Kind(enum.StrEnum):
@@ -48,39 +45,23 @@ class Path(NamedTuple):
 
     kind: Kind
     reason: str | None = None
+    passes_on_qkv: bool = False
+    """The layer computes the qkv of the next one, which is fused too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer consists of. Weights and caches are arrays or their shapes, with shardings.
+    """A layer with its weights and its LayerCache, which are arrays or their shapes, with shardings."""
 
-    Attributes:
-        weights: weights of the layer; the keys tell which norms and biases it has.
-        following: weights of the next layer, whose qkv is computed with this one; None after the last.
-        cache: the layer's LayerCache.
-        activation: as for `activations.gate_of`.
-        num_rotated: number of pairs of a head that are rotated by position; None if positions are encoded differently.
-        own: what it has besides that no fused layer has, in words; None if nothing.
-        adds_in_norms: updates are added by `norm.add_rms_norm`, where the sum is normalised.
-        routing: how tokens are routed to experts; None without experts.
-    """
-
+    layer: Layer
     weights: Params
-    following: Params | None
     cache: Any
-    activation: str | Gate
-    sliding_window: int | None
-    num_rotated: int | None
-    own: str | None = None
-    adds_in_norms: bool = True
-    routing: Routing | None = None
 
     @functools.cached_property
     def key(self) -> object:
         """What is equal for layers of which everything said here is the same."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        leaves, structure = jax.tree.flatten([fields.pop(name) for name in ("weights", "following", "cache")])
-        return structure, *map(jax.typeof, leaves), *fields.values()
+        leaves, structure = jax.tree.flatten([self.weights, self.cache])
+        return self.layer, structure, *map(jax.typeof, leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,13 +78,17 @@ class StepShape:
 
 
 def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
-    """Return the path of each layer. Fused layers pass on each other's qkv, so either all or none are fused."""
-    distinct = distinct_layers(layers)
-    reason = next((reason for layer in distinct.values() if (reason := why_not_fused(layer, step)) is not None), None)
-    if reason is not None:
-        return [Path(Kind.OPERATIONS, reason)] * len(layers)
-    paths = {key: _choose_fused(layer, step) for key, layer in distinct.items()}
-    return [paths[layer.key] for layer in layers]
+    """Return the path of each of consecutive layers. A fused one computes the qkv of the next if that is fused too."""
+    paths: list[Path] = []
+    known: dict[object, Path] = {}
+    following = None
+    for layer in reversed(layers):
+        key = layer.key, None if following is None else following.key
+        if key not in known:
+            known[key] = _path(layer, following, step)
+        paths.append(known[key])
+        following = None if known[key].kind == Kind.OPERATIONS else layer
+    return paths[::-1]
 
 
 def distinct_layers(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
@@ -114,39 +99,45 @@ def distinct_layers(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
     return distinct
 
 
-def _choose_fused(layer: LayerShape, step: StepShape) -> Path:
+def _path(layer: LayerShape, following: LayerShape | None, step: StepShape) -> Path:
+    """Return the path of a layer; `following` is the next one if that is fused."""
+    if following is not None and following.layer.norm == layer.layer.norm:
+        qkv = following.weights["attention"]["qkv"]
+        if why_not_fused(layer, qkv, step) is None:
+            return _fused(layer, qkv, step)
+    reason = why_not_fused(layer, None, step)
+    return _fused(layer, None, step) if reason is None else Path(Kind.OPERATIONS, reason)
+
+
+def _fused(layer: LayerShape, qkv: Weight | None, step: StepShape) -> Path:
+    passes_on = qkv is not None
     if _is_quantized(layer):
         sums = _why_sums_between(layer)
-        return Path(Kind.CODES) if sums is None else Path(Kind.MATMULS_OF_CODES, sums)
-    whole = _why_not_one_kernel(layer, step)
+        return Path(Kind.CODES if sums is None else Kind.MATMULS_OF_CODES, sums, passes_on)
+    whole = _why_not_one_kernel(layer, qkv, step)
     if whole is None:
-        return Path(Kind.LAYER)
-    between = _why_not_between(layer, step)
-    return Path(Kind.BETWEEN, whole) if between is None else Path(Kind.MATMULS, between)
+        return Path(Kind.LAYER, None, passes_on)
+    between = _why_not_between(layer, qkv, step)
+    return Path(Kind.BETWEEN, whole, passes_on) if between is None else Path(Kind.MATMULS, between, passes_on)
 
 
-def why_not_fused(layer: LayerShape, step: StepShape) -> str | None:
-    """Return why the layer's matmuls cannot be fused with the operations around them, or None if they can."""
+def why_not_fused(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
+    """Return why the layer's matmuls cannot be fused with the operations around them, or None if they can.
+
+    `qkv` is the weight of the next layer that is multiplied with them, if there is one.
+    """
     if step.kernels != "sm90":
         return NO_KERNELS
-    if layer.own is not None:
-        return f"no fused layer has {layer.own}"
-    if not isinstance(layer.activation, str) or layer.activation not in FUSED_ACTIVATIONS:
-        return why_not_activation(layer.activation)
+    if (reason := layer.layer.why_not_fused) is not None:
+        return reason
     # Between two matmuls, values are multiplied by a norm's gain and not yet divided by their root mean square: too
     # large for float16.
     if step.dtype != jnp.bfloat16:
         return f"what stands between two matmuls needs bfloat16, got {step.dtype}"
-    attention, mlp = layer.weights.get("attention", {}), layer.weights.get("mlp", {})
-    for name, found, wanted in (("layer", layer.weights, PARTS), ("feed-forward", mlp, MLP_PARTS)):
-        if found.keys() != wanted:
-            return f"the {name} has {_listed(found.keys() - wanted)} and lacks {_listed(wanted - found.keys())}"
-    if more := attention.keys() - ATTENTION_PARTS:
-        return f"the attention has {_listed(more)}"
     weights = matrices_of(layer.weights)
     if _is_quantized(layer):
-        return _why_not_codes(layer, step)
-    if layer.following is not None and (reason := layer.following["attention"]["qkv"].why_not_plain()) is not None:
+        return _why_not_codes(layer, qkv, step)
+    if qkv is not None and (reason := qkv.why_not_plain()) is not None:
         return f"the next qkv: {reason}"
     for name, weight in weights.items():
         if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, step)) is not None:
@@ -174,17 +165,16 @@ def _is_quantized(layer: LayerShape) -> bool:
     return all(weight.why_not_plain() is not None for weight in matrices_of(layer.weights).values())
 
 
-def _why_not_codes(layer: LayerShape, step: StepShape) -> str | None:
+def _why_not_codes(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
     """Return why kernels do not convert the codes of all weights of the layer, or None if they do."""
     weights = matrices_of(layer.weights)
-    following = None if layer.following is None else layer.following["attention"]["qkv"]
     num_rows = step.num_rows
     if any(weight.rounds_to(num_rows, weight.ndim - 1 if name == "o" else 1) for name, weight in weights.items()):
         return f"{num_rows} rows are rounded to 8 bits"
     shards = {name: weight.on_one_device() for name, weight in weights.items()}
-    matrices = jax.eval_shape(quantized_matrices, shards, None if following is None else following.on_one_device())
+    matrices = jax.eval_shape(quantized_matrices, shards, None if qkv is None else qkv.on_one_device())
     if matrices is None:
-        kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if following is None else [following]))}
+        kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if qkv is None else [qkv]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
     heads = jax.ShapeDtypeStruct((num_rows, matrices.o.depth), step.dtype)
     if _why_sums_between(layer) is None:
@@ -208,31 +198,32 @@ def _why_not_matmul(name: str, weight: Weight, step: StepShape) -> str | None:
     return small_matmul.why_not(jax.ShapeDtypeStruct((step.num_rows, matrix.shape[-1]), step.dtype), matrix)
 
 
-def _why_not_between(layer: LayerShape, step: StepShape) -> str | None:
+def _why_not_between(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
     """Return why the matmuls between two attentions are not one kernel, or None if they are."""
     if (reason := _why_sums_between(layer)) is not None:
         return reason
-    matrices = _shapes_of_matrices(layer)
+    matrices = _shapes_of_matrices(layer, qkv)
     heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.shape[-1]), step.dtype)
     return layer_matmuls.why_not(heads, matrices)
 
 
-def _why_not_one_kernel(layer: LayerShape, step: StepShape) -> str | None:
+def _why_not_one_kernel(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
     """Return why the layer and its attention are not one kernel, or None if they are."""
     if not step.is_decode_only:
         return "some rows may have several tokens"
     if not isinstance(layer.cache, PagedKV):
         return "keys and values are not in pages"
-    if layer.sliding_window is not None:
-        return f"there is a window of {layer.sliding_window}"
-    if more := layer.weights["attention"].keys() - {"qkv", "out", "qkv_bias"}:
-        return f"the attention has {_listed(more)}"
-    if layer.num_rotated is None:
-        return "positions do not rotate heads"
+    attention = layer.layer.mixer
+    if not isinstance(attention, Attention):
+        return "the layer does not attend to keys and values"
+    if (reason := attention.why_not_in_kernel) is not None:
+        return reason
     if any(axis is not None for axis in jax.typeof(layer.cache.k).sharding.spec):
         return "devices have heads of their own"
-    qkv = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
-    return layer_matmuls.why_not_attention(qkv, layer.cache.k, _shapes_of_matrices(layer), half=layer.num_rotated)
+    assert attention.rope is not None
+    heads = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
+    half = len(frequencies(attention.rope))
+    return layer_matmuls.why_not_attention(heads, layer.cache.k, _shapes_of_matrices(layer, qkv), half=half)
 
 
 def matrices_of(layer: Params) -> dict[str, Weight]:
@@ -241,11 +232,10 @@ def matrices_of(layer: Params) -> dict[str, Weight]:
     return {"qkv": attention["qkv"], "o": attention["out"], "gate_up": mlp["gate_up"], "down": mlp["down"]}
 
 
-def _shapes_of_matrices(layer: LayerShape) -> layer_matmuls.Weights:
+def _shapes_of_matrices(layer: LayerShape, qkv: Weight | None) -> layer_matmuls.Weights:
     weights = matrices_of(layer.weights)
     o, gate_up, down = (as_matrix(name, weights[name].shard) for name in ("o", "gate_up", "down"))
-    following = None if layer.following is None else as_matrix("qkv", layer.following["attention"]["qkv"].shard)
-    return layer_matmuls.Weights(o, gate_up, down, following)
+    return layer_matmuls.Weights(o, gate_up, down, None if qkv is None else as_matrix("qkv", qkv.shard))
 
 
 def as_matrix(name: str, weight: Any) -> Any:
@@ -260,7 +250,3 @@ def as_matrix(name: str, weight: Any) -> Any:
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, weight.dtype)
     return weight.reshape(shape)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import activation_of, layer_shapes
 from jaxserve.layers.params import Params
 from jaxserve.layers.path_table import Ends
 from jaxserve.layers.paths import LayerShape
-from jaxserve.layers.rope import Rope, frequencies
+from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.causality import check_causal
 from jaxserve.models import (
+    arcee,
     bloom,
     cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    exaone4,
     falcon,
     gemma,
     gemma2,
@@ -43,16 +45,20 @@ from jaxserve.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
     stablelm,
     starcoder2,
 )
 from jaxserve.models.family import Family
 
 FAMILIES: dict[str, Family] = {
+    "arcee": arcee.FAMILY,
     "bloom": bloom.FAMILY,
     "cohere": cohere.FAMILY,
+    "cohere2": cohere2.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "exaone4": exaone4.FAMILY,
     "falcon": falcon.FAMILY,
     "gemma": gemma.FAMILY,
     "gemma2": gemma2.FAMILY,
@@ -76,6 +82,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "smollm3": smollm3.FAMILY,
     "stablelm": stablelm.FAMILY,
     "starcoder2": starcoder2.FAMILY,
 }
@@ -99,17 +106,10 @@ def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]
 
     `params` and `caches` are the weights and LayerCaches, or their shapes.
     """
-    rope = getattr(config, "rope", None)
-    shapes = layer_shapes(
-        params["layers"],
-        caches,
-        activation=activation_of(config),
-        sliding_windows=[spec.sliding_window for spec in family.kv_specs(config)],
-        num_rotated=None if rope is None else len(frequencies(rope)),
-        own=family.own_layers,
-        adds_in_norms=family.own_layers is None or family.adds_in_norms,
-        routing=getattr(config, "routing", None),
-    )
+    shapes = [
+        LayerShape(layer=layer, weights=weights, cache=cache)
+        for layer, weights, cache in zip(family.layers(config), params["layers"], caches, strict=True)
+    ]
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
     return shapes, Ends(params["embed"], table, has_head_bias="lm_head_bias" in params)
 

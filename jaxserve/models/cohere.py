@@ -1,18 +1,17 @@
 """Command R (Cohere 2024, huggingface.co/CohereForAI/c4ai-command-r-v01): attention parallel to the feed-forward."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, parallel_block, plain_layers
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import half_split_order, rotations
+from jaxserve.layers.attention import Attention, HeadNorm
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.names import Names
+from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
 
@@ -56,51 +55,27 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def head_norm(source: str, num_heads: int, axis: str) -> Params:
-        D = config.head_dim
-        rows = np.arange(num_heads * D).reshape(num_heads, D)[:, half_split_order(D, D)].ravel()
-        return {
-            "gain": ParamSpec(
-                shape=(num_heads, D),
-                axes=(axis, None),
-                source=(f"{source}.weight",),
-                rows=rows,
-                init_scale=None,
-            )
-        }
-
-    def attention(prefix: str, config: Config) -> Params:
-        specs = attention_specs(
-            prefix,
-            config,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            num_interleaved=config.head_dim,
-        )
-        if config.use_qk_norm:
-            specs["q_norm"] = head_norm(f"{prefix}.q_norm", config.num_heads, "heads")
-            specs["k_norm"] = head_norm(f"{prefix}.k_norm", config.num_kv_heads, "kv_heads")
-        return specs
-
-    return decoder_specs(
-        config,
-        attention=attention,
-        norm=functools.partial(layer_norm_specs, bias=False),
-        norms={"attention_norm": "input_layernorm"},
+def attention(config: Config) -> Attention:
+    """Return the attention block."""
+    norm = replace(config.norm, kind="layer", has_bias=False)
+    return replace(
+        config.attention,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=norm, gains="by head") if config.use_qk_norm else None,
     )
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    attend = functools.partial(self_attention, rotation=rotation, norm=norm)
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=parallel_block)
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    layer = replace(
+        config.layer,
+        mixer=attention(config),
+        norm=replace(config.norm, kind="layer", has_bias=False),
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
+    )
+    return (layer,) * config.num_layers
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
@@ -108,12 +83,5 @@ def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: K
     return logits(params, config, hidden, kernels) * config.logit_scale
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    head=head,
-    doc=__doc__,
-    features=("parallel blocks",),
-    own_layers="attention and feed-forward side by side",
-)
+NAMES = Names(is_interleaved=True)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, head=head, doc=__doc__, features=("parallel blocks",))

@@ -5,15 +5,16 @@ does not, is true in no published checkpoint, and refused.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import decoder_specs
-from jaxserve.layers.latent_attention import LatentHeads, LatentSpec, latent_attention_specs, latent_decoder
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.latent_attention import LatentAttention, LatentHeads
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.mlp import FeedForward
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames, Names
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -117,37 +118,24 @@ def _routing(fields: dict[str, Any]) -> Routing:
     )
 
 
-def param_specs(config: Config, *, selection_bias: bool = False) -> Params:
-    """Declare every weight; `selection_bias` is V3's bias for choosing experts."""
-    dense = functools.partial(gated_mlp_specs, bias=config.mlp_bias)
-    sparse = functools.partial(
-        moe_specs,
-        expert_size=config.expert_size,
-        selection_bias=selection_bias,
-        shared_size=config.shared_expert_size,
-        shared_bias=config.mlp_bias,
-        names=ExpertNames(shared="shared_experts"),
+def layers(config: Config, *, has_selection_bias: bool = False) -> tuple[Layer, ...]:
+    """Return the layers; V3 has a bias for choosing experts."""
+    dense = FeedForward(size=config.intermediate_size, activation=config.activation, has_bias=config.mlp_bias)
+    experts = Experts(
+        routing=config.routing,
+        size=config.expert_size,
+        activation=config.activation,
+        has_selection_bias=has_selection_bias,
+        shared=replace(dense, size=config.shared_expert_size) if config.shared_expert_size else None,
     )
-    return decoder_specs(
-        config,
-        attention=functools.partial(
-            latent_attention_specs, bias=config.attention_bias, is_interleaved=config.is_interleaved
-        ),
-        mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
-    )
+    attention = LatentAttention(heads=config.latent_heads, rope=config.rope, has_bias=config.attention_bias)
+    layer = Layer(hidden_size=config.hidden_size, mixer=attention, feed_forward=dense, norm=Norm(eps=config.norm_eps))
+    return tuple(replace(layer, feed_forward=experts) if is_sparse else layer for is_sparse in config.sparse_layers)
 
 
-def kv_specs(config: Config) -> tuple[LatentSpec, ...]:
-    """Declare what each layer caches."""
-    return (config.latent_heads.cache_spec,) * config.num_layers
+def names(config: Config) -> Names:
+    """Return the names of weights; V3 says how pairs are stored."""
+    return Names(experts=ExpertNames(shared="shared_experts"), is_interleaved=config.is_interleaved)
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    kv_specs=kv_specs,
-    layers=latent_decoder,
-    doc=__doc__,
-    own_layers="latent attention",
-    adds_in_norms=True,
-)
+FAMILY = Family(Config=Config, layers=layers, names=names, doc=__doc__)

@@ -4,11 +4,12 @@ The layers after the last one, which predict further tokens (`num_nextn_predict_
 """
 
 import dataclasses
+import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.moe import Routing
-from jaxserve.layers.params import Params
 from jaxserve.models import deepseek_v2, hf_config
 
 DEFAULTS: dict[str, Any] = {
@@ -77,14 +78,9 @@ def _routing(fields: dict[str, Any]) -> Routing:
     )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return deepseek_v2.param_specs(config, selection_bias=True)
-
-
-FAMILY = dataclasses.replace(
+FAMILY = replace(
     deepseek_v2.FAMILY,
     Config=Config,
-    param_specs=param_specs,
+    layers=functools.partial(deepseek_v2.layers, has_selection_bias=True),
     doc=__doc__,
 )

@@ -5,22 +5,17 @@ or one for both; Falcon-RW with a KV head per query head, ALiBi and sequential b
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import PRE_NORMS, Names, decoder_specs, parallel_block, plain_layers, sequential_block
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import ONE_NORM, PRE_NORMS, Arrangement, Layer
+from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -47,25 +42,13 @@ OLD_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one Falcon."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     bias: bool
     use_parallel_residual: bool
     num_block_norms: int
     """Norms per layer: parallel blocks have one in common, or one each."""
-    rope: Rope | None
     alibi_slopes: tuple[float, ...] | None
     """Exactly one of this and `rope` is set."""
 
@@ -129,47 +112,36 @@ def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
     return tuple(float(slope) * head_dim**-0.5 for slope in np.asarray(alibi_slopes(num_heads), jnp.bfloat16))
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    norms = PRE_NORMS
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    layer = replace(
+        config.layer,
+        mixer=replace(config.attention, alibi_slopes=config.alibi_slopes, qkv_bias=config.bias, out_bias=config.bias),
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=config.bias),
+        norm=replace(config.norm, kind="layer"),
+    )
     if config.use_parallel_residual:
-        together, apart = {"attention_norm": "input_layernorm"}, {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-        norms = apart if config.num_block_norms == 2 else together
-    return decoder_specs(
-        config,
-        attention=functools.partial(
-            attention_specs,
-            qkv_bias=config.bias,
-            out_bias=config.bias,
-            by_kv_head=True,
-            inputs=("query_key_value",),
-            output="dense",
-        ),
-        mlp=functools.partial(mlp_specs, up="dense_h_to_4h", down="dense_4h_to_h", bias=config.bias),
-        norm=layer_norm_specs,
-        norms=norms,
-        names=Names(
-            embed="transformer.word_embeddings",
-            layers="transformer.h",
-            attention="self_attention",
-            norm="transformer.ln_f",
-        ),
+        norms = PRE_NORMS if config.num_block_norms == 2 else ONE_NORM
+        layer = replace(layer, norms=norms, arrangement=Arrangement.PARALLEL)
+    return (layer,) * config.num_layers
+
+
+def names(config: Config) -> Names:
+    """Return the names of weights, of which norms depend on the architecture."""
+    names = Names(
+        embed="transformer.word_embeddings",
+        layers="transformer.h",
+        norm="transformer.ln_f",
+        attention="self_attention",
+        qkv=("query_key_value",),
+        out="dense",
+        is_by_kv_head=True,
+        up="dense_h_to_4h",
+        down="dense_4h_to_h",
     )
+    if config.use_parallel_residual and config.num_block_norms == 2:
+        return replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
+    return names
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
-    scores = Scores(scale=config.head_dim**-0.5, alibi_slopes=slopes)
-    rotation = None if config.rope is None else rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, rotation=rotation, scores=scores)
-    arrange = parallel_block if config.use_parallel_residual else sequential_block
-    return plain_layers(
-        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=arrange
-    )
-
-
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms")
+FAMILY = Family(Config=Config, layers=layers, names=names, doc=__doc__)

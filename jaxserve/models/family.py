@@ -1,4 +1,4 @@
-"""Family: a model in stages. Unless a family's module overrides it, each stage is as in most decoders."""
+"""Family: a model as a value: its layers, and the stages below and above them, which most decoders have in common."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,18 +6,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import num_kv_heads_of
 from jaxserve.layers.batch import Batch, Kernels, KVCache
 from jaxserve.layers.cache import CacheSpec
-from jaxserve.layers.decoder import Layers, windows_of
+from jaxserve.layers.decoder import decoder_specs, run_layers
 from jaxserve.layers.embedding import embed, unembed
-from jaxserve.layers.paged_kv import KVSpec
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params
-
-
-def kv_specs(config: Any) -> tuple[CacheSpec, ...]:
-    """Return what each layer keeps: K and V of its KV heads, by default as many as query heads, within its window."""
-    return tuple(KVSpec(num_kv_heads_of(config), config.head_dim, window) for window in windows_of(config))
 
 
 def embed_tokens(params: Params, config: Any, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001
@@ -36,35 +31,46 @@ class Family:
     """A family of models. All functions are pure; a config is hashable, and the first argument except for the weights.
 
     Attributes:
-        Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers` and `max_position_embeddings`, and the
-            fields that the defaults below read. With grouped, rotated heads it extends `DecoderConfig`.
-        param_specs: declares every weight; "layers" is a list.
-        kv_specs: declares what each layer keeps from step to step.
+        Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers`, `max_position_embeddings` and
+            `tie_word_embeddings`. Most extend `DecoderConfig`.
+        layers: what the layers consist of.
+        names: the names of the weights in a checkpoint, or a function of the config that returns them.
+        amend: changes the declaration of the weights that follows from the layers: adds what is beside them, or
+            replaces what a checkpoint stores in another way.
         embed: the first stage, from tokens to the residual stream.
-        layers: the stages in between, any range of layers: returns the residual stream after it or, after the last
-            layer and the final norm, the hidden states. A layer reads `batch.of_layer(index)`.
         head: the last stage, from hidden states to logits.
         doc: the module's docstring, which begins with the checkpoints that are supported.
         features: features of all checkpoints that no field of the config mentions.
-        own_layers: what layers have in addition to those of `layers.decoder.decoder`, for which there are fused
-            kernels; None if nothing.
-        adds_in_norms: such layers add updates by `norm.add_rms_norm`, as those of `decoder` do.
     """
 
     Config: type[Any]
-    param_specs: Callable[[Any], Params]
-    kv_specs: Callable[[Any], tuple[CacheSpec, ...]] = kv_specs
+    layers: Callable[[Any], tuple[Layer, ...]]
+    names: Names | Callable[[Any], Names] = LLAMA_NAMES
+    amend: Callable[[Params, Any], Params] | None = None
     embed: Callable[[Params, Any, Batch], Array] = embed_tokens
-    layers: Layers
     head: Callable[[Params, Any, Array, Kernels], Array] = logits
     doc: str | None
     features: tuple[str, ...] = ()
-    own_layers: str | None = None
-    adds_in_norms: bool = False
+
+    def param_specs(self, config: Any) -> Params:
+        """Declare every weight; "layers" is a list."""
+        names = self.names if isinstance(self.names, Names) else self.names(config)
+        specs = decoder_specs(config, self.layers(config), names=names)
+        return specs if self.amend is None else self.amend(specs, config)
+
+    def kv_specs(self, config: Any) -> tuple[CacheSpec, ...]:
+        """Return what each layer keeps from step to step."""
+        return tuple(layer.mixer.cache_spec for layer in self.layers(config))
+
+    def run(
+        self, params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
+    ) -> tuple[Float[Array, "T E"], KVCache]:
+        """Run the stages in between, any range of layers, as `run_layers` does."""
+        return run_layers(self.layers(config), params, x, batch, kv_cache, span)
 
     def forward(
         self, params: Params, config: Any, batch: Batch, kv_cache: KVCache
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Run all stages but the head: hidden states after the final norm, and the cache after this step."""
         x = self.embed(params, config, batch)
-        return self.layers(params, config, x, batch, kv_cache, range(config.num_layers))
+        return self.run(params, config, x, batch, kv_cache, range(config.num_layers))

@@ -3,16 +3,15 @@
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import attention_specs
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.norm import norm_spec
+from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -57,13 +56,10 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
-        norm=functools.partial(norm_spec, offset=1.0),
-    )
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+    return (replace(config.layer, mixer=attention, norm=replace(config.norm, offset=1.0)),) * config.num_layers
 
 
 def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[Array, "T E"]:
@@ -71,4 +67,4 @@ def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[A
     return embed(params["embed"], batch) * config.hidden_size**0.5
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, embed=embed_tokens, layers=decoder, doc=__doc__)
+FAMILY = Family(Config=Config, layers=layers, embed=embed_tokens, doc=__doc__)

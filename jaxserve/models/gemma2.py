@@ -3,16 +3,16 @@ windows.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers, windowed_attends
+from jaxserve.layers.batch import Kernels
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
@@ -69,24 +69,17 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
-        norm=functools.partial(norm_spec, offset=1.0),
-        norms=SANDWICH_NORMS,
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention,
+        scale=config.query_pre_attn_scalar**-0.5,
+        soft_cap=config.attention_soft_cap,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
     )
-
-
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    scale = config.query_pre_attn_scalar**-0.5
-    attends = windowed_attends(config, batch, scale=scale, soft_cap=config.attention_soft_cap)
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
+    layer = replace(config.layer, norm=replace(config.norm, offset=1.0), norms=SANDWICH_NORMS)
+    return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
@@ -96,11 +89,10 @@ def head(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Kern
 
 FAMILY = Family(
     Config=Config,
-    param_specs=param_specs,
-    embed=embed_tokens,
     layers=layers,
+    names=SANDWICH_NAMES,
+    embed=embed_tokens,
     head=head,
     doc=__doc__,
     features=("norms around blocks",),
-    own_layers="norms around blocks, capped scores",
 )

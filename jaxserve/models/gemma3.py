@@ -4,16 +4,13 @@ Layers with a window rotate with a base of their own.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import SANDWICH_NORMS, DecoderConfig, decoder_specs, plain_layers, windowed_attends
-from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -77,40 +74,30 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def attention(prefix: str, config: Config) -> Params:
-        specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        return specs | {
-            name: norm_spec(f"{prefix}.{name}", config.head_dim, offset=1.0) for name in ("q_norm", "k_norm")
-        }
-
-    return decoder_specs(
-        config,
-        attention=attention,
-        norm=functools.partial(norm_spec, offset=1.0),
-        norms=SANDWICH_NORMS,
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    norm = replace(config.norm, offset=1.0)
+    attention = replace(
+        config.attention,
+        scale=config.query_pre_attn_scalar**-0.5,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=norm),
     )
-
-
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    scale = config.query_pre_attn_scalar**-0.5
-    attends = windowed_attends(config, batch, scale=scale, head_norm_eps=config.norm_eps)
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
+    local = replace(attention, rope=config.local_rope)
+    layer = replace(config.layer, norm=norm, norms=SANDWICH_NORMS)
+    return tuple(
+        replace(layer, mixer=attention if window is None else replace(local, sliding_window=window))
+        for window in config.sliding_windows
+    )
 
 
 FAMILY = Family(
     Config=Config,
-    param_specs=param_specs,
-    embed=embed_tokens,
     layers=layers,
+    names=SANDWICH_NAMES,
+    embed=embed_tokens,
     head=gemma2.head,
     doc=__doc__,
     features=("QK norm", "norms around blocks"),
-    own_layers="norms around blocks",
 )

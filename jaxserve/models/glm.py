@@ -1,14 +1,12 @@
 """GLM (GLM Team 2024, arXiv:2406.12793): Llama with partial rotation, of neighbouring pairs."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import PRE_NORMS, DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -45,16 +43,11 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config, *, norms: Mapping[str, str] = PRE_NORMS) -> Params:
-    """Declare every weight; `norms` are those of a layer."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(
-            attention_specs, qkv_bias=config.attention_bias, num_interleaved=config.rope.head_dim
-        ),
-        mlp=functools.partial(gated_mlp_specs, inputs=("gate_up_proj",)),
-        norms=norms,
-    )
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=config.attention_bias)
+    return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+NAMES = Names(gate_up=("gate_up_proj",), is_interleaved=True)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

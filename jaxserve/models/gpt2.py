@@ -1,18 +1,17 @@
 """GPT-2 (Radford et al. 2019): learned positions, and weights that the checkpoint stores transposed."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import Names, decoder_specs, plain_layers
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed, embed_positions, position_spec
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
@@ -39,19 +38,9 @@ OLD_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(DecoderConfig):
     """The shape of one GPT-2."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    norm_eps: float
-    activation: str
-    tie_word_embeddings: bool
     attention_scales: tuple[float, ...]
     """Factor of the attention scores in each layer."""
 
@@ -62,7 +51,7 @@ class Config:
         # Scores are always summed in float32 here, which is all that reorder_and_upcast_attn asks for.
         hf_config.flag(fields, "reorder_and_upcast_attn")
         hidden_size = hf_config.integer(fields, "n_embd")
-        num_layers = hf_config.integer(fields, "n_layer")
+        num_layers, num_heads = hf_config.integer(fields, "n_layer"), hf_config.integer(fields, "n_head")
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
         scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights") else 1.0
         by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
@@ -71,58 +60,42 @@ class Config:
             hidden_size=hidden_size,
             intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
             num_layers=num_layers,
-            num_heads=hf_config.integer(fields, "n_head"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "n_positions"),
             norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
             activation=hf_config.activation(fields, "activation_function"),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            rope=None,
             attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def attention(prefix: str, config: Config) -> Params:
-        return _stored_transposed(
-            attention_specs(
-                prefix,
-                config,
-                qkv_bias=True,
-                out_bias=True,
-                inputs=("c_attn",),
-                output="c_proj",
-            )
-        )
-
-    def feed_forward(prefix: str, config: Config) -> Params:
-        return _stored_transposed(mlp_specs(prefix, config, up="c_fc", down="c_proj"))
-
-    specs = decoder_specs(
-        config,
-        attention=attention,
-        mlp=feed_forward,
-        norm=layer_norm_specs,
-        norms={"attention_norm": "ln_1", "mlp_norm": "ln_2"},
-        names=Names(embed="transformer.wte", layers="transformer.h", attention="attn", norm="transformer.ln_f"),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=True, out_bias=True)
+    layer = replace(
+        config.layer,
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
+        norm=replace(config.norm, kind="layer"),
     )
-    specs["positions"] = position_spec(
-        "transformer.wpe", num_positions=config.max_position_embeddings, hidden_size=config.hidden_size
-    )
-    return specs
+    return tuple(replace(layer, mixer=replace(attention, scale=scale)) for scale in config.attention_scales)
 
 
-def _stored_transposed(specs: Params) -> Params:
-    """Declare the same weights, stored as [inputs, outputs] in the checkpoint."""
+def amend(specs: Params, config: Config) -> Params:
+    """Declare the layers' matrices as they are stored, [inputs, outputs]; and positions."""
 
     def transposed(spec: ParamSpec) -> ParamSpec:
         if not spec.num_inputs:
             return spec
         shapes = tuple(shape[::-1] for shape in spec.source_shapes)
-        return dataclasses.replace(spec, source_shapes=shapes, is_transposed=True)
+        return replace(spec, source_shapes=shapes, is_transposed=True)
 
-    return jax.tree.map(transposed, specs)
+    positions = position_spec(
+        "transformer.wpe", num_positions=config.max_position_embeddings, hidden_size=config.hidden_size
+    )
+    return specs | {"layers": jax.tree.map(transposed, specs["layers"]), "positions": positions}
 
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001
@@ -130,23 +103,16 @@ def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "
     return embed(params["embed"], batch) + embed_positions(params["positions"], batch.positions)
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    attends = [
-        functools.partial(self_attention, rotation=None, scores=Scores(scale=scale))
-        for scale in config.attention_scales
-    ]
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm, feed_forward=mlp)
-
-
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    embed=embed_tokens,
-    layers=layers,
-    doc=__doc__,
-    own_layers="layer norms and biases",
+NAMES = Names(
+    embed="transformer.wte",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    attention="attn",
+    qkv=("c_attn",),
+    out="c_proj",
+    up="c_fc",
+    down="c_proj",
 )
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, embed=embed_tokens, doc=__doc__)

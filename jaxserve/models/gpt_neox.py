@@ -3,18 +3,12 @@ rotation.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, plain_layers, sequential_block
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.params import Params
-from jaxserve.layers.rope import rotations
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Arrangement, Layer
+from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -59,41 +53,28 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(
-            attention_specs,
-            qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
-            by_kv_head=True,
-            inputs=("query_key_value",),
-            output="dense",
-        ),
-        mlp=functools.partial(mlp_specs, up="dense_h_to_4h", down="dense_4h_to_h"),
-        norm=layer_norm_specs,
-        names=Names(
-            embed="gpt_neox.embed_in",
-            layers="gpt_neox.layers",
-            attention="attention",
-            norm="gpt_neox.final_layer_norm",
-            lm_head="embed_out",
-        ),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    layer = replace(
+        config.layer,
+        mixer=replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
+        norm=replace(config.norm, kind="layer"),
+        arrangement=Arrangement.PARALLEL if config.use_parallel_residual else Arrangement.SEQUENTIAL,
     )
+    return (layer,) * config.num_layers
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, rotation=rotation)
-    arrange = parallel_block if config.use_parallel_residual else sequential_block
-    return plain_layers(
-        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=arrange
-    )
-
-
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms and biases")
+NAMES = Names(
+    embed="gpt_neox.embed_in",
+    layers="gpt_neox.layers",
+    norm="gpt_neox.final_layer_norm",
+    lm_head="embed_out",
+    attention="attention",
+    qkv=("query_key_value",),
+    out="dense",
+    is_by_kv_head=True,
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

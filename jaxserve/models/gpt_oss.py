@@ -5,15 +5,17 @@ Experts stored as MXFP4 are converted by `loading.mxfp4` into the tensors declar
 """
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.activations import ClampedSwiGLU
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.moe import Routing, router_spec
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing, router_spec
+from jaxserve.layers.names import LLAMA_NAMES
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
 from jaxserve.models import hf_config, hf_rope
@@ -60,11 +62,6 @@ class Config(DecoderConfig):
     swiglu_limit: float
     routing: Routing
 
-    @property
-    def gate(self) -> ClampedSwiGLU:
-        """The gate of the experts' feed-forwards."""
-        return ClampedSwiGLU(alpha=self.swiglu_alpha, limit=self.swiglu_limit)
-
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
@@ -91,24 +88,26 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=_attention_specs,
-        mlp=_moe_specs,
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias, has_sinks=True
     )
+    gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    experts = Experts(routing=config.routing, size=config.intermediate_size, activation=gate)
+    layer = replace(config.layer, feed_forward=experts)
+    return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
 
 
-def _attention_specs(prefix: str, config: Config) -> Params:
-    specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    # in float32, like the scores
-    sinks = ParamSpec(shape=(config.num_heads,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
-    return specs | {"sinks": sinks}
+def amend(specs: Params, config: Config) -> Params:
+    """Declare the experts as they are stored: all in one tensor, as [inputs, outputs], with biases."""
+    for index, layer in enumerate(specs["layers"]):
+        layer["mlp"] = _moe_specs(f"{LLAMA_NAMES.layers}.{index}.{LLAMA_NAMES.mlp}", config)
+    return specs
 
 
 def _moe_specs(prefix: str, config: Config) -> Params:
-    """Declare the weights of `moe.moe_specs` from tensors that hold all experts as [inputs, outputs], gate and up
+    """Declare the weights of `Experts.specs` from tensors that hold all experts as [inputs, outputs], gate and up
     interleaved.
     """
     X, E, F = config.routing.num_experts, config.hidden_size, config.intermediate_size
@@ -158,4 +157,4 @@ def _moe_specs(prefix: str, config: Config) -> Params:
     }
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__, features=("sinks",))
+FAMILY = Family(Config=Config, layers=layers, amend=amend, doc=__doc__, features=("sinks",))

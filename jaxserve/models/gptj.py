@@ -1,16 +1,13 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention parallel to the feed-forward, rotation of neighbouring pairs."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs
-from jaxserve.layers.embedding import lm_head_bias_spec
-from jaxserve.layers.mlp import mlp_specs
-from jaxserve.layers.norm import layer_norm_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gpt2, hf_config, phi
 from jaxserve.models.family import Family
@@ -59,25 +56,27 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    specs = decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, num_interleaved=config.rope.head_dim, output="out_proj"),
-        mlp=functools.partial(mlp_specs, up="fc_in", down="fc_out"),
-        norm=layer_norm_specs,
-        norms={"attention_norm": "ln_1"},
-        names=Names(embed="transformer.wte", layers="transformer.h", attention="attn", norm="transformer.ln_f"),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    layer = replace(
+        config.layer,
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
+        norm=replace(config.norm, kind="layer"),
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
     )
-    specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
-    return specs
+    return (layer,) * config.num_layers
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=phi.layers,
-    doc=__doc__,
-    features=("parallel blocks",),
-    own_layers="attention and feed-forward side by side",
+NAMES = Names(
+    embed="transformer.wte",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    attention_norm="ln_1",
+    attention="attn",
+    out="out_proj",
+    up="fc_in",
+    down="fc_out",
+    is_interleaved=True,
 )
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=phi.amend, doc=__doc__, features=("parallel blocks",))

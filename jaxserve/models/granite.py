@@ -1,27 +1,16 @@
 """Granite 3 (Granite Team 2024, github.com/ibm-granite/granite-3.0-language-models): Llama with four multipliers."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, Kernels, KVCache
-from jaxserve.layers.decoder import (
-    Attend,
-    DecoderConfig,
-    Mlp,
-    Norm,
-    decoder_specs,
-    plain_layers,
-    sequential_block,
-)
+from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
 
@@ -69,13 +58,17 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
-        mlp=functools.partial(gated_mlp_specs, bias=config.mlp_bias),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention,
+        scale=config.attention_multiplier,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
     )
+    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
+    layer = replace(config.layer, mixer=attention, feed_forward=feed_forward, update_scale=config.residual_multiplier)
+    return (layer,) * config.num_layers
 
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
@@ -83,41 +76,9 @@ def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "
     return embed(params["embed"], batch) * config.embedding_multiplier
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-
-    attend = functools.partial(self_attention, rotation=rotation, scores=Scores(scale=config.attention_multiplier))
-
-    def arrange(
-        layer: Params, x: Array, update: Array | None, cache: Any, *, attend: Attend, mlp: Mlp, norm: Norm
-    ) -> tuple[Array, Array, Any]:
-        def attend_scaled(weights: Params, y: Array, cache: Any) -> tuple[Array, Any]:
-            update, cache = attend(weights, y, cache)
-            return update * config.residual_multiplier, cache
-
-        def mlp_scaled(weights: Params, y: Array) -> Array:
-            return mlp(weights, y) * config.residual_multiplier
-
-        return sequential_block(layer, x, update, cache, attend=attend_scaled, mlp=mlp_scaled, norm=norm)
-
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=arrange)
-
-
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
     """Return scaled logits in float32."""
     return logits(params, config, hidden, kernels) / config.logits_scaling
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    embed=embed_tokens,
-    layers=layers,
-    head=head,
-    doc=__doc__,
-    own_layers="multipliers of updates",
-)
+FAMILY = Family(Config=Config, layers=layers, embed=embed_tokens, head=head, doc=__doc__)

@@ -1,13 +1,12 @@
 """Llama 1, 2, 3 and 3.1 to 3.3 (Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783)."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -45,13 +44,15 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
-        mlp=functools.partial(gated_mlp_specs, bias=config.mlp_bias),
-    )
+def attention(config: Config) -> Attention:
+    """Return the attention block."""
+    return replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
+    return (replace(config.layer, mixer=attention(config), feed_forward=feed_forward),) * config.num_layers
+
+
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

@@ -3,10 +3,11 @@ none.
 """
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -42,9 +43,10 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(config)
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, sliding_window=config.sliding_window)
+    return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

@@ -1,17 +1,15 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts instead of each layer's feed-forward."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder, decoder_specs
-from jaxserve.layers.moe import ExpertNames, Routing, moe_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
-
-NAMES = Names(mlp="block_sparse_moe")
-EXPERT_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
@@ -52,13 +50,12 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        mlp=functools.partial(moe_specs, expert_size=config.intermediate_size, names=EXPERT_NAMES),
-        names=NAMES,
-    )
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, sliding_window=config.sliding_window)
+    experts = Experts(routing=config.routing, size=config.intermediate_size, activation=config.activation)
+    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+NAMES = Names(mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2"))
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

@@ -3,18 +3,12 @@ k.
 """
 
 import dataclasses
-import functools
-import math
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, Norm, decoder_specs, plain_layers
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import rotations
+from jaxserve.layers.attention import Attention, HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import POST_NORMS, Layer
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -48,55 +42,19 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def attention(prefix: str, config: Config) -> Params:
-        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-        specs = attention_specs(prefix, config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        return specs | {
-            "q_norm": _norm_spec(f"{prefix}.q_norm", (H, D), axis="heads"),
-            "k_norm": _norm_spec(f"{prefix}.k_norm", (K, D), axis="kv_heads"),
-        }
-
-    return decoder_specs(
-        config,
-        attention=attention,
-        norms={"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+def attention(config: Config) -> Attention:
+    """Return the attention block."""
+    return replace(
+        config.attention,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=config.norm, gains="joint"),
     )
 
 
-def _norm_spec(source: str, shape: tuple[int, int], *, axis: str) -> ParamSpec:
-    """Declare the gain, split into heads, of a norm over all heads together."""
-    return ParamSpec(
-        shape=shape,
-        axes=(axis, None),
-        source=(f"{source}.weight",),
-        source_shapes=((math.prod(shape),),),
-        init_scale=None,
-    )
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    return (replace(config.layer, mixer=attention(config), norms=POST_NORMS),) * config.num_layers
 
 
-def norm_heads_together(norm: Norm, x: Float[Array, "T H D"], gain: Float[Array, "H D"]) -> Float[Array, "T H D"]:
-    """Normalise all heads of a token as one vector."""
-    return norm(x.reshape(x.shape[0], -1), gain.reshape(-1)).reshape(x.shape)
-
-
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    attend = functools.partial(self_attention, rotation=rotation, norm=functools.partial(norm_heads_together, norm))
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm)
-
-
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    features=("QK norm", "norms after blocks"),
-    own_layers="norms after blocks",
-)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

@@ -3,18 +3,12 @@ not scaled.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import plain_layers, windowed_attends
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.params import Params
+from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2
-from jaxserve.models.family import Family
 
 THETA = 500_000.0
 
@@ -47,21 +41,15 @@ class Config(olmo2.Config):
         )
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    norm_heads = functools.partial(olmo2.norm_heads_together, norm)
-    attends = windowed_attends(config, batch, scale=config.head_dim**-0.5, norm=norm_heads)
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attends, norm=norm)
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    [layer, *_] = olmo2.layers(config)
+    attention = olmo2.attention(config)
+    local = replace(attention, rope=config.local_rope)
+    return tuple(
+        replace(layer, mixer=attention if window is None else replace(local, sliding_window=window))
+        for window in config.sliding_windows
+    )
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=olmo2.param_specs,
-    layers=layers,
-    doc=__doc__,
-    features=olmo2.FAMILY.features,
-    own_layers=olmo2.FAMILY.own_layers,
-)
+FAMILY = replace(olmo2.FAMILY, Config=Config, layers=layers, doc=__doc__)

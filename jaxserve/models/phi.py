@@ -3,19 +3,15 @@ everywhere.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, Names, decoder_specs, parallel_block, plain_layers
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import lm_head_bias_spec
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -53,45 +49,27 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def attention(prefix: str, config: Config) -> Params:
-        specs = attention_specs(prefix, config, qkv_bias=True, out_bias=True, output="dense")
-        if config.qk_layernorm:
-            specs["q_norm"] = layer_norm_specs(f"{prefix}.q_layernorm", config.head_dim)
-            specs["k_norm"] = layer_norm_specs(f"{prefix}.k_layernorm", config.head_dim)
-        return specs
-
-    specs = decoder_specs(
-        config,
-        attention=attention,
-        mlp=functools.partial(mlp_specs, up="fc1", down="fc2"),
-        norm=layer_norm_specs,
-        norms={"attention_norm": "input_layernorm"},
-        names=Names(norm="model.final_layernorm"),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    norm = replace(config.norm, kind="layer")
+    head_norm = HeadNorm(norm=norm) if config.qk_layernorm else None
+    layer = replace(
+        config.layer,
+        mixer=replace(config.attention, qkv_bias=True, out_bias=True, head_norm=head_norm),
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
+        norm=norm,
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
     )
-    specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
-    return specs
+    return (layer,) * config.num_layers
 
 
-def layers(
-    params: Params, config: DecoderConfig, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, rotation=rotation, norm=norm)
-    return plain_layers(
-        params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp, arrange=parallel_block
-    )
+def amend(specs: Params, config: DecoderConfig) -> Params:
+    """Declare the bias of the LM head, too."""
+    return specs | {"lm_head_bias": lm_head_bias_spec("lm_head", config.vocab_size)}
 
 
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    layers=layers,
-    doc=__doc__,
-    features=("parallel blocks",),
-    own_layers="attention and feed-forward side by side",
+NAMES = Names(
+    out="dense", q_norm="q_layernorm", k_norm="k_layernorm", up="fc1", down="fc2", norm="model.final_layernorm"
 )
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__, features=("parallel blocks",))

@@ -4,13 +4,12 @@ The served context decides, for all requests, which of LongRoPE's two lists of f
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -56,13 +55,11 @@ def _rope(fields: dict[str, Any]) -> Rope:
     return hf_rope.rope(fields | changed, partial_rotary_factor=1.0)
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, inputs=("qkv_proj",)),
-        mlp=functools.partial(gated_mlp_specs, inputs=("gate_up_proj",)),
-    )
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, sliding_window=config.sliding_window)
+    return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+NAMES = Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

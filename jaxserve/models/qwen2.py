@@ -1,12 +1,11 @@
 """Qwen 2 and 2.5 (Yang et al. 2024, arXiv:2407.10671): Llama with biases on q, k and v, and windows on some layers."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -43,12 +42,12 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=True),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=True)
+    return tuple(
+        replace(config.layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows
     )
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

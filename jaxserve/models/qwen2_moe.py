@@ -3,14 +3,12 @@ all.
 """
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.mlp import gated_mlp_specs
-from jaxserve.layers.moe import Routing, moe_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -78,17 +76,24 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return hf_config.windows_by_type(fields, window, default)
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    dense = gated_mlp_specs
-    sparse = functools.partial(
-        moe_specs, expert_size=config.expert_size, shared_size=config.shared_expert_size, shared_gate=True
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=config.qkv_bias)
+    experts = Experts(
+        routing=config.routing,
+        size=config.expert_size,
+        activation=config.activation,
+        shared=replace(config.feed_forward, size=config.shared_expert_size),
+        has_shared_gate=True,
     )
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.qkv_bias),
-        mlp=[sparse if is_sparse else dense for is_sparse in config.sparse_layers],
+    return tuple(
+        replace(
+            config.layer,
+            mixer=replace(attention, sliding_window=window),
+            feed_forward=experts if is_sparse else config.feed_forward,
+        )
+        for window, is_sparse in zip(config.sliding_windows, config.sparse_layers, strict=True)
     )
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

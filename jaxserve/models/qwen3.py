@@ -1,12 +1,12 @@
 """Qwen 3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen 2 with norms on the heads of q and k instead of biases."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import attention_specs
-from jaxserve.layers.decoder import DecoderConfig, decoder, decoder_specs
-from jaxserve.layers.params import Params
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope, qwen2
 from jaxserve.models.family import Family
 
@@ -37,14 +37,17 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(
-            attention_specs, qkv_bias=config.attention_bias, out_bias=config.attention_bias, qk_norm=True
-        ),
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=config.norm),
+    )
+    return tuple(
+        replace(config.layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows
     )
 
 
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=decoder, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))

@@ -1,24 +1,14 @@
 """StableLM 3B and 2 (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms and partial rotation."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import (
-    PRE_NORMS,
-    DecoderConfig,
-    decoder_specs,
-    parallel_block,
-    plain_layers,
-    sequential_block,
-)
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import rotations
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -62,46 +52,28 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-
-    def attention(prefix: str, config: Config) -> Params:
-        H, K = config.num_heads, config.num_kv_heads
-        specs = attention_specs(prefix, config, qkv_bias=config.qkv_bias)
-        if config.qk_layernorm:
-            specs["q_norm"] = _head_norm_specs(f"{prefix}.q_layernorm", H, config.head_dim, axis="heads")
-            specs["k_norm"] = _head_norm_specs(f"{prefix}.k_layernorm", K, config.head_dim, axis="kv_heads")
-        return specs
-
-    return decoder_specs(
-        config,
-        attention=attention,
-        norm=layer_norm_specs,
-        norms={"attention_norm": "input_layernorm"} if config.use_parallel_residual else PRE_NORMS,
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    norm = replace(config.norm, kind="layer")
+    head_norm = HeadNorm(norm=norm, gains="by head") if config.qk_layernorm else None
+    layer = replace(
+        config.layer, mixer=replace(config.attention, qkv_bias=config.qkv_bias, head_norm=head_norm), norm=norm
     )
+    if config.use_parallel_residual:
+        layer = replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL)
+    return (layer,) * config.num_layers
 
 
-def _head_norm_specs(source: str, num_heads: int, head_dim: int, *, axis: str) -> Params:
-    """Declare layer norms with a gain per head, each a tensor of its own in the checkpoint."""
-    gain = ParamSpec(
-        shape=(num_heads, head_dim),
-        axes=(axis, None),
-        source=tuple(f"{source}.norms.{index}.weight" for index in range(num_heads)),
-        source_shapes=((head_dim,),) * num_heads,
-        init_scale=None,
-    )
-    return {"gain": gain}
+def amend(specs: Params, config: Config) -> Params:
+    """Declare the norm of each head as the tensor of its own that it is in the checkpoint."""
+    for layer in specs["layers"] if config.qk_layernorm else ():
+        for norm in (layer["attention"]["q_norm"], layer["attention"]["k_norm"]):
+            gain: ParamSpec = norm["gain"]
+            module = gain.source[0].removesuffix(".weight")
+            sources = tuple(f"{module}.norms.{index}.weight" for index in range(gain.shape[0]))
+            norm["gain"] = replace(gain, source=sources, source_shapes=(gain.shape[1:],) * len(sources))
+    return specs
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    rotation = rotations(config.rope, batch.positions)
-    attend = functools.partial(self_attention, rotation=rotation, norm=norm)
-    arrange = parallel_block if config.use_parallel_residual else sequential_block
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, arrange=arrange)
-
-
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms")
+NAMES = Names(q_norm="q_layernorm", k_norm="k_layernorm")
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__)

@@ -1,18 +1,12 @@
 """StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norm and a plain feed-forward, biases everywhere."""
 
 import dataclasses
-import functools
+from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Array, Float
-
-from jaxserve.layers.attention import Scores, attention_specs, self_attention
-from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.decoder import DecoderConfig, decoder_specs, plain_layers
-from jaxserve.layers.mlp import mlp, mlp_specs
-from jaxserve.layers.norm import layer_norm, layer_norm_specs
-from jaxserve.layers.params import Params
-from jaxserve.layers.rope import rotations
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
@@ -55,25 +49,18 @@ class Config(DecoderConfig):
         )
 
 
-def param_specs(config: Config) -> Params:
-    """Declare every weight."""
-    return decoder_specs(
-        config,
-        attention=functools.partial(attention_specs, qkv_bias=config.bias, out_bias=config.bias),
-        mlp=functools.partial(mlp_specs, up="c_fc", down="c_proj", bias=config.bias),
-        norm=layer_norm_specs,
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention, qkv_bias=config.bias, out_bias=config.bias, sliding_window=config.sliding_window
     )
+    layer = replace(
+        config.layer,
+        mixer=attention,
+        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=config.bias),
+        norm=replace(config.norm, kind="layer"),
+    )
+    return (layer,) * config.num_layers
 
 
-def layers(
-    params: Params, config: Config, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
-) -> tuple[Float[Array, "T E"], KVCache]:
-    """Run these layers: see `Family.layers`."""
-    rotation = rotations(config.rope, batch.positions)
-    norm = functools.partial(layer_norm, eps=config.norm_eps)
-    scores = Scores(scale=config.head_dim**-0.5, sliding_window=config.sliding_window)
-    attend = functools.partial(self_attention, rotation=rotation, scores=scores)
-    return plain_layers(params, config, x, batch, kv_cache, span, attend=attend, norm=norm, feed_forward=mlp)
-
-
-FAMILY = Family(Config=Config, param_specs=param_specs, layers=layers, doc=__doc__, own_layers="layer norms and biases")
+FAMILY = Family(Config=Config, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)

@@ -24,7 +24,7 @@ def tapped(family, config, taps, params, batch, cache):
     x = family.embed(params, config, batch)
     for last in (*taps, config.num_layers):
         if last > first:
-            x, cache = family.layers(params, config, x, batch, cache, range(first, last))
+            x, cache = family.run(params, config, x, batch, cache, range(first, last))
         if last < config.num_layers:
             states.append(x)
         first = last

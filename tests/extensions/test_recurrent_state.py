@@ -6,6 +6,7 @@ The layer is a gated linear recurrence, h_t = d_t h_(t-1) + (1 - d_t) u_t; decay
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +19,8 @@ from naive import naive_greedy
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
-from jaxserve.layers.attention import self_attention
-from jaxserve.layers.decoder import run_layers, sequential_block
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import gated_mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.rope import rotations
 from jaxserve.models import FAMILIES, llama
 from jaxserve.models.family import Family
 from jaxserve.overview import needs
@@ -83,10 +78,38 @@ def naive_scan(cache, decay, update, batch):
     return jax.lax.scan(after, jnp.zeros_like(update[0]), (decay, update))[1], cache
 
 
-def recurrence(params, x, cache, *, batch, scan):
-    decay = jax.nn.sigmoid(linear(x, params["decay"]))
-    states, cache = scan(cache, decay, (1 - decay) * linear(x, params["update"]), batch)
-    return linear(states, params["out"]), cache
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """The block that takes the place of attention."""
+
+    scan: Callable = State.scan
+    rope: None = None
+    why_not_fused: str = "the layer is recurrent"
+
+    @property
+    def cache_spec(self):
+        return StateSpec(SIZE)
+
+    def specs(self, prefix, hidden_size, names):
+        del names
+        shapes = {"decay": (SIZE, hidden_size), "update": (SIZE, hidden_size), "out": (hidden_size, SIZE)}
+        return {
+            name: ParamSpec(shape=shape, axes=(None, None), num_inputs=1, source=(f"{prefix}.{name}",))
+            for name, shape in shapes.items()
+        }
+
+    def reader(self, params):
+        del params
+
+    def leaves_partial_sums(self, params):
+        del params
+        return False
+
+    def run(self, params, x, cache, batch, rotation, *, consumer):
+        del rotation, consumer
+        decay = jax.nn.sigmoid(linear(x, params["decay"]))
+        states, cache = self.scan(cache, decay, (1 - decay) * linear(x, params["update"]), batch)
+        return linear(states, params["out"]), cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,46 +122,12 @@ class Config(llama.Config):
         return dataclasses.replace(super().from_hf(fields), attends=attends)
 
 
-def param_specs(config):
-    specs = llama.param_specs(config)
-    shapes = {"decay": (SIZE, config.hidden_size), "update": (SIZE, config.hidden_size)}
-    for index, attends in enumerate(config.attends):
-        if not attends:
-            specs["layers"][index]["attention"] = {
-                name: ParamSpec(shape=shape, axes=(None, "embed"), num_inputs=1, source=(f"{index}.{name}",))
-                for name, shape in shapes.items()
-            } | {
-                "out": ParamSpec(
-                    shape=(config.hidden_size, SIZE), axes=("embed", None), num_inputs=1, source=(f"{index}.out",)
-                )
-            }
-    return specs
+def layers(config, *, scan=State.scan):
+    recurrent = dataclasses.replace(config.layer, mixer=Recurrence(scan))
+    return tuple(config.layer if attends else recurrent for attends in config.attends)
 
 
-def kv_specs(config):
-    return tuple(
-        KVSpec(config.num_kv_heads, config.head_dim) if attends else StateSpec(SIZE) for attends in config.attends
-    )
-
-
-def layers(params, config, x, batch, kv_cache, span, *, scan=State.scan):
-    norm = functools.partial(rms_norm, eps=config.norm_eps)
-    attend = functools.partial(self_attention, batch=batch, rotation=rotations(config.rope, batch.positions))
-    recur = functools.partial(recurrence, batch=batch, scan=scan)
-    mlp = functools.partial(gated_mlp, activation=config.activation, kernels=batch.kernels, peers=batch.peers)
-    block = functools.partial(sequential_block, mlp=mlp, norm=norm)
-    blocks = [functools.partial(block, attend=attend if config.attends[index] else recur) for index in span]
-    return run_layers(params, x, batch, kv_cache, span, blocks, norm=norm)
-
-
-FAMILY = Family(
-    Config=Config,
-    param_specs=param_specs,
-    kv_specs=kv_specs,
-    layers=layers,
-    doc=__doc__,
-    own_layers="a recurrent state",
-)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
 NAIVE = dataclasses.replace(FAMILY, layers=functools.partial(layers, scan=naive_scan))
 
 FIELDS = {

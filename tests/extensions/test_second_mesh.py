@@ -37,11 +37,11 @@ def test_logits_are_those_of_one_mesh(name):
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def begin(span, family, params, batch, cache):
-        return family.layers(params, config, family.embed(params, config, batch), batch, cache, span)
+        return family.run(params, config, family.embed(params, config, batch), batch, cache, span)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def finish(span, family, params, x, batch, cache):
-        hidden, cache = family.layers(params, config, x, batch, cache, span)
+        hidden, cache = family.run(params, config, x, batch, cache, span)
         return gathered(family.head(params, config, hidden, "xla")), cache
 
     parts, caches = [], []

@@ -36,6 +36,10 @@ FAMILIES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "bloom": (transformers.BloomConfig, transformers.BloomForCausalLM),
     "falcon": (transformers.FalconConfig, transformers.FalconForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -49,6 +53,7 @@ HAVE_HEAD_DIM = {
     "mixtral",
     "qwen3_moe",
     "gpt_oss",
+    "arcee",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
@@ -64,6 +69,7 @@ GPT_NAMES = {
 FIELD_NAMES = {
     "starcoder2": {"rms_norm_eps": "norm_epsilon"},
     "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "cohere2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt2": GPT_NAMES,
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
     "phi": {"rms_norm_eps": "layer_norm_eps"},

@@ -167,5 +167,57 @@ ADDED = {
             },
         },
     ),
+    "smollm3_untied_biases": (
+        "smollm3",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [0, 1],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "smollm3_windows": (
+        "smollm3",
+        (3, 1, 14),
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 3},
+    ),
+    "cohere2_windows": ("cohere2", (4, 2, 10), {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 1.0}),
+    "cohere2_untied_biases": (
+        "cohere2",
+        (3, 3, 14),
+        {
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "logit_scale": 1.5,
+            "hidden_act": "gelu",
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "exaone4_windows": (
+        "exaone4",
+        (4, 2, 10),
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone4_tied_full": (
+        "exaone4",
+        (3, 1, 14),
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            "layer_types": ["full_attention", "full_attention"],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "arcee_untied": ("arcee", (4, 2, 10), {}),
+    "arcee_biases": ("arcee", (3, 3, 14), {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
 }
 """Golden models of families that were added later. The next ones go to the end: the order is part of the seeds."""

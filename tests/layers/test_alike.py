@@ -1,64 +1,13 @@
 """Layers that are alike are traced once, and none is taken for another one."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 from decode_cases import make_batch, make_cache, make_model
 
 from jaxserve.layers import paths
-from jaxserve.layers.alike import Alike
 from jaxserve.layers.paged_kv import PagedKV
 from pallas_kernels import layer_matmuls
-
-TRACED = []
-
-
-def scaled(x, *, by, exponent=1):
-    TRACED.append(exponent)
-    return x * by**exponent
-
-
-def test_what_is_alike_is_traced_once():
-    call = Alike()
-    TRACED.clear()
-
-    @jax.jit
-    def product(x, two, three):
-        for options in ({"by": two}, {"by": two}, {"by": three}, {"by": two, "exponent": 2}, {"by": two}):
-            x = call(functools.partial(scaled, **options), x)
-        return call(functools.partial(scaled, by=two), x[:1]), x
-
-    first, all_of_them = product(jnp.ones(2), jnp.float32(2), jnp.float32(3))
-    assert (first, *all_of_them) == (192, 96, 96)
-    assert TRACED == [1, 1, 2, 1]  # by two, by three, by the square of two, and another shape by two
-
-
-def test_a_function_within_another_is_looked_at_too():
-    call = Alike()
-    TRACED.clear()
-
-    def outer(x, *, inner):
-        return inner(x)
-
-    def run(by):
-        return call(functools.partial(outer, inner=functools.partial(scaled, by=by)), jnp.float32(1))
-
-    assert [run(2), run(2), run(3)] == [2, 2, 3]
-    assert len(TRACED) == 2
-
-
-def test_values_of_other_types_and_without_a_hash_are_not_taken_for_each_other():
-    call = Alike()
-    TRACED.clear()
-    assert [call(functools.partial(scaled, by=by), 1).dtype for by in (2, 2.0)] == [jnp.int32, jnp.float32]
-    unhashable = functools.partial(lambda x, numbers: x + len(numbers), numbers=Unhashable([1, 2]))
-    assert call(unhashable, 1) == 3
-
-
-class Unhashable(list):
-    """A leaf for jax, unlike a list."""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +25,7 @@ def test_a_program_has_one_function_for_each_kind_of_layer(model_type, fields, n
     pools = [PagedKV(*(jnp.zeros((16, 2, 16, 16)) for _ in range(2))) for _ in range(5)]
     batch, cache = make_batch([5, 1]), make_cache(pools)
     traced = jax.make_jaxpr(lambda *args: family.forward(args[0], config, *args[1:]))(params, batch, cache)
-    blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if str(eqn.params.get("name", "")).endswith("_block")]
+    blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "_run_layer"]
     assert len(blocks) == 5
     assert len(set(map(id, blocks))) == num_functions
 
@@ -90,5 +39,5 @@ def test_fused_layers_are_of_two_kinds(monkeypatch):
         monkeypatch.setattr(layer_matmuls, reason, lambda *_, **__: "not here")
     batch, cache = make_batch([5, 1]), make_cache(pools)
     traced = jax.make_jaxpr(lambda *args: family.forward(args[0], config, *args[1:]))(params, batch, cache)
-    layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "_decode_layer"]
+    layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "_run_fused_layer"]
     assert (len(layers), len(set(map(id, layers)))) == (5, 2)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -14,13 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers import paths
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
-from jaxserve.layers.decoder import layer_shapes
+from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.latent_attention import PagedLatent
+from jaxserve.layers.layer import SANDWICH_NORMS, Arrangement
 from jaxserve.layers.layouts import layouts, put
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.paths import Kind, StepShape, choose
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.quantized import Quantized
+from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, with_schemes
 from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
 from pallas_kernels import layer_matmuls, quantized_matmuls, small_matmul
@@ -151,17 +155,28 @@ def test_a_cache_of_its_own_kind_is_asked_to_attend(monkeypatch):
     assert len(calls) == 2  # of three layers two are alike
 
 
-def shapes_of(layers, *, activation="silu", window=None, half=32, cache=None):
+def shapes_of(value, layers, *, cache=None):
     if cache is None:
         num_kv_heads, _, head_dim, _ = layers[0]["attention"]["qkv"].shape
         cache = PagedKV(*[jnp.zeros((NUM_BLOCKS, num_kv_heads, 8, head_dim), jnp.bfloat16)] * 2)
-    return layer_shapes(
-        layers,
-        [cache] * len(layers),
-        activation=activation,
-        sliding_windows=[window] * len(layers),
-        num_rotated=half,
-    )
+    return [LayerShape(layer=value, weights=weights, cache=cache) for weights in layers]
+
+
+def attending(**changes):
+    """Return a function that changes the attention of a Layer."""
+    return lambda layer: replace(layer, mixer=replace(layer.mixer, **changes))
+
+
+def feeding(**changes):
+    """Return a function that changes the feed-forward of a Layer."""
+    return lambda layer: replace(layer, feed_forward=replace(layer.feed_forward, **changes))
+
+
+def layered(**changes):
+    return lambda layer: replace(layer, **changes)
+
+
+HEAD_NORM = HeadNorm(norm=Norm(eps=1e-5))
 
 
 def step_of(num_rows=16, **changes):
@@ -176,81 +191,80 @@ def bfloat16(tree):
 @pytest.mark.parametrize(
     ("change", "step", "reason"),
     [
-        ({}, {"num_rows": 1}, None),
-        ({}, {"num_rows": 64}, None),
-        ({}, {"is_decode_only": False}, None),
-        ({"attention": "qkv_bias"}, {}, None),
-        ({"attention": "q_norm"}, {}, None),
-        ({}, {"num_rows": 65}, "qkv: at most 64 rows, got 65"),
-        ({}, {"kernels": "xla"}, "XLA makes the kernels"),
-        ({}, {"dtype": jnp.dtype(jnp.float32)}, "needs bfloat16, got float32"),
-        ({}, {"dtype": jnp.dtype(jnp.float16)}, "needs bfloat16, got float16"),
-        ({"activation": "relu"}, {}, "no matmul has the activation relu"),
-        ({"mlp": "down_bias"}, {}, "the feed-forward has down_bias and lacks nothing"),
-        ({"attention": "out_bias"}, {}, "the attention has out_bias"),
-        ({"attention": "sinks"}, {}, "the attention has sinks"),
-        ({"layer": "mlp_post_norm"}, {}, "the layer has mlp_post_norm and lacks nothing"),
-        ({"scheme": "int4"}, {}, "qkv: it is stored as int4 in groups of 128"),
+        (None, {"num_rows": 1}, None),
+        (None, {"num_rows": 64}, None),
+        (None, {"is_decode_only": False}, None),
+        (attending(qkv_bias=True), {}, None),
+        (attending(head_norm=HEAD_NORM), {}, None),
+        (attending(rope=None, sliding_window=8, soft_cap=5.0, has_sinks=True), {}, None),
+        (None, {"num_rows": 65}, "qkv: at most 64 rows, got 65"),
+        (None, {"kernels": "xla"}, "XLA makes the kernels"),
+        (None, {"dtype": jnp.dtype(jnp.float32)}, "needs bfloat16, got float32"),
+        (None, {"dtype": jnp.dtype(jnp.float16)}, "needs bfloat16, got float16"),
+        (feeding(activation="relu"), {}, "no matmul has the activation relu"),
+        (feeding(has_bias=True), {}, "the feed-forward has biases"),
+        (feeding(is_gated=False), {}, "the feed-forward has no gate"),
+        (attending(out_bias=True), {}, "the attention has an output bias"),
+        (layered(norms=SANDWICH_NORMS), {}, "the layer has norms after blocks"),
+        (layered(norm=Norm(eps=1e-5, kind="layer")), {}, "the layer has layer norms"),
+        (layered(arrangement=Arrangement.PARALLEL), {}, "the layer has parallel blocks"),
+        (layered(update_scale=0.5), {}, "the layer has scaled updates"),
+        ("int4", {}, "qkv: it is stored as int4 in groups of 128"),
     ],
-    ids=str,
 )
 def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, reason):
-    _, _, params = make_model("llama", hidden_size=128)
-    layers = bfloat16(params["layers"])
-    for where in ("attention", "mlp", "layer"):
-        if where in change:
-            part = layers[1] if where == "layer" else layers[1][where]
-            part[change[where]] = jnp.zeros(128, jnp.bfloat16)
-    if "scheme" in change:
-        scheme = SCHEMES[change["scheme"]]
+    """A layer is chosen for itself: those beside it stay fused."""
+    family, config, params = make_model("llama", hidden_size=128)
+    layers, [value, *_] = bfloat16(params["layers"]), family.layers(config)
+    if change == "int4":
+        scheme = SCHEMES[change]
         values = np.asarray(layers[1]["attention"]["qkv"].values, np.float32)
         parts = scheme.quantize(values.reshape(-1, 128))
         parts = Parts(*(part if part is None else part.reshape(*values.shape[:3], -1) for part in parts))
         layers[1]["attention"]["qkv"] = Quantized(jax.tree.map(jnp.asarray, parts), scheme, jnp.dtype(jnp.bfloat16))
-    found = choose(shapes_of(layers, activation=change.get("activation", "silu")), step_of(**step))
-    assert len(found) == len(layers)
-    assert len({path.kind == Kind.OPERATIONS for path in found}) == 1
+    shapes = shapes_of(value, layers)
+    if callable(change):
+        shapes[1] = replace(shapes[1], layer=change(value))
+    first, found, last = choose(shapes, step_of(**step))
     if reason is None:
-        assert found[0].kind != Kind.OPERATIONS
+        assert found.kind != Kind.OPERATIONS
+        assert (first.passes_on_qkv, found.passes_on_qkv, last.passes_on_qkv) == (True, True, False)
     else:
-        assert reason in found[0].reason
+        assert found.kind == Kind.OPERATIONS
+        assert reason in found.reason
+        assert not first.passes_on_qkv
+        assert {first.kind == Kind.OPERATIONS, last.kind == Kind.OPERATIONS} == {bool(step)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("change", "options", "reason"),
     [
-        ({}, None),
-        ({"num_rows": 16}, None),
-        ({"num_devices": 1}, None),
-        ({"bias": True}, None),
-        ({"num_rows": 17}, "at most 16 rows, got 17"),
-        ({"num_devices": 2}, "devices have heads of their own"),
-        ({"is_decode_only": False}, "several tokens"),
-        ({"window": 8}, "a window of 8"),
-        ({"cache": PagedLatent(None)}, "keys and values are not in pages"),
-        ({"norms": ("q_norm", "k_norm")}, "the attention has k_norm, q_norm"),
-        ({"norms": ("q_norm",)}, "the attention has q_norm"),
-        ({"norms": ("k_norm",)}, "the attention has k_norm"),
-        ({"half": 16}, "whole heads of 64 or 128, got 64 of which 32 are turned"),
-        ({"half": None}, "positions do not rotate heads"),
+        (None, {}, None),
+        (None, {"num_rows": 16}, None),
+        (None, {"num_devices": 1}, None),
+        (attending(qkv_bias=True), {}, None),
+        (None, {"num_rows": 17}, "at most 16 rows, got 17"),
+        (None, {"num_devices": 2}, "devices have heads of their own"),
+        (None, {"is_decode_only": False}, "several tokens"),
+        (attending(sliding_window=8), {}, "a window of 8"),
+        (None, {"cache": PagedLatent(None)}, "keys and values are not in pages"),
+        (attending(head_norm=HEAD_NORM), {}, "the attention has norms of heads"),
+        (attending(soft_cap=5.0, has_sinks=True), {}, "the attention has sinks, capped scores"),
+        (attending(rope=Rope(head_dim=32, theta=1e4)), {}, "whole heads of 64 or 128, got 64 of which 32 are turned"),
+        (attending(rope=None), {}, "there is no rotary embedding"),
     ],
-    ids=str,
 )
-def test_which_layers_are_one_kernel(changes, reason):
-    _, _, params = make_model("llama", hidden_size=128, head_dim=64)
-    layers = bfloat16(params["layers"])
-    for layer in layers:
-        layer["attention"] |= dict.fromkeys(changes.get("norms", ()), jnp.ones(64, jnp.bfloat16))
-        if "bias" in changes:
-            layer["attention"]["qkv_bias"] = jnp.ones((2, 4, 64), jnp.bfloat16)
+def test_which_layers_are_one_kernel(change, options, reason):
+    family, config, params = make_model("llama", hidden_size=128, head_dim=64)
+    layers, [value, *_] = bfloat16(params["layers"]), family.layers(config)
     pages = jnp.zeros((NUM_BLOCKS, 2, 8, 64), jnp.bfloat16)
-    if (num_devices := changes.get("num_devices")) is not None:
+    if (num_devices := options.get("num_devices")) is not None:
         spec = PartitionSpec(None, "tensor" if num_devices > 1 else None)
         pages = jax.device_put(pages, NamedSharding(make_mesh(num_devices), spec))
-    options = {"cache": PagedKV(pages, pages)}
-    options |= {name: changes[name] for name in ("window", "half", "cache") if name in changes}
-    step = {name: changes[name] for name in ("num_rows", "is_decode_only") if name in changes}
-    for path in choose(shapes_of(layers, **options), step_of(**step)):
+    cache = options.get("cache", PagedKV(pages, pages))
+    shapes = shapes_of(value if change is None else change(value), layers, cache=cache)
+    step = {name: options[name] for name in ("num_rows", "is_decode_only") if name in options}
+    for path in choose(shapes, step_of(**step)):
         assert (path.kind == Kind.LAYER) == (reason is None)
         assert path.kind in (Kind.LAYER, Kind.BETWEEN)
         assert path.reason is None if reason is None else reason in path.reason
@@ -270,7 +284,7 @@ def test_which_shards_it_takes(num_devices, hidden_size, takes):
     params = split(bfloat16(params), family, config, mesh)
     peers = abstract_sums(mesh, hidden_size)
     assert (peers is None) == (num_devices == 1 or hidden_size == 192)
-    shapes = shapes_of(params["layers"])
+    shapes = shapes_of(family.layers(config)[0], params["layers"])
     for given in (peers, None):
         found = choose(shapes, step_of(peers=given))
         assert all((path.kind != Kind.OPERATIONS) == takes for path in found)

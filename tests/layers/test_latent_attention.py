@@ -1,6 +1,6 @@
 """Latents: how they are stored, and which the kernel refuses. The goldens check that results are right."""
 
-import types
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,22 @@ from paged import empty_cache, make_batch
 from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.latent_attention import LatentHeads, PagedLatent, latent_attention_specs
+from jaxserve.layers.latent_attention import LatentAttention, LatentHeads, PagedLatent
 from jaxserve.layers.layouts import abstract_params
+from jaxserve.layers.names import Names
 from jaxserve.layers.paged_kv import KVSpec
+from jaxserve.layers.rope import Rope
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 HEADS = LatentHeads(num_heads=4, query_rank=6, latent_size=10, plain_size=5, rotated_size=4, value_size=7)
+ATTENTION = LatentAttention(heads=HEADS, rope=Rope(head_dim=4, theta=1e4))
 
 
 def test_every_device_has_all_of_a_latent():
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    specs = (HEADS.cache_spec, KVSpec(2, 8))
+    specs = (ATTENTION.cache_spec, KVSpec(2, 8))
     cache = empty_cache(specs, 3, mesh)
     assert [pool.shape for pool in jax.tree.leaves(cache)] == [(3, 1, 4, 14), (3, 2, 4, 8), (3, 2, 4, 8)]
     assert cache.pools[0].c.sharding.is_fully_replicated
@@ -37,8 +40,8 @@ def test_every_device_has_all_of_a_latent():
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_rotated_rows_are_brought_in_order(is_interleaved):
-    config = types.SimpleNamespace(hidden_size=3, latent_heads=HEADS)
-    specs = latent_attention_specs("a", config, bias=True, is_interleaved=is_interleaved)
+    block = dataclasses.replace(ATTENTION, has_bias=True)
+    specs = block.specs("a", 3, Names(is_interleaved=is_interleaved))
     rows = {
         name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         for spec in jax.tree.leaves(specs)

@@ -1,7 +1,6 @@
 """Blocks of experts against NumPy, and how they treat a step's padding."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.activations import ClampedSwiGLU
 from jaxserve.layers.layouts import abstract_params
-from jaxserve.layers.moe import Routing, moe, moe_specs
+from jaxserve.layers.mlp import FeedForward
+from jaxserve.layers.moe import Experts, Routing, moe
 from jaxserve.layers.params import leaf_specs
 from jaxserve.layers.parts import routing_part
 from jaxserve.layers.random_params import init_params
@@ -24,14 +24,14 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 NUM_TOKENS, HIDDEN_SIZE, NUM_EXPERTS = 17, 10, 12
 
 
-def sizes(hidden_size, num_experts):
-    """What `moe_specs` reads of a config."""
+def experts(num_experts, size, **options):
     routing = Routing(num_experts=num_experts, num_experts_per_token=1)
-    return types.SimpleNamespace(hidden_size=hidden_size, routing=routing)
+    return Experts(routing=routing, size=size, activation="relu", **options)
 
 
 def random_block(*, shared_gate):
-    specs = moe_specs("mlp", sizes(HIDDEN_SIZE, NUM_EXPERTS), expert_size=6, shared_size=7, shared_gate=shared_gate)
+    shared = FeedForward(size=7, activation="relu")
+    specs = experts(NUM_EXPERTS, 6, shared=shared, has_shared_gate=shared_gate).specs("mlp", HIDDEN_SIZE)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     params = init_params(specs, dtype=np.dtype(np.float32), mesh=mesh)
     return jax.tree.map(lambda weight: 20 * np.asarray(weight), params)
@@ -104,7 +104,7 @@ def without_kernel(operation):
 def test_what_routes(num_tokens, per_token, kernels, reason):
     """One kernel in a decode step, two in a prefill; if no kernel supports the routing, the table of paths says why."""
     E, F, X = 64, 64, 40
-    shapes = moe_specs("mlp", sizes(E, X), expert_size=F)
+    shapes = experts(X, F).specs("mlp", E)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), leaf_specs(shapes))
     routing = Routing(num_experts=X, num_experts_per_token=per_token)
 
@@ -135,7 +135,7 @@ def test_the_kernel_computes_a_gate_of_both():
 
 
 def test_devices_run_the_kernel_for_the_experts_that_they_have():
-    specs = moe_specs("mlp", sizes(128, 4), expert_size=256)
+    specs = experts(4, 256).specs("mlp", 128)
     axes = ("expert", "tensor")
     mesh = jax.make_mesh((2, 2), axes, devices=jax.devices()[:4], axis_types=(AxisType.Explicit,) * 2)
     params = abstract_params(specs, dtype=np.dtype(jnp.bfloat16), mesh=mesh)

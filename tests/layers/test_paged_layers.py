@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
-from jaxserve.layers.attention import attend_heads
+from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
@@ -145,7 +146,9 @@ def test_norms_of_heads_are_no_kernels_of_their_own(is_decode_only):
     @functools.partial(jax.jit, donate_argnums=(2, 3))
     def attend(params, qkv, k_pages, v_pages, batch, rotation):
         cache = PagedKV(k_pages, v_pages)
-        return attend_heads(params, qkv, cache, batch=batch, rotation=rotation, head_norm_eps=1e-6)
+        head_norm = HeadNorm(norm=Norm(eps=1e-6)) if params else None
+        attention = Attention(num_heads=8, num_kv_heads=2, head_dim=128, rope=None, head_norm=head_norm)
+        return attention.attend(params, qkv, cache, batch, rotation)
 
     pages = array(1_000, 2, 16, 128, dtype=jnp.bfloat16)
     arrays = (array(8, 2, 6, 128, dtype=jnp.bfloat16), pages, pages)

@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -86,17 +85,12 @@ def test_lines_of_a_dense_model():
 
 def test_the_same_layers_are_looked_at_once():
     layers, _ = make_builder(LLAMA | {"num_hidden_layers": 4})._shapes
-    first, _, third, last = layers
-    assert [*distinct_layers(layers).values()] == [first, last]  # no layer follows the last
-    assert first.key == third.key
+    first, *_, last = layers
+    assert [*distinct_layers(layers).values()] == [first]
+    assert first.key == last.key
     for name, other in {
+        "layer": dataclasses.replace(first.layer, update_scale=2.0),
         "weights": first.weights | {"bias": first.weights["mlp_norm"]},
-        "following": None,
-        "activation": "gelu",
-        "sliding_window": 64,
-        "num_rotated": 16,
-        "own": "something",
-        "adds_in_norms": False,
         "cache": first.cache._replace(k=first.cache.k.update(dtype=jnp.float32)),
     }.items():
         assert dataclasses.replace(first, **{name: other}).key != first.key, name
@@ -113,7 +107,7 @@ def test_the_same_layers_are_looked_at_once():
         (
             LLAMA,
             {"scheme": "int4", "without": "down"},
-            "one operation after the other (the next qkv: it is stored as int4",
+            "one operation after the other (qkv: it is stored as int4",
         ),
         (LLAMA, {"scheme": "int4", "num_devices": 2}, "codes for each matmul (devices add up partial sums between"),
         (LLAMA, {"num_devices": 4}, "a kernel for each matmul (devices add up partial sums between matmuls)"),
@@ -122,13 +116,13 @@ def test_the_same_layers_are_looked_at_once():
         (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
         (LLAMA | {"vocab_size": 1001}, {}, "LM head: XLA (K in multiples of 64 and outputs in multiples of 8"),
         (MODELS["experts"][0], {}, "routing: expert_routing; experts: grouped_matmul; LM head: small_matmul"),
-        (MODELS["latents"][0], {}, "(no fused layer has latent attention); down, k_up, q, v_up, out"),
+        (MODELS["latents"][0], {}, "(the attention is latent); down, k_up, q, v_up, out"),
         (
             MODELS["latents"][0],
             {},
             "shared gate_up: XLA (the gated linear unit takes at least 128 rows, got 1)",
         ),
-        (MODELS["latents"][0], {}, "LM head: small_matmul; attention_norm, mlp_norm: add_rms_norm"),
+        (MODELS["latents"][0], {}, "LM head: small_matmul; attention_norm, mlp_norm, norm: add_rms_norm"),
         (
             LLAMA | {"mlp_bias": True, "hidden_size": 2112},
             {},
@@ -140,7 +134,7 @@ def test_the_same_layers_are_looked_at_once():
         (
             LLAMA | {"mlp_bias": True},
             {"num_devices": 2},
-            "attention_norm, mlp_norm, norm: add_rms_norm; sums over devices, embedding: all_reduce",
+            "attention_norm, norm: add_rms_norm; mlp_norm, sums over devices, embedding: all_reduce",
         ),
         (
             QWEN3_30B_A3B | {"num_hidden_layers": 2},
@@ -159,17 +153,17 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
 def test_every_model_has_a_table_of_paths(golden):
-    """A family says what its layers have besides where `decoder`, which chooses among paths, does not run them."""
+    """It says what the layers have that no kernel of whole layers has."""
     fields = load_config(golden)
     family = get_family(fields)
-    own = family.own_layers
-    assert ("decoder" in vars(sys.modules[family.param_specs.__module__])) == (own is None)
     lines = make_builder(fields, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64).describe_paths()
     assert lines[0].startswith("decode of 1 ")
     assert all(line.count("LM head: ") == line.count("attention: ") == 1 for line in lines)
-    assert all(f"(no fused layer has {own})" in line for line in lines) == (own is not None)
-    by_xla = own is not None and not family.adds_in_norms
-    assert all(f"XLA (no kernel adds and normalises with {own})" in line for line in lines) == by_xla
+    layers = family.layers(family.Config.from_hf(fields))
+    for reason in {layer.why_not_fused for layer in layers} - {None}:
+        assert all(f"({reason})" in line for line in lines) or len({layer.why_not_fused for layer in layers}) > 1
+    by_xla = any(layer.norm.kind == "layer" for layer in layers)
+    assert all("XLA (no kernel computes layer norms)" in line for line in lines) == by_xla
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """Norm, rotary embedding and the feed-forward against NumPy in float64."""
 
-import types
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 
-from jaxserve.layers.mlp import gated_mlp, gated_mlp_specs, mlp, mlp_specs
+from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
+from jaxserve.layers.names import Names
 from jaxserve.layers.norm import layer_norm, norm_spec, rms_norm
 from jaxserve.layers.rope import (
     LinearScaling,
@@ -21,7 +20,11 @@ from jaxserve.layers.rope import (
 from jaxserve.layers.weight import Dense
 from pallas_kernels.kv_write import rotate
 
-SIZES = types.SimpleNamespace(hidden_size=4, intermediate_size=6)
+HIDDEN_SIZE = 4
+
+
+def feed_forward(**options):
+    return FeedForward(size=6, activation="relu", **options)
 
 
 @pytest.mark.parametrize("shape", [(3, 12), (3, 2, 12)])
@@ -155,7 +158,7 @@ def draw_params(specs):
 @pytest.mark.parametrize("activation", REFERENCES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(activation, bias):
-    tensors, params = draw_params(gated_mlp_specs("mlp", SIZES, bias=bias))
+    tensors, params = draw_params(feed_forward(has_bias=bias).specs("mlp", HIDDEN_SIZE))
 
     def project(name, x):
         return x @ tensors[f"mlp.{name}_proj.weight"].T + tensors.get(f"mlp.{name}_proj.bias", 0.0)
@@ -168,7 +171,7 @@ def test_gated_mlp(activation, bias):
 
 
 def test_gated_mlp_from_one_tensor():
-    one = gated_mlp_specs("mlp", SIZES, bias=True, inputs=("gate_up_proj",))
+    one = feed_forward(has_bias=True).specs("mlp", HIDDEN_SIZE, Names(gate_up=("gate_up_proj",)))
     tensors, params = draw_params(one)
     gate, up = np.split(tensors["mlp.gate_up_proj.weight"], 2)
     np.testing.assert_allclose(params["gate_up"].values, [gate, up], rtol=1e-6)
@@ -176,7 +179,8 @@ def test_gated_mlp_from_one_tensor():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_plain_mlp(bias):
-    tensors, params = draw_params(mlp_specs("mlp", SIZES, up="fc1", down="fc2", bias=bias))
+    block = feed_forward(is_gated=False, has_bias=bias)
+    tensors, params = draw_params(block.specs("mlp", HIDDEN_SIZE, Names(up="fc1", down="fc2")))
 
     def project(name, x):
         return x @ tensors[f"mlp.{name}.weight"].T + tensors.get(f"mlp.{name}.bias", 0.0)

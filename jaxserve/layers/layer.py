@@ -1,0 +1,249 @@
+"""A layer as a value: what it consists of. Its weights, its cache and the kernels that it may have follow from that."""
+
+import dataclasses
+import enum
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.cache import CacheSpec
+from jaxserve.layers.linear import Consumer
+from jaxserve.layers.mlp import FeedForward
+from jaxserve.layers.moe import Experts
+from jaxserve.layers.names import LLAMA_NAMES, Names
+from jaxserve.layers.norm import Norm, add_update
+from jaxserve.layers.params import Params
+from jaxserve.layers.rope import Rope, Rotation
+from jaxserve.layers.weight import Weight
+
+PRE_NORMS = ("attention_norm", "mlp_norm")
+"""A norm before each block, as in Llama."""
+
+POST_NORMS = ("attention_post_norm", "mlp_post_norm")
+"""A norm of each block's update, as in OLMo 2."""
+
+SANDWICH_NORMS = PRE_NORMS + POST_NORMS
+"""Both, as in Gemma 2."""
+
+ONE_NORM = ("attention_norm",)
+"""One norm before two parallel blocks, as in GPT-J."""
+
+
+class Mixer(Protocol):
+    """The block of a layer in which tokens meet those before them: a frozen dataclass, such as `Attention`."""
+
+    @property
+    def rope(self) -> Rope | None:
+        """How positions rotate what the block computes; None if they do not."""
+        ...
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the layer keeps from step to step."""
+        ...
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why no kernel has the block's projections together with what is around them, or None if some do."""
+        ...
+
+    def specs(self, prefix: str, hidden_size: int, names: Names) -> Params:
+        """Declare the weights; `prefix` names the block in the checkpoint."""
+        ...
+
+    def reader(self, params: Params) -> Weight | None:
+        """Return the only weight that is multiplied by the block's input as it is; None if there is none."""
+        ...
+
+    def leaves_partial_sums(self, params: Params) -> bool:
+        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
+        ...
+
+    def run(
+        self, params: Params, x: Any, cache: Any, batch: Batch, rotation: Rotation | None, *, consumer: Consumer
+    ) -> tuple[Any, Any]:
+        """Return the update of the residual stream, in a form that the consumer takes, and the updated LayerCache."""
+        ...
+
+
+class Arrangement(enum.StrEnum):
+    """How the two blocks of a layer update the residual stream."""
+
+    SEQUENTIAL = "one block after the other"
+    PARALLEL = "parallel blocks"  # Wang and Komatsuzaki 2021
+    NORMED_INPUTS = "updates of normalised inputs"
+    NORMED_SUMS = "normalised sums"  # Vaswani et al. 2017, arXiv:1706.03762
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a model.
+
+    Attributes:
+        hidden_size: the size E of the residual stream.
+        norm: the kind of the layer's norms, and of the final one if it is the last layer.
+        norms: which norms the layer has, by the names of their weights. Those before the blocks normalise their inputs,
+            those after them ("post") their updates. Parallel blocks with "attention_norm" alone read it both.
+        update_scale: a factor of both blocks' updates.
+    """
+
+    hidden_size: int
+    mixer: Mixer
+    feed_forward: FeedForward | Experts
+    norm: Norm
+    norms: tuple[str, ...] = PRE_NORMS
+    arrangement: Arrangement = Arrangement.SEQUENTIAL
+    update_scale: float = 1.0
+
+    def specs(self, prefix: str, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights; `prefix` names the layer in the checkpoint."""
+        mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
+        return {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms} | {
+            "attention": self.mixer.specs(f"{prefix}.{names.attention}", self.hidden_size, names),
+            "mlp": self.feed_forward.specs(mlp, self.hidden_size, names),
+        }
+
+    @property
+    def adds_in_first_norm(self) -> bool:
+        """True if the layer begins with `Norm.of_sum` of the residual stream and the update of the layer before."""
+        return "attention_norm" in self.norms and self.arrangement in (Arrangement.SEQUENTIAL, Arrangement.PARALLEL)
+
+    @property
+    def why_not_fused(self) -> str | None:
+        """Why no kernel has the layer's matmuls together with the norms and additions around them, or None if some
+        do.
+        """
+        if self.arrangement != Arrangement.SEQUENTIAL:
+            return f"the layer has {self.arrangement}"
+        if self.norm.kind != "rms":
+            return "the layer has layer norms"
+        if self.norms != PRE_NORMS:
+            return "the layer has norms after blocks"
+        if self.update_scale != 1.0:
+            return "the layer has scaled updates"
+        return self.mixer.why_not_fused or self.feed_forward.why_not_fused
+
+    def run(
+        self,
+        params: Params,
+        x: Float[Array, "T E"],
+        update: Any,
+        cache: Any,
+        batch: Batch,
+        rotation: Rotation | None,
+        *,
+        consumer: Consumer,
+    ) -> tuple[Array, Any, Any]:
+        """Run the layer on a residual stream to which an update is still to be added, None if there is none.
+
+        Returns the stream, the update that is to be added to it next, in a form that `consumer` takes, and the updated
+        LayerCache. An update is added where the sum is normalised, so that both can be one kernel.
+        """
+        blocks = {
+            Arrangement.SEQUENTIAL: self._sequential,
+            Arrangement.PARALLEL: self._parallel,
+            Arrangement.NORMED_INPUTS: self._normed_inputs,
+            Arrangement.NORMED_SUMS: self._normed_sums,
+        }[self.arrangement]
+        return blocks(params, x, update, cache, batch, rotation, consumer)
+
+    def _sequential(
+        self,
+        params: Params,
+        x: Array,
+        update: Any,
+        cache: Any,
+        batch: Batch,
+        rotation: Rotation | None,
+        consumer: Consumer,
+    ) -> tuple[Array, Any, Any]:
+        def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
+            if name not in self.norms:
+                x = x if update is None else add_update(x, update, kernels=batch.kernels, peers=batch.peers)
+                return x, x
+            return self._normed_sum(x, update, params[name], batch, reader)
+
+        x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
+        takes_parts = self.consumer_of_attention
+        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=takes_parts)
+        update = self._finished(update, "attention_post_norm", params)
+        x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
+        update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
+        return x, self._finished(update, "mlp_post_norm", params), cache
+
+    def _parallel(
+        self,
+        params: Params,
+        x: Array,
+        update: Any,
+        cache: Any,
+        batch: Batch,
+        rotation: Rotation | None,
+        consumer: Consumer,  # noqa: ARG002
+    ) -> tuple[Array, Array, Any]:
+        x, y = self._normed_sum(x, update, params["attention_norm"], batch)
+        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
+        if "mlp_norm" in self.norms:
+            y = self.norm(x, params["mlp_norm"])
+        update = update + self.feed_forward.run(params["mlp"], y, batch, consumer="stream")
+        return x, update if self.update_scale == 1.0 else update * self.update_scale, cache
+
+    def _normed_inputs(
+        self,
+        params: Params,
+        x: Array,
+        update: Any,
+        cache: Any,
+        batch: Batch,
+        rotation: Rotation | None,
+        consumer: Consumer,  # noqa: ARG002
+    ) -> tuple[Array, Array, Any]:
+        """Add each update to its own input, the norm of the residual stream, as BLOOM may."""
+        _, x = self._normed_sum(x, update, params["attention_norm"], batch)
+        update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
+        x = self.norm(x + update, params["mlp_norm"])
+        return x, self.feed_forward.run(params["mlp"], x, batch, consumer="stream"), cache
+
+    def _normed_sums(
+        self,
+        params: Params,
+        x: Array,
+        update: Any,
+        cache: Any,
+        batch: Batch,
+        rotation: Rotation | None,
+        consumer: Consumer,  # noqa: ARG002
+    ) -> tuple[Array, None, Any]:
+        """Normalise the residual stream after each update."""
+        assert update is None, "each layer adds its own"
+        update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
+        x = self.norm(x + update, params["attention_norm"])
+        update = self.feed_forward.run(params["mlp"], x, batch, consumer="stream")
+        return self.norm(x + update, params["mlp_norm"]), None, cache
+
+    def _normed_sum(
+        self, x: Array, update: Any, weights: Any, batch: Batch, reader: Weight | None = None
+    ) -> tuple[Array, Any]:
+        if update is None:
+            return x, self.norm(x, weights)
+        return self.norm.of_sum(x, update, weights, kernels=batch.kernels, peers=batch.peers, reader=reader)
+
+    def _finished(self, update: Any, name: str, params: Params) -> Any:
+        """Return the update of a block as it is added to the residual stream."""
+        update = self.norm(update, params[name]) if name in self.norms else update
+        return update if self.update_scale == 1.0 else update * self.update_scale
+
+    @property
+    def consumer_of_attention(self) -> Consumer:
+        """What takes the update of the attention."""
+        return "norm" if self._adds_parts("attention_post_norm") and "mlp_norm" in self.norms else "stream"
+
+    def consumer_of_mlp(self, consumer: Consumer) -> Consumer:
+        """Return what takes the update of the feed-forward if the layer's update has this consumer."""
+        return consumer if self._adds_parts("mlp_post_norm") else "stream"
+
+    def _adds_parts(self, post_norm: str) -> bool:
+        """Return true if a block's update is added as it is, by a norm of the kind that adds up parts of one."""
+        sequential = self.arrangement == Arrangement.SEQUENTIAL
+        return sequential and self.norm.kind == "rms" and post_norm not in self.norms and self.update_scale == 1.0

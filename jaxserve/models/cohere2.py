@@ -1,0 +1,53 @@
+"""Command R7B and Command A (Cohere 2025, arXiv:2504.00698): Command R with windows in three of four layers, and no
+rotation in the others.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.layers.layer import Layer
+from jaxserve.models import cohere, hf_config, hf_rope
+
+DEFAULTS: dict[str, Any] = cohere.DEFAULTS | {"sliding_window": 4096}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(cohere.Config):
+    """The shape of one Command R7B or Command A."""
+
+    sliding_windows: tuple[int | None, ...]
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        period = hf_config.integer(fields, "sliding_window_pattern", 4)
+        window = hf_config.optional_integer(fields, "sliding_window")
+        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+        return cls(
+            **hf_config.sizes(fields),
+            head_dim=head_dim,
+            norm_eps=hf_config.number(fields, "layer_norm_eps"),
+            activation=hf_config.activation(fields),
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            use_qk_norm=False,
+            logit_scale=hf_config.number(fields, "logit_scale"),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
+            rope=hf_rope.rope(fields, size=head_dim),
+        )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    [layer, *_] = cohere.layers(config)
+    attention = cohere.attention(config)
+    return tuple(
+        replace(layer, mixer=replace(attention, sliding_window=window, rope=None if window is None else config.rope))
+        for window in config.sliding_windows
+    )
+
+
+FAMILY = replace(cohere.FAMILY, Config=Config, layers=layers, doc=__doc__)

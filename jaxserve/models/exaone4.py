@@ -1,0 +1,64 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): OLMo 2 with norms of each head; models with windows do not rotate
+in the other layers.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import POST_NORMS, Layer
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": 4096,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one EXAONE 4."""
+
+    sliding_windows: tuple[int | None, ...]
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        pattern = fields.get("sliding_window_pattern")  # a number or, as in "LLLG", letters of which the last is "G"
+        if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+            fields["sliding_window_pattern"] = len(pattern)
+        window = hf_config.optional_integer(fields, "sliding_window")
+        period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
+        return cls(
+            **hf_config.as_llama(fields),
+            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
+            rope=hf_rope.rope(fields),
+        )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
+    layer = replace(config.layer, mixer=attention, norms=POST_NORMS)
+    if not any(config.sliding_windows):
+        return (layer,) * config.num_layers
+    return tuple(
+        replace(layer, mixer=replace(attention, sliding_window=window, rope=None if window is None else config.rope))
+        for window in config.sliding_windows
+    )
+
+
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
