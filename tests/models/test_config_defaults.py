@@ -48,7 +48,7 @@ def test_a_config_that_leaves_out_some_fields(path):
         partial = {name: value for name, value in fields.items() if name not in left_out}
         try:
             expected = read(completed(partial))
-        except (StrictDataclassError, ValueError, ZeroDivisionError):  # transformers refuses it
+        except (StrictDataclassError, ValueError, ZeroDivisionError, IndexError):  # transformers refuses it
             continue
         if isinstance(expected, str):  # what transformers would fail with later
             continue
