@@ -64,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "gptj": gptj.FAMILY,
     "granite": granite.FAMILY,
     "llama": llama.FAMILY,
+    "ministral": mistral.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmo2": olmo2.FAMILY,

@@ -1,5 +1,5 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and the same sliding window in all layers, or
-none.
+"""Mistral and Ministral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and a sliding window in all layers,
+in those that `layer_types` names, or in none.
 """
 
 import dataclasses
@@ -29,15 +29,17 @@ DEFAULTS: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one Mistral."""
 
-    sliding_window: int | None
+    sliding_windows: tuple[int | None, ...]
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
+        window = hf_config.optional_integer(fields, "sliding_window")
+        everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
         return cls(
             **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+            sliding_windows=hf_config.windows_by_type(fields, window, everywhere),
             rope=hf_rope.rope(fields),
         )
 

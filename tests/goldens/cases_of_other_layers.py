@@ -167,5 +167,10 @@ ADDED = {
             },
         },
     ),
+    "ministral_windows_by_layer": (
+        "ministral",
+        (4, 2, 10),
+        {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
 }
 """Golden models of families that were added later. The next ones go to the end: the order is part of the seeds."""
