@@ -107,6 +107,7 @@ NO_JAX = (
     "jaxserve.loading.gguf_tokenizer",
     "jaxserve.loading.hub",
     "jaxserve.loading.json_files",
+    "jaxserve.loading.model_types",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
     "jaxserve.loading.quantization_files",

@@ -12,6 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
@@ -21,9 +22,15 @@ _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
 
 def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfig:
-    """Return `config` with the names of its model and tokenizer replaced by paths. Raises as `resolve_model` does."""
+    """Return `config` with the names of its model and tokenizer replaced by paths.
+
+    Raises as `resolve_model` does, and CheckpointError for a model type that is not served.
+    """
     with_weights = config.load_format != "dummy"
     model = resolve_model(config.model, revision=config.revision, with_weights=with_weights, progress=progress)
+    described = pathlib.Path(model) / "config.json"
+    if described.is_file():
+        check_model_type(read_object(described), described)
     tokenizer = None if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
     return dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer)
 

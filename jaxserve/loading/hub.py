@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.model_types import check_model_type, is_unknown
 from jaxserve.loading.partial_files import no_bar
 from jaxserve.loading.pickles import why_not_read
 
@@ -70,7 +71,11 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
         folder = _snapshot(name, SMALL_FILES, ignored="*/*", is_offline=is_offline)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
-        stored_formats(folder, read_object(folder / "config.json"))  # before the weights are downloaded
+        fields = read_object(folder / "config.json")
+        if with_weights:  # all of this before they are downloaded
+            check_model_type(fields, f"{name.repo}/config.json")
+        if not is_unknown(fields):
+            stored_formats(folder, fields)
         if with_weights:
             commit = dataclasses.replace(name, revision=folder.name)
             _add_weights(commit, folder, progress=progress, is_offline=is_offline)

@@ -14,6 +14,7 @@ from jaxserve.layers.path_table import Ends
 from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope, frequencies
 from jaxserve.loading.bounds import MAX_CONTEXT
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.models import (
     bloom,
     cohere,
@@ -86,8 +87,8 @@ def get_family(hf_config: dict[str, Any]) -> Family:
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    what = "there is no model_type" if model_type is None else f"unknown model_type {model_type!r:.100}"
-    raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
+    check_model_type(hf_config)
+    raise CheckpointError("config.json: there is no model_type; `jaxserve models` lists the known ones")
 
 
 def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Ends]:

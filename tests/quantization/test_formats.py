@@ -63,6 +63,9 @@ HELD = {
     "awq": "uint4",
     "nvfp4": "e2m1",
     "nvfp4 of modelopt": "e2m1",
+    "nvfp4 of modelopt, activations as they are": "e2m1",
+    "mxfp8 of modelopt": "fp8",
+    "mxfp8": "fp8",
     "nvfp4 and fp8 of modelopt": ("e2m1", "fp8"),
     "mxfp4": "e2m1",
     "packed 4 and 8": ("int4", "int8"),
@@ -130,9 +133,9 @@ def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
     if "config_groups" in config:
         for described in (config := copy.deepcopy(config))["config_groups"].values():
             described["weights"] |= {"group_size": sizes.get(name), "symmetric": name != "packed zeros"}
-    elif config["quant_method"] == "gptq":
+    elif config.get("quant_method") == "gptq":
         config = config | {"group_size": sizes.get(name, 8)}
-    elif config["quant_method"] == "modelopt":
+    elif config.get("quant_method", "modelopt") == "modelopt":
         config = config | {"exclude_modules": ["lm_head*"]}
     quantized, floats = write_models(tmp_path, config, make)
     specs = load_golden(floats)[2].param_specs(load_golden(floats)[1])
@@ -154,8 +157,12 @@ NOT_IMPLIED = {
 """Cases in which only tensors tell."""
 
 
-def test_files_that_declare_it_instead_of_the_config(tmp_path):
-    """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed."""
+@pytest.mark.parametrize("says", [{}, {"quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, {"bits": 4}])
+def test_files_that_declare_it_instead_of_the_config(tmp_path, says):
+    """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed.
+
+    A field of the config that names no method says nothing then.
+    """
     for index, (file, content, make) in enumerate(
         [
             (
@@ -167,7 +174,7 @@ def test_files_that_declare_it_instead_of_the_config(tmp_path):
             ("quant_config.json", {"w_bit": 4, "q_group_size": 8, "zero_point": True, "version": "GEMM"}, stored.awq),
         ]
     ):
-        quantized, floats = write_models(tmp_path / str(index), {}, make)
+        quantized, floats = write_models(tmp_path / str(index), says, make)
         (quantized / file).write_text(json.dumps(content))
         jax.tree.map(np.testing.assert_array_equal, load_golden(quantized)[0], load_golden(floats)[0])
 
