@@ -6,21 +6,9 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 
 MODEL_TYPES = {
-    *(
-        "bloom",
-        "cohere",
-        "deepseek_v2",
-        "deepseek_v3",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-    ),
-    *("gpt_neox", "gpt_oss", "gptj", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "opt"),
-    *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
+    *("bloom", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3"),
+    *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
 }
 """The keys of `models.FAMILIES`. A config of another model type is refused as such before any of its fields is judged,
 as these may mean something else there.

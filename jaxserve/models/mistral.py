@@ -1,5 +1,5 @@
-"""Mistral and Ministral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and a sliding window in all layers,
-in those that `layer_types` names, or in none.
+"""Mistral and Ministral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and a sliding window in all layers
+(or in those that `layer_types` names), or in none.
 """
 
 import dataclasses
