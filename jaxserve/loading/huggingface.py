@@ -250,7 +250,12 @@ class SourceWeight:
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""
-        return (self.tensors[name].read() for name in self.spec.source)
+        tensors = (self.tensors[name] for name in self.spec.source)
+        is_exact = self.spec.is_exact
+        return (
+            tensor.read_in_float32() if is_exact and isinstance(tensor, QuantizedMatrix) else tensor.read()
+            for tensor in tensors
+        )
 
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:

@@ -125,6 +125,32 @@ def test_orders_of_inputs_that_are_not_held(tmp_path, caplog, change, reason):
     assert schemes["layers.0.attention.out"].has_order
 
 
+NEIGHBOURS = ["gptq order", "packed order", "gptq", "packed zeros", "awq", "float channel", "int8", "mxfp8"]
+
+
+@pytest.mark.parametrize("name", quick_only(NEIGHBOURS, "gptq order", "gptq", "float channel"))
+def test_a_part_has_the_values_of_its_codes_whatever_its_neighbours_are(tmp_path, monkeypatch, caplog, name):
+    """One part of a fused matrix is of floats, or all have orders of their own: nothing is rounded for that."""
+    orders = np.random.default_rng(5)
+    monkeypatch.setattr(stored, "product", lambda codes, scales: codes.astype(np.float32) * scales.astype(np.float32))
+    monkeypatch.setattr(stored, "in_order", lambda inputs, group: orders.permutation(np.arange(inputs) // group))
+    quantized, floats = write_models(tmp_path, *CASES[name])
+    if "order" not in name:
+        module = "model.layers.0.self_attn.k_proj."
+        tensors = stored.read(quantized / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+        part = {f"{module}weight": stored.read(floats / "model.safetensors")[f"{module}weight"]}
+        stored.save(kept | part, quantized / "model.safetensors")
+    _, config, family, _, mesh = load_golden(floats)
+    float32 = np.dtype(np.float32)
+    with caplog.at_level("INFO"):
+        specs = stored_specs(quantized, family.param_specs(config), dtype=float32, quantization=None)
+    assert "matrices are held as floats: parts of it" in caplog.text
+    params = load_weights(quantized, specs, dtype=float32, mesh=mesh, progress=False)
+    expected = load_golden(floats)[0]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), values_of(params), values_of(expected))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
     """Sizes are known before a download, and random weights are as the model's; groups as the config states them."""
