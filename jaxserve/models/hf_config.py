@@ -29,6 +29,8 @@ def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, s
             raise CheckpointError(f"config.json: {name} {fields[name]!r:.100} is not supported")
     for name in ("is_encoder_decoder", "add_cross_attention"):
         require(fields, name, False)
+    if fields.get("is_causal", True) is not True:
+        raise CheckpointError(f"config.json: is_causal {fields['is_causal']!r} is not supported, only True")
     given = {name: value for name, value in fields.items() if value is not None or name in NULL_SAYS_SOMETHING}
     renamed = {new: given[old] for old, new in old_names.items() if old in given}
     return defaults | renamed | given

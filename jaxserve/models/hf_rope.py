@@ -103,9 +103,10 @@ def rope_parameters(fields: Fields) -> Fields:
         require(given, name, 1)
     if unknown := sorted(given.keys() - _FIELDS - {"attn_factor", "extrapolation_factor"}):
         raise CheckpointError(f"config.json: unknown in rope_parameters or rope_scaling: {', '.join(unknown)}")
-    # Fields next to the object apply unless they are repeated inside.
-    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    return {name: fields[name] for name in outer if name in fields} | given
+    # Fields next to the object apply unless they are repeated inside; but the original context counts as it is outside.
+    outer = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
+    original = "original_max_position_embeddings"
+    return outer | given | ({original: fields[original]} if original in fields else {})
 
 
 def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_stretched: bool) -> Scaling | None:

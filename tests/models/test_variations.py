@@ -1,0 +1,100 @@
+"""Each field of a config.json that transformers reads changes what is computed as it does there, or is refused.
+
+`goldens/variations.py` has other values of each field, `variations.json` what transformers computes with them (`make
+goldens ONLY=variations`). Quick tests compare configs: a row that changes transformers' logits and leaves a family's
+Config as it is was read over. Slow ones compute the logits.
+"""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from naive import naive_logits
+from variations import changed, rows
+
+from jaxserve.errors import CheckpointError
+from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.models import get_family
+
+FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
+VARIATIONS = json.loads((FOLDER / "variations.json").read_text())
+TOLERANCE = 1e-4
+
+
+def served(directory):
+    """Return the family and the Config of a directory, None if it is refused."""
+    try:
+        fields = load_config(directory)
+        family = get_family(fields)
+        return family, family.Config.from_hf(fields)
+    except CheckpointError:
+        return None
+
+
+class Varied:
+    """A golden model in a directory of its own, whose config.json is changed."""
+
+    def __init__(self, name, folder):
+        self.golden, self.folder = FOLDER / name, folder
+        self.fields = json.loads((self.golden / "config.json").read_text())
+        self.outcomes = VARIATIONS["models"][name]
+        self.rows = rows(self.fields)
+        for path in self.golden.glob("model*"):
+            shutil.copyfile(path, folder / path.name)
+        self.base = served(self.golden)
+
+    def served(self, change):
+        (self.folder / "config.json").write_text(json.dumps(changed(self.fields, change)))
+        return served(self.folder)
+
+    def logits(self, family, config):
+        """Return the logits of the directory as it is, None if its weights do not fit."""
+        mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+        specs = family.param_specs(config)
+        try:
+            params = load_params(self.folder, specs, dtype=np.dtype(np.float32), mesh=mesh, progress=False)
+        except CheckpointError:
+            return None
+        token_ids = jnp.asarray(np.load(self.golden / "golden.npz")["token_ids"])
+        with jax.set_mesh(mesh):
+            return np.asarray(naive_logits(params, config, family, token_ids))
+
+
+@pytest.fixture(params=VARIATIONS["models"])
+def varied(request, tmp_path):
+    return Varied(request.param, tmp_path)
+
+
+def test_no_field_that_changes_the_logits_is_read_over(varied):
+    """A tensor that is missing or left over is refused when weights are loaded, so a Config that is equal is enough."""
+    assert len(varied.rows) == varied.outcomes["num_rows"], "make goldens ONLY=variations"
+    read_over = [label for label in varied.outcomes["changed"] if varied.served(varied.rows[label]) == varied.base]
+    assert read_over == []
+
+
+@pytest.mark.slow
+def test_logits_change_as_those_of_transformers(varied):
+    """Also where transformers changes nothing and a Config does."""
+    computed = {varied.base: varied.logits(*varied.served({}))}
+    largest = np.abs(computed[varied.base]).max()
+    wrong = []
+    for label, change in varied.rows.items():
+        found = varied.served(change)
+        if found is None or label in varied.outcomes["refused"]:
+            continue
+        if found not in computed:
+            computed[found] = varied.logits(*found)
+        if (logits := computed[found]) is None:
+            continue
+        kept = varied.outcomes["changed"].get(label)
+        if kept is None:
+            error = np.abs(logits - computed[varied.base]).max() if logits.shape == computed[varied.base].shape else 1e9
+        else:
+            error = max(abs(logits.flat[index] - value) for index, value in kept)
+        if error > TOLERANCE * largest:
+            wrong.append((label, float(error / largest)))
+    assert wrong == []
