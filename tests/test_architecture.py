@@ -99,6 +99,7 @@ NO_JAX = (
     "jaxserve.loading.builtin",
     "jaxserve.loading.classifier",
     "jaxserve.loading.dequantization",
+    "jaxserve.loading.generation_fields",
     "jaxserve.loading.gguf",
     "jaxserve.loading.gguf_config",
     "jaxserve.loading.gguf_keys",

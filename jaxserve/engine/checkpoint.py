@@ -19,6 +19,7 @@ from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activatio
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
+from jaxserve.loading.generation_fields import log_what_is_not_followed
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.quantization_files import rounds_to_integers
@@ -57,6 +58,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
         family = get_family(fields)
         model_config = family.Config.from_hf(fields)
     read_head(path, hidden_size=model_config.hidden_size)  # one that is wrong is reported now
+    log_what_is_not_followed(path)
     return config, Checkpoint(
         path=path,
         fields=fields,

@@ -17,7 +17,7 @@ import torch
 import transformers
 from cases import CASES
 from transformers.configuration_utils import PreTrainedConfig
-from variations import FIELDS, changed, rows
+from variations import DRAWN, FIELDS, GENERATION, changed, rows
 
 MODELS = (
     *("llama_untied", "ministral_windows_by_layer", "mistral_window", "qwen2_window", "qwen3_biases_window"),
@@ -134,6 +134,37 @@ def vary(golden, folder):
     return {"num_rows": len(tried), "changed": changing, "refused": refused}
 
 
+def draw(model, changes, prompt):
+    """Return the tokens that transformers draws with a generation_config.json, and their distributions; None if it
+    refuses it.
+    """
+    torch.manual_seed(0)
+    try:
+        config = transformers.GenerationConfig.from_dict(DRAWN | changes)
+        drawn = model.generate(
+            prompt, generation_config=config, return_dict_in_generate=True, output_scores=True, tokenizer=None
+        )
+    except Exception:  # whatever a config makes it fail with
+        return None
+    return drawn.sequences, torch.stack(drawn.scores).softmax(-1)
+
+
+def vary_generation(golden):
+    """Return which fields of generation_config.json change what is drawn, and which are refused as they are here."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(golden, dtype=torch.float32).eval()
+    prompt = torch.from_numpy(np.load(golden / "golden.npz")["token_ids"][:12]).long()[None]
+    base = draw(model, {}, prompt)
+    drawn = {name: draw(model, {name: value}, prompt) for name, value in GENERATION.items()}
+    refused = [name for name, found in drawn.items() if found is None]
+
+    def is_base(found):
+        shapes = [each.shape for each in found] == [each.shape for each in base]
+        return shapes and torch.equal(found[0], base[0]) and torch.allclose(found[1], base[1], atol=1e-4)
+
+    changed = [name for name, found in drawn.items() if found is not None and not is_base(found)]
+    return {"changed": changed, "refused": refused}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--goldens", type=pathlib.Path, default=pathlib.Path(__file__).parent)
@@ -144,6 +175,7 @@ def main():
     read = record_reads()
     path = arguments.goldens / "variations.json"
     found = json.loads(path.read_text()) if arguments.only else {"read": [], "models": {}}
+    found["generation"] = vary_generation(arguments.goldens / MODELS[0])
     for name in arguments.only or MODELS:
         with tempfile.TemporaryDirectory() as folder:
             found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder))

@@ -1,7 +1,8 @@
 """What a model directory may say: for each field that transformers reads, other values of it. No torch.
 
 `make_variations.py` has transformers read each of them (`variations.json`); `tests/models/test_variations.py` compares.
-A row is a set of changes to one file. A field that transformers begins to read is added here: the script names it.
+A row is a set of changes to one file. A field that transformers begins to read is added here: the script names it. For
+another file, add a table as GENERATION is, what transformers does with it to the script, and a test that compares.
 """
 
 import json
@@ -181,6 +182,55 @@ OLD_ROPES = (
     {"rope_theta": 77.0, "original_max_position_embeddings": 32, "rope_scaling": {"type": "yarn", "factor": 3.0}},
 )
 """Rotations as config.json had them before transformers 5: there is no rope_parameters then."""
+
+GENERATION = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.4,
+    "min_p": 0.3,
+    "repetition_penalty": 1.7,
+    "max_new_tokens": 3,
+    "eos_token_id": [*range(0, 100, 2)],
+    "do_sample": False,
+    "max_length": 30,
+    "min_length": 30,
+    "min_new_tokens": 4,
+    "no_repeat_ngram_size": 1,
+    "encoder_no_repeat_ngram_size": 1,
+    "encoder_repetition_penalty": 1.7,
+    "typical_p": 0.4,
+    "epsilon_cutoff": 0.05,
+    "eta_cutoff": 0.05,
+    "top_h": 0.4,
+    "bad_words_ids": [[7], [8, 9]],
+    "suppress_tokens": [7, 8],
+    "begin_suppress_tokens": [7, 8],
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 5,
+    "exponential_decay_length_penalty": [1, 1.5],
+    "sequence_bias": [[[7], 5.0]],
+    "guidance_scale": 1.5,
+    "num_beams": 2,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "length_penalty": 0.5,
+    "early_stopping": True,
+    "num_return_sequences": 2,
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "watermarking_config": {"bias": 2.5, "seeding_scheme": "lefthash"},
+    "token_healing": True,
+    "use_cache": False,
+    "low_memory": True,
+    "bos_token_id": 3,
+    "pad_token_id": 3,
+    "decoder_start_token_id": 3,
+}
+"""A value of each field of generation_config.json that may change what is drawn, and of some that do not."""
+DRAWN = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "eos_token_id": 5}
+"""The generation_config.json to which these are added."""
 
 
 def rows(fields):

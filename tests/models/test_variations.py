@@ -14,11 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from naive import naive_logits
-from variations import changed, rows
+from transformers import GenerationConfig
+from variations import FIELDS, GENERATION, changed, rows
 
+from jaxserve.engine.frontend import sampling_defaults
 from jaxserve.errors import CheckpointError
+from jaxserve.loading.generation_fields import NEUTRAL, log_what_is_not_followed
 from jaxserve.loading.huggingface import load_config, load_params
-from jaxserve.models import get_family
+from jaxserve.loading.json_files import eos_token_ids
+from jaxserve.loading.model_types import MODEL_TYPES
+from jaxserve.models import get_family, with_context
 
 FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
 VARIATIONS = json.loads((FOLDER / "variations.json").read_text())
@@ -60,13 +65,19 @@ class Varied:
         except CheckpointError:
             return None
         token_ids = jnp.asarray(np.load(self.golden / "golden.npz")["token_ids"])
-        with jax.set_mesh(mesh):
-            return np.asarray(naive_logits(params, config, family, token_ids))
+        with jax.set_mesh(mesh):  # rotations of transformers are those of the text's length
+            return np.asarray(naive_logits(params, with_context(config, len(token_ids)), family, token_ids))
 
 
 @pytest.fixture(params=VARIATIONS["models"])
 def varied(request, tmp_path):
     return Varied(request.param, tmp_path)
+
+
+def test_all_families_are_varied_and_all_fields_that_transformers_reads():
+    families = {json.loads((FOLDER / name / "config.json").read_text())["model_type"] for name in VARIATIONS["models"]}
+    assert families == MODEL_TYPES
+    assert {"hidden_act", "layer_types", "rope_parameters", "sliding_window"} < set(VARIATIONS["read"]) < set(FIELDS)
 
 
 def test_no_field_that_changes_the_logits_is_read_over(varied):
@@ -98,3 +109,41 @@ def test_logits_change_as_those_of_transformers(varied):
         if error > TOLERANCE * largest:
             wrong.append((label, float(error / largest)))
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", VARIATIONS.get("generation", {"changed": []})["changed"])
+def test_what_changes_generation_is_followed_or_said_not_to_be(tmp_path, caplog, name):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({name: GENERATION[name]}))
+    with caplog.at_level("WARNING"):
+        log_what_is_not_followed(tmp_path)
+    is_followed = bool(sampling_defaults(tmp_path) or eos_token_ids(json.loads(path.read_text()), path))
+    assert is_followed != (f"not followed: {name} {GENERATION[name]!r}"[:60] in caplog.text)
+
+
+HOW_IT_IS_COMPUTED = {
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"),
+    *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
+    *("is_assistant", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "target_lookbehind"),
+    *("num_assistant_tokens_schedule", "prefill_chunk_size", "prompt_lookup_num_tokens", "speculation_type"),
+    *("use_mtp", "output_attentions", "output_hidden_states", "output_logits", "output_scores"),
+    *("return_dict_in_generate", "transformers_version", "_from_model_config"),
+}
+"""Fields of generation_config.json about speculation, caches, and what transformers' `generate` returns."""
+
+
+def test_no_field_of_transformers_generation_is_forgotten():
+    assert vars(GenerationConfig()).keys() - HOW_IT_IS_COMPUTED <= GENERATION.keys() | NEUTRAL.keys()
+
+
+def test_neutral_values_and_other_fields_are_not_logged(tmp_path, caplog):
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    for config in (
+        neutral,
+        dict.fromkeys(NEUTRAL),
+        {"x": 1, "transformers_version": "5"},
+        {"max_new_tokens": 5, "max_length": 9},
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        log_what_is_not_followed(tmp_path)
+    assert caplog.text == ""
