@@ -23,7 +23,6 @@ def is_unknown(fields: Mapping[str, Any]) -> bool:
 
 def check_model_type(fields: Mapping[str, Any], where: object = "config.json") -> None:
     """Raise CheckpointError if a config, whose path is `where`, names a model type that is not served."""
-    if is_unknown(fields):
-        raise CheckpointError(
-            f"{where}: unknown model_type {fields['model_type']!r:.100}; `jaxserve models` lists the known ones"
-        )
+    name = fields.get("model_type")
+    if name is not None and (is_unknown(fields) or not isinstance(name, str)):
+        raise CheckpointError(f"{where}: unknown model_type {name!r:.100}; `jaxserve models` lists the known ones")

@@ -74,6 +74,8 @@ def ropes_by_type(
             raise CheckpointError(f"config.json: rope_parameters.{name} must be an object, got {kind!r:.100}")
     if not isinstance(scaling, dict):
         raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
+    if "type" in scaling and "rope_type" not in scaling:  # which transformers reads over in these families
+        raise CheckpointError(f"config.json: rope_scaling must have rope_type, got type {scaling['type']!r:.100}")
     everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
     local = {
         "rope_parameters": kinds.get("sliding_attention"),
