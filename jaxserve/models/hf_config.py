@@ -13,9 +13,9 @@ Fields = dict[str, Any]
 
 NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
-    *("q_lora_rank", "sliding_window"),
+    *("norm_topk_prob", "q_lora_rank", "rope_interleave", "sliding_window"),
 }
-"""Fields in which null is a value: the feature is absent, or the value follows from others."""
+"""Fields in which null is a value: the feature is absent, a flag is false, or the value follows from others."""
 
 
 def with_defaults(

@@ -5,8 +5,6 @@ A row is a set of changes to one file. A field that transformers begins to read 
 another file, add a table as GENERATION is, what transformers does with it to the script, and a test that compares.
 """
 
-import json
-
 ABSENT = object()
 """In a row: the field is left out."""
 
@@ -234,17 +232,21 @@ DRAWN = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "eos_token_id": 5}
 
 
 def rows(fields):
-    """Return the changes to a config.json of these fields, by a label; ABSENT ones are left out."""
+    """Return the changes to a config.json of these fields by a label: the field, and which of its values.
+
+    ABSENT ones are left out.
+    """
     changes = {}
     for name, values in FIELDS.items():
-        for given in values if name in fields else [each for each in values if each is not None][:IF_ABSENT]:
-            value = _value(given, fields.get(name), fields)
+        given = values if name in fields else [each for each in values if each is not None][:IF_ABSENT]
+        for index, each in enumerate(given):
+            value = _value(each, fields.get(name), fields)
             if value is not ABSENT and (name not in fields or fields[name] != value):
-                changes[f"{name} {json.dumps(value)}"] = {name: value}
+                changes[f"{name} {index}"] = {name: value}
         if name in fields:
             changes[f"{name} absent"] = {name: ABSENT}
-    for old in OLD_ROPES:
-        changes[f"before transformers 5 {json.dumps(old)}"] = {"rope_parameters": ABSENT} | old
+    for index, old in enumerate(OLD_ROPES):
+        changes[f"old rope {index}"] = {"rope_parameters": ABSENT} | old
     return changes
 
 
