@@ -31,7 +31,7 @@ MODELS = (
 NUM_KEPT = 2
 """Logits that are kept of a row: those that changed most."""
 THRESHOLD = 1e-5
-"""Of the largest logit: what changes less is the same."""
+"""A change of this part of the largest logit, or less, is none."""
 HARNESS = {
     *("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"),
     *("output_cross_attentions", "num_labels", "fusion_config", "auto_map", "vision_aspect_ratio"),

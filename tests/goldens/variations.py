@@ -16,7 +16,7 @@ WINDOWS = (5, 0, None)
 IF_ABSENT = 2
 """Values that are tried of a field that a config does not have; null says the same as its absence."""
 SIZES = (0.5, 2)
-"""Of a size: factors of the model's own."""
+"""Factors of a size that the model has."""
 
 FIELDS = {
     **dict.fromkeys(
