@@ -76,6 +76,8 @@ def ropes_by_type(
         raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
     if "type" in scaling and "rope_type" not in scaling:  # which transformers reads over in these families
         raise CheckpointError(f"config.json: rope_scaling must have rope_type, got type {scaling['type']!r:.100}")
+    # An original context outside of the objects is not read.
+    fields = {name: value for name, value in fields.items() if name != "original_max_position_embeddings"}
     everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
     local = {
         "rope_parameters": kinds.get("sliding_attention"),
