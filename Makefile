@@ -74,7 +74,7 @@ types: install
 # Golden values from transformers, for any SEED, of models whose name begins with ONLY. They need torch, hence a Python
 # 3.11 venv of their own.
 goldens:
-	tests/goldens/make.sh $(SEED) $(ONLY)
+	tests/goldens/make.sh "$(SEED)" "$(ONLY)"
 
 # The worst error of every model family against transformers.
 parity: install

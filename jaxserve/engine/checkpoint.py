@@ -20,6 +20,7 @@ from jaxserve.layers.sharding import check_mesh
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
+from jaxserve.loading.generation_fields import log_what_is_not_followed
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.quantization_files import rounds_to_integers
@@ -63,6 +64,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     read_reranker(path, fields)
     read_head(path, hidden_size=model_config.hidden_size)
     embedder = read_embedder(path, hidden_size=model_config.hidden_size)
+    log_what_is_not_followed(path)
     return config, Checkpoint(
         path=path,
         fields=fields,

@@ -75,6 +75,8 @@ class ParamSpec:
         dtype: None means the dtype that the engine serves in.
         quantize: marks the weights that `--quantization` rounds to codes.
         scheme: how a quantized weight is stored; None if it is not quantized.
+        is_exact: values that are made of a checkpoint's codes are rounded once, to the weight's dtype, as if the codes
+            were held; otherwise as the format's own package rounds them.
         is_absorbed: layers do more with its values than multiply by them, so it is never held as codes.
         init_scale: standard deviation of random initialisation, None for ones (norms), 0.0 for zeros (biases).
         expert_size: the whole inner size of an expert, for the weights of experts, all of which are sharded in the same
@@ -92,6 +94,7 @@ class ParamSpec:
     dtype: Any = None
     quantize: bool = False
     scheme: Scheme | None = None
+    is_exact: bool = False
     is_absorbed: bool = False
     init_scale: float | None = 0.02
     expert_size: int | None = None

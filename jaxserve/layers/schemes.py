@@ -15,12 +15,20 @@ from jaxserve.layers.sharding import mesh_axis, splits_by_expert
 from jaxserve.quantization.scheme import ROUNDED_EARLY_ON_HOPPER, ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Scheme
 
 
-def with_schemes(specs: Params, schemes: Mapping[str, Scheme], *, dtype: np.dtype) -> Params:
-    """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`."""
+def with_schemes(specs: Params, schemes: Mapping[str, Scheme | None], *, dtype: np.dtype) -> Params:
+    """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`.
+
+    None means the exact values of codes.
+    """
 
     def apply(path: Any, spec: ParamSpec) -> ParamSpec:
-        scheme = schemes.get(path_name(path))
-        return spec if scheme is None else dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
+        name = path_name(path)
+        if name not in schemes:
+            return spec
+        scheme = schemes[name]
+        if scheme is None:
+            return dataclasses.replace(spec, is_exact=True)
+        return dataclasses.replace(spec, scheme=scheme, dtype=spec.dtype_in(dtype))
 
     return jax.tree_util.tree_map_with_path(apply, specs)
 
@@ -56,13 +64,13 @@ def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
 
     def apply(spec: ParamSpec) -> ParamSpec:
         if spec.scheme is not None and spec.scheme.has_order and any(mesh_axis(axis, mesh) for axis in spec.axes):
-            return dataclasses.replace(spec, scheme=None)
+            return dataclasses.replace(spec, scheme=None, is_exact=True)
         on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
         if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
             return spec
         if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
             return spec
-        return dataclasses.replace(spec, scheme=None)
+        return dataclasses.replace(spec, scheme=None, is_exact=True)
 
     return jax.tree.map(apply, specs)
 

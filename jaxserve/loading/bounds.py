@@ -28,8 +28,11 @@ MAX_LABELS = 2**16
 MAX_FACTOR = 2.0**16
 """Limit of the factor by which positions are stretched; published ones are at most 64."""
 
+NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+"""Names of the number of layers after the last one that predict further tokens (MTP), which no family runs."""
+
 MAXIMA: dict[str, float] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", *NEXT_TOKEN_LAYERS), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),

@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.overrides import check_format, with_overrides
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
@@ -24,14 +25,20 @@ _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
 def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfig:
     """Return `config` with the names of its model and tokenizer replaced by paths, and what it says of the model's
-    files carried out (`with_overrides`). Raises as `resolve_model` does, and ConfigError.
+    files carried out (`with_overrides`).
+
+    Raises as `resolve_model` does, ConfigError, and CheckpointError for a model type that is not served.
     """
     with_weights = config.load_format != "dummy"
     if config.quantization in get_args(StoredFormat):  # before the weights are downloaded
         check_format(config.quantization, resolve_model(config.model, revision=config.revision, with_weights=False))
     model = resolve_model(config.model, revision=config.revision, with_weights=with_weights, progress=progress)
     tokenizer = None if config.tokenizer is None else resolve_tokenizer(config.tokenizer)
-    return with_overrides(dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer))
+    config = with_overrides(dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer))
+    described = pathlib.Path(config.model) / "config.json"
+    if described.is_file():
+        check_model_type(read_object(described), described)
+    return config
 
 
 def resolve_model(

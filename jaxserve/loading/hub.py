@@ -17,6 +17,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
 from jaxserve.loading.causality import check_causal
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.model_types import check_model_type, is_unknown
 from jaxserve.loading.partial_files import no_bar
 from jaxserve.loading.pickles import why_not_read
 
@@ -73,9 +74,13 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
         fields = read_object(folder / "config.json")
-        stored_formats(folder, fields)  # before the weights are downloaded
-        check_causal(fields)
-        _add_modules(name, folder, is_offline=is_offline)
+        # All of this before the weights are downloaded.
+        if with_weights:
+            check_model_type(fields, f"{name.repo}/config.json")
+        if not is_unknown(fields):
+            stored_formats(folder, fields)
+            check_causal(fields)
+            _add_modules(name, folder, is_offline=is_offline)
         if with_weights:
             commit = dataclasses.replace(name, revision=folder.name)
             _add_weights(commit, folder, progress=progress, is_offline=is_offline)

@@ -27,8 +27,10 @@ from jaxserve.layers.layouts import layouts, num_bytes
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
+from jaxserve.loading.bounds import NEXT_TOKEN_LAYERS
 from jaxserve.loading.classifier import HEAD, is_classifier
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.quantized import QuantizedMatrix, join_parts
@@ -55,6 +57,8 @@ KNOWN_EXTRAS = (
     "embed_out.weight",
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
+FURTHER_PREFIXES = ("mtp.", "model.mtp.")
+"""Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
 
 @runtime_checkable
@@ -107,13 +111,14 @@ class _Stored:
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """Return the fields of `path`/config.json; tie_word_embeddings is false if the files have an LM head of their own.
 
-    Raises CheckpointError if there is no such file, or no JSON object in it. `models.get_family` decides which
-    model_type is supported.
+    Raises CheckpointError if there is no such file, or no JSON object in it, and first of all for an unknown model
+    type.
     """
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
     fields = read_object(directory / "config.json")
+    check_model_type(fields, directory / "config.json")
     stored_formats(directory, fields)
     if is_classifier(fields):  # which has no LM head
         return fields | {"tie_word_embeddings": True}
@@ -245,7 +250,12 @@ class SourceWeight:
 
     def read_sources(self, dtype: np.dtype) -> Iterator[np.ndarray]:  # noqa: ARG002 (for sources that are made of others)
         """Read the tensors of the spec's `source`, in order; those that have to be computed may be in `dtype`."""
-        return (self.tensors[name].read() for name in self.spec.source)
+        tensors = (self.tensors[name] for name in self.spec.source)
+        is_exact = self.spec.is_exact
+        return (
+            tensor.read_in_float32() if is_exact and isinstance(tensor, QuantizedMatrix) else tensor.read()
+            for tensor in tensors
+        )
 
 
 def read_to_devices(weights: Params, layout: Params, *, dtype: np.dtype, progress: bool) -> Params:
@@ -400,19 +410,19 @@ def _is_classifier(directory: pathlib.Path) -> bool:
 
 
 def _further_layers(directory: pathlib.Path) -> range:
-    """Return the layers after the last one, with which DeepSeek V3 predicts further tokens
-    (`num_nextn_predict_layers`).
-    """
+    """Return the layers after the last one that predict further tokens, by any name of their number."""
     path = directory / "config.json"
     fields = read_object(path) if path.exists() else {}
-    first, count = fields.get("num_hidden_layers"), fields.get("num_nextn_predict_layers")
-    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
+    first, counts = fields.get("num_hidden_layers"), [fields.get(name) for name in NEXT_TOKEN_LAYERS]
+    count = max((count for count in counts if isinstance(count, int)), default=0)
+    return range(first, first + count) if isinstance(first, int) else range(0)
 
 
 def _is_extra(name: str, further_layers: range) -> bool:
     """Return true if checkpoints contain such a tensor though no model reads it."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return name.endswith(KNOWN_EXTRAS) or (layer is not None and int(layer[1]) in further_layers)
+    is_further = name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
+    return is_further or name.endswith(KNOWN_EXTRAS)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

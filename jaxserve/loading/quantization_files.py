@@ -80,7 +80,10 @@ def rounds_to_integers(fields: Mapping[str, Any]) -> bool:
 
 
 def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return the method and the object of each file or field about quantization, by a description of where it is."""
+    """Return the method and the object of each file or field about quantization, by a description of where it is.
+
+    A field that names no method is left out if a file does.
+    """
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     unknown = [f"{name} of its config.json" for name in _unknown_fields(fields)]
     unknown += sorted(
@@ -96,12 +99,19 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
         if content is not None and not isinstance(content, dict):
             raise CheckpointError(f"{directory / 'config.json'}: {name} must be an object, got {content!r:.100}")
         if content:
-            found[f"{name} in its config.json"] = content.get("quant_method") or method, content
+            found[f"{name} in its config.json"] = content.get("quant_method") or method or _producer(content), content
     for name, method in FILES.items():
         if (directory / name).is_file():
             content = read_object(directory / name)
             found[name] = method or content.get("quant_method"), content
-    return found
+    has_file = any(method for where, (method, _) in found.items() if where in FILES)
+    return {where: each for where, each in found.items() if each[0] or where in FILES or not has_file}
+
+
+def _producer(content: Mapping[str, Any]) -> str | None:
+    """Return the method of an object without one by its producer: modelopt names itself so."""
+    producer = content.get("producer")
+    return "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else None
 
 
 def _unknown_fields(fields: Mapping[str, Any], prefix: str = "") -> list[str]:

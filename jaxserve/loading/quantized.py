@@ -44,6 +44,10 @@ class QuantizedMatrix:
         """Return the values in the type of the scales. Raises CheckpointError for codes that make no sense."""
         return self._codes().dequantize()
 
+    def read_in_float32(self) -> np.ndarray:
+        """Return the values with no product rounded to the scales' type. Raises CheckpointError as `read` does."""
+        return self._codes().values_in_float32()
+
     def scheme(self) -> Scheme | str:
         """Return how an engine can hold the codes as they are, or why it has to hold the values.
 

@@ -61,13 +61,14 @@ def stored_specs(
     """Return `specs` with the schemes by which an engine that serves in `dtype` holds the weights.
 
     Codes of a checkpoint or a store are held as they are, unless `dequantizes` is set, or for a checkpoint if there is
-    a reason (`why_not_held`). With `quantization`, matrices are rounded to codes while they are loaded. Raises
-    ConfigError for options that contradict the contents of a store.
+    a reason (`why_not_held`): then the values that the codes stand for. With `quantization`, matrices are rounded to
+    codes while they are loaded. Raises ConfigError for options that contradict the contents of a store.
     """
     schemes = {} if quantization is None else rounded_to(specs, SCHEMES[quantization])
     if not store_manifest.is_store(path):
         if quantization is None and not dequantizes:
-            schemes = _held_schemes(path, specs, why_not_held or (lambda spec, scheme: None))  # noqa: ARG005
+            held = _held_schemes(path, specs, why_not_held or (lambda spec, scheme: None))  # noqa: ARG005
+            return with_schemes(specs, held, dtype=dtype)
         return with_schemes(specs, schemes, dtype=dtype)
     stored = store_manifest.read_manifest(path).schemes
     if quantization is not None and stored != schemes:
@@ -78,11 +79,14 @@ def stored_specs(
     return specs if dequantizes else with_schemes(specs, stored, dtype=dtype)
 
 
-def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotHeld) -> dict[str, Scheme]:
-    """Return the schemes of the weights whose codes are held, by path in the tree, and log why others are not."""
+def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotHeld) -> dict[str, Scheme | None]:
+    """Return the schemes of the weights whose codes are held, by path in the tree.
+
+    Those whose values are held instead have None, and the log says why: what is held does not change the values.
+    """
     if pathlib.Path(path).is_dir() and not huggingface.is_quantized(path):
         return {}
-    held: dict[str, Scheme] = {}
+    held: dict[str, Scheme | None] = {}
     reasons: collections.Counter[str] = collections.Counter()
     with _open_described(path, specs) as weights:
         for where, weight in jax.tree_util.tree_leaves_with_path(weights):
@@ -91,6 +95,7 @@ def _held_schemes(path: str | pathlib.Path, specs: Params, why_not_held: WhyNotH
             if isinstance(scheme, Scheme) and reason is None:
                 held[path_name(where)] = scheme
             elif reason is not None:
+                held[path_name(where)] = None
                 reasons[reason] += 1
     for reason, count in reasons.items():
         logger.info("codes of %d matrices are held as floats: %s", count, reason)

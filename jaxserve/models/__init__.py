@@ -14,6 +14,7 @@ from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.causality import check_causal
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.models import (
     arcee,
     bloom,
@@ -71,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "gptj": gptj.FAMILY,
     "granite": granite.FAMILY,
     "llama": llama.FAMILY,
+    "ministral": mistral.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmo2": olmo2.FAMILY,
@@ -93,12 +95,12 @@ def get_family(hf_config: dict[str, Any]) -> Family:
 
     Raises CheckpointError for attention to later tokens, which no family computes, and for an unknown `model_type`.
     """
-    check_causal(hf_config)
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in FAMILIES:
+        check_causal(hf_config)
         return FAMILIES[model_type]
-    what = "there is no model_type" if model_type is None else f"unknown model_type {model_type!r:.100}"
-    raise CheckpointError(f"config.json: {what}; `jaxserve models` lists the known ones")
+    check_model_type(hf_config)
+    raise CheckpointError("config.json: there is no model_type; `jaxserve models` lists the known ones")
 
 
 def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Ends]:

@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-OLD_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
         if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
             # This mode leaves out biases that the checkpoint has.
             raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")

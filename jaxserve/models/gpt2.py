@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-OLD_NAMES = {
+ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head",
@@ -47,7 +47,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
         # Scores are always summed in float32 here, which is all that reorder_and_upcast_attn asks for.
         hf_config.flag(fields, "reorder_and_upcast_attn")
         hidden_size = hf_config.integer(fields, "n_embd")

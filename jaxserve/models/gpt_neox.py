@@ -26,7 +26,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-OLD_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+ALIASES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+"""Names of this family outside of rope_parameters, where transformers does not read the others'."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
+        known = {name: value for name, value in fields.items() if name not in ALIASES.values()}
+        fields = hf_config.with_defaults(known, DEFAULTS, aliases=ALIASES)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
         return cls(
             **hf_config.sizes(fields),

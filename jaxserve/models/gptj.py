@@ -32,7 +32,7 @@ class Config(DecoderConfig):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=gpt2.OLD_NAMES)
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=gpt2.ALIASES)
         hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("n_embd", "n_head"))
         head_dim = hf_config.quotient(fields, "n_embd", "n_head")
         rotary_dim = hf_config.integer(fields, "rotary_dim")

@@ -13,15 +13,22 @@ Fields = dict[str, Any]
 
 NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
-    *("q_lora_rank", "sliding_window"),
+    *("norm_topk_prob", "q_lora_rank", "rope_interleave", "sliding_window"),
 }
-"""Fields in which null is a value: the feature is absent, or the value follows from others."""
+"""Fields in which null is a value: the feature is absent, a flag is false, or the value follows from others."""
 
 
-def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, str] = MappingProxyType({})) -> Fields:
+def with_defaults(
+    fields: Fields,
+    defaults: Fields,
+    *,
+    old_names: Mapping[str, str] = MappingProxyType({}),
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> Fields:
     """Fill in a family's `defaults` for fields that are missing, or null where null has no meaning.
 
-    `old_names` are alternative names of fields, used if the field itself is missing. Raises CheckpointError for fields
+    `old_names` are alternative names of fields, used if the field itself is missing; `aliases` count even if it is not,
+    as those of transformers do. Raises CheckpointError for fields
     that would change what any family computes, but are not supported.
     """
     for name in ("per_layer_config", "pruned_heads"):
@@ -29,9 +36,11 @@ def with_defaults(fields: Fields, defaults: Fields, *, old_names: Mapping[str, s
             raise CheckpointError(f"config.json: {name} {fields[name]!r:.100} is not supported")
     for name in ("is_encoder_decoder", "add_cross_attention"):
         require(fields, name, False)
+    if fields.get("is_causal", True) is not True:
+        raise CheckpointError(f"config.json: is_causal {fields['is_causal']!r} is not supported, only True")
     given = {name: value for name, value in fields.items() if value is not None or name in NULL_SAYS_SOMETHING}
     renamed = {new: given[old] for old, new in old_names.items() if old in given}
-    return defaults | renamed | given
+    return defaults | renamed | given | {new: given[alias] for alias, new in aliases.items() if alias in given}
 
 
 def integer(fields: Fields, name: str, default: int | None = None, *, minimum: int = 1) -> int:

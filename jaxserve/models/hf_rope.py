@@ -74,6 +74,10 @@ def ropes_by_type(
             raise CheckpointError(f"config.json: rope_parameters.{name} must be an object, got {kind!r:.100}")
     if not isinstance(scaling, dict):
         raise CheckpointError(f"config.json: rope_scaling must be an object, got {scaling!r:.100}")
+    if "type" in scaling and "rope_type" not in scaling:  # which transformers reads over in these families
+        raise CheckpointError(f"config.json: rope_scaling must have rope_type, got type {scaling['type']!r:.100}")
+    # An original context outside of the objects is not read.
+    fields = {name: value for name, value in fields.items() if name != "original_max_position_embeddings"}
     everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
     local = {
         "rope_parameters": kinds.get("sliding_attention"),
@@ -103,9 +107,10 @@ def rope_parameters(fields: Fields) -> Fields:
         require(given, name, 1)
     if unknown := sorted(given.keys() - _FIELDS - {"attn_factor", "extrapolation_factor"}):
         raise CheckpointError(f"config.json: unknown in rope_parameters or rope_scaling: {', '.join(unknown)}")
-    # Fields next to the object apply unless they are repeated inside.
-    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    return {name: fields[name] for name in outer if name in fields} | given
+    # Fields next to the object apply unless they are repeated inside; but the original context counts as it is outside.
+    outer = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
+    original = "original_max_position_embeddings"
+    return outer | given | ({original: fields[original]} if original in fields else {})
 
 
 def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_stretched: bool) -> Scaling | None:

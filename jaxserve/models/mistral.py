@@ -1,5 +1,5 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and the same sliding window in all layers, or
-none.
+"""Mistral and Ministral (Jiang et al. 2023, arXiv:2310.06825): Llama without biases, and a sliding window in all layers
+(or in those that `layer_types` names), or in none.
 """
 
 import dataclasses
@@ -30,23 +30,27 @@ DEFAULTS: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one Mistral."""
 
-    sliding_window: int | None
+    sliding_windows: tuple[int | None, ...]
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
+        window = hf_config.optional_integer(fields, "sliding_window")
+        everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
         return cls(
             **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+            sliding_windows=hf_config.windows_by_type(fields, window, everywhere),
             rope=hf_rope.rope(fields),
         )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, sliding_window=config.sliding_window)
-    return (replace(config.layer, mixer=attention),) * config.num_layers
+    return tuple(
+        replace(config.layer, mixer=replace(config.attention, sliding_window=window))
+        for window in config.sliding_windows
+    )
 
 
 FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

@@ -120,11 +120,15 @@ class Blocks:
 
     def dequantize(self) -> Float[np.ndarray, "N K"]:
         """Return the values, rounded from float32 to the type that the model had."""
+        return self.values_in_float32().astype(_DTYPES[self.state.dtype])
+
+    def values_in_float32(self) -> Float32[np.ndarray, "N K"]:
+        """Return the values as they are before that."""
         num_values = math.prod(self.state.shape)
         table = np.array(KINDS[self.state.codes].values, np.float32)
         values = table[unpack_pairs(swapped(self.codes))][:num_values]
         products = values * np.repeat(self.scales, self.state.block)[:num_values]
-        return products.reshape(self.state.shape).astype(_DTYPES[self.state.dtype])
+        return products.reshape(self.state.shape)
 
     def parts(self, scheme: Scheme) -> Parts:
         """Return the codes with the first of a byte in its lower half, and the scale of each group's block."""
@@ -202,6 +206,8 @@ class Magnitudes:
     def dequantize(self) -> Float32[np.ndarray, "N K"]:
         """Return the values, rounded twice as bitsandbytes does."""
         return self.codes.astype(np.float32) * self.largest[:, None] * np.float32(1 / 127)
+
+    values_in_float32 = dequantize
 
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the codes as they are, with scales."""

@@ -59,7 +59,10 @@ def _modelopt(config: Config, where: str) -> tuple[Format, ...]:
     return tuple(dict.fromkeys(MODELOPT_FORMATS[layer["quant_algo"]] for layer in layers.values()))
 
 
-MODELOPT_FORMATS: dict[str, Format] = {"FP8": Plain(), "NVFP4": nvfp4.MODELOPT}
+MODELOPT_FORMATS: dict[str, Format] = {
+    **dict.fromkeys(("FP8", "MXFP8"), Plain()),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), nvfp4.MODELOPT),
+}
 """Formats of modelopt by its names; which of them a matrix has, its tensors show."""
 
 
@@ -98,6 +101,8 @@ def _group(name: str, group: Any, config: Config, where: str) -> Format:
         case "float-quantized" | "naive-quantized", "float", 8:
             return Plain(block=_block(weights.get("block_structure"), where))
         case "int-quantized" | "naive-quantized", "int", 8:
+            return Plain()
+        case "mxfp8-quantized", "float", 8:
             return Plain()
         case "pack-quantized", "int", 2 | 4 | 8:
             return Packed(bits=bits)

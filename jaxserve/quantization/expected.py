@@ -19,6 +19,7 @@ Config = Mapping[str, Any]
 
 HEAD = "lm_head"
 NVFP4 = Scheme(codes="e2m1", group_size=nvfp4.GROUP, scale_dtype="float8_e4m3fn", factor_dtype="float32")
+MXFP8 = Scheme(codes="fp8", group_size=32, scale_dtype="bfloat16")
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
 """Fields that list modules which stay floats, by parts of their names."""
 
@@ -71,7 +72,10 @@ def _modelopt(config: Config, module: str) -> Scheme | None:
     algorithm = config.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         algorithm = config["quantized_layers"].get(module, {}).get("quant_algo")
-    return {"FP8": Scheme(codes="fp8"), "NVFP4": NVFP4}.get(str(algorithm))
+    return _OF_MODELOPT.get(str(algorithm))
+
+
+_OF_MODELOPT = {"FP8": Scheme(codes="fp8"), "MXFP8": MXFP8, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
 
 
 def _compressed_tensors(config: Config, module: str) -> Scheme | None:
@@ -99,6 +103,8 @@ def _of_group(kind: Any, weights: Config) -> Scheme | None:
             return NVFP4
         case "mxfp4-pack-quantized":
             return mxfp4.SCHEME
+        case "mxfp8-quantized":
+            return MXFP8
         case "pack-quantized":
             return _integers(weights["num_bits"], is_symmetric=weights.get("symmetric", True), size=size)
     name = "fp8" if weights.get("type") == "float" else "int8"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import BFloat16, UInt8
+from jaxtyping import BFloat16, Float32, UInt8
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import values_of
@@ -55,7 +55,11 @@ class Pairs:
 
     def dequantize(self) -> BFloat16[np.ndarray, "N K"]:
         """Return the values in bfloat16, which holds them all exactly."""
-        return values_of(SCHEME, self.parts(SCHEME)).astype(ml_dtypes.bfloat16)
+        return self.values_in_float32().astype(ml_dtypes.bfloat16)
+
+    def values_in_float32(self) -> Float32[np.ndarray, "N K"]:
+        """Return the same values in float32."""
+        return values_of(SCHEME, self.parts(SCHEME))
 
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the arrays as they are."""

@@ -83,6 +83,8 @@ class FloatPairs:
         values = unpack_pairs(self.codes).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         return values * np.repeat(scales, GROUP, axis=1)
 
+    values_in_float32 = dequantize
+
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the arrays as they are, with a factor for each output."""
         factor = np.float32(1) / self.matrix_scale if self.is_divisor else self.matrix_scale

@@ -1,7 +1,7 @@
 """Matrices of 8-bit codes in the order of the matrix, [outputs, inputs], with separate scales.
 
 `fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which nevertheless multiply),
-`fbgemm_fp8`, FP8 of modelopt, and float-quantized and int-quantized of compressed-tensors.
+`fbgemm_fp8`, FP8 and MXFP8 of modelopt, and float-quantized, int-quantized and mxfp8-quantized of compressed-tensors.
 """
 
 import dataclasses
@@ -17,8 +17,10 @@ from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Header
 
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
-SCALE_TYPES: dict[str, ScaleName] = {**SCALE_NAMES, "F8_E8M0": "bfloat16"}
-"""Types of scales, and what they are held as: powers of two (e8m0) in bfloat16, which has them all."""
+SCALE_TYPES: dict[str, ScaleName] = {**SCALE_NAMES, "F8_E8M0": "bfloat16", "U8": "bfloat16"}
+"""Types of scales, and what they are held as: powers of two (e8m0, MXFP8 stores them as bytes) in bfloat16, which has
+them all.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,8 @@ class Plain:
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:  # noqa: ARG002 (nothing can be wrong)
         """Return the codes, with a row of scales for each output."""
         [scales] = [tensors[name] for name in SCALES if name in tensors]
-        if scales.dtype == ml_dtypes.float8_e8m0fnu:
-            scales = scales.astype(ml_dtypes.bfloat16)
+        if scales.dtype.itemsize == 1:
+            scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(ml_dtypes.bfloat16)
         codes = tensors["weight"]
         outputs, inputs = codes.shape
         per_group = self._per_group(scales.shape, codes.shape)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int32, Integer, Shaped
+from jaxtyping import Float, Float32, Int32, Integer, Shaped
 
 from jaxserve.quantization.scheme import CodeName, Parts, Scheme, pack
 
@@ -29,6 +29,10 @@ class Stored(Protocol):
 
     def dequantize(self) -> Float[np.ndarray, "N K"]:
         """Return the dequantized values, as the format's own package computes them."""
+        ...
+
+    def values_in_float32(self) -> Float32[np.ndarray, "N K"]:
+        """Return the dequantized values with no product rounded to a narrower type, as if codes were held."""
         ...
 
     def parts(self, scheme: Scheme) -> Parts:
@@ -56,6 +60,10 @@ class Codes:
         if self.zeros is not None:
             values = values.astype(np.int16) - self.zeros.astype(np.int16)[:, groups]
         return values.astype(self.scales.dtype) * self.scales[:, groups]
+
+    def values_in_float32(self) -> Float32[np.ndarray, "N K"]:
+        """Return the dequantized values, computed in float32."""
+        return dataclasses.replace(self, scales=self.scales.astype(np.float32)).dequantize()
 
     def parts(self, scheme: Scheme) -> Parts:
         """Return the arrays that `scheme`, one that the format has given, stores a matrix as.

@@ -8,6 +8,7 @@ from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -43,6 +44,7 @@ FAMILIES = {
 }
 HAVE_HEAD_DIM = {
     "llama",
+    "ministral",
     "mistral",
     "qwen3",
     "gemma",

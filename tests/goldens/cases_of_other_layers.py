@@ -167,6 +167,11 @@ ADDED = {
             },
         },
     ),
+    "ministral_windows_by_layer": (
+        "ministral",
+        (4, 2, 10),
+        {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "smollm3_untied_biases": (
         "smollm3",
         (4, 2, 10),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Remake the golden values from transformers: tests/goldens/make.sh [SEED [ONLY]], or `make goldens SEED=n ONLY=olmo3`, of
-# all models or of those whose name begins with ONLY.
+# Remake the golden values: tests/goldens/make.sh [SEED [ONLY]], or `make goldens SEED=n ONLY=olmo3`. ONLY is the beginning
+# of models' names, "ropes", "variations" or "quantized"; nothing else is installed for it or written. Without it, all.
 # They need torch, which has no wheels for every Python that jaxserve runs on, hence a Python 3.11 venv of their own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -22,19 +22,49 @@ find_python() {
 
 transformers=$(grep '^transformers==' constraints.txt)
 gptqmodel=gptqmodel-7.7.0
-packages=(torch==2.13.0 "$transformers" safetensors numpy compressed-tensors==0.20.0 bitsandbytes==0.50.2 gguf==0.19.0)
-installed=$("$venv/bin/python" -m pip freeze 2>/dev/null || true)
-if [[ $(printf '%s\n' "${packages[@]}" | grep == | grep -cxFf - <(echo "$installed" | sed 's/+cpu$//')) -lt 5 ]]; then
-    python=$(find_python)
-    "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet "${packages[@]}"
-fi
-if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_quantized.py
-    "$venv/bin/python" -m pip install --quiet setuptools logbar pypcre threadpoolctl
-    "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d "$venv" \
-        "${gptqmodel/-/==}"
-    tar -xzf "$venv/$gptqmodel.tar.gz" -C "$venv"
-fi
-"$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed" --only "$only"
-if [[ -n $only ]]; then exit; fi
-exec "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed" --gptqmodel "$venv/$gptqmodel"
+of_models=(torch==2.13.0 "$transformers" safetensors numpy)
+of_formats=(compressed-tensors==0.20.0 bitsandbytes==0.50.2 gguf==0.19.0 setuptools logbar pypcre threadpoolctl)
+
+install() {
+    local name installed
+    [[ -x $venv/bin/python ]] || "$(find_python)" -m venv "$venv"
+    installed=$("$venv/bin/python" -m pip list --format freeze | sed 's/+cpu$//')
+    for name in "$@"; do
+        [[ $name == *==* ]] || name="$name==.*"
+        if ! grep -qx "$name" <<<"$installed"; then
+            "$venv/bin/python" -m pip install --quiet "$@"
+            return
+        fi
+    done
+}
+
+make_models() {
+    install "${of_models[@]}"
+    "$venv/bin/python" tests/goldens/make_goldens.py --seed "$seed" --only "$1"
+}
+
+make_variations() {
+    install "${of_models[@]}"
+    "$venv/bin/python" tests/goldens/make_variations.py
+}
+
+make_quantized() {
+    install "${of_models[@]}" "${of_formats[@]}"
+    if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_quantized.py
+        "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d "$venv" \
+            "${gptqmodel/-/==}"
+        tar -xzf "$venv/$gptqmodel.tar.gz" -C "$venv"
+    fi
+    "$venv/bin/python" tests/goldens/make_quantized.py --seed "$seed" --gptqmodel "$venv/$gptqmodel"
+}
+
+case $only in
+    quantized) make_quantized ;;
+    variations) make_variations ;;
+    "")
+        make_models ""
+        make_variations
+        make_quantized
+        ;;
+    *) make_models "$only" ;;
+esac

@@ -177,13 +177,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(__file__).parent)
-    parser.add_argument("--only", default="", help="make those whose name begins so, and leave the others")
+    parser.add_argument("--only", default="", help='make models whose name begins so, or "ropes", and nothing else')
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    for name in (name for name in CASES if name.startswith(arguments.only)):
+    names = [name for name in CASES if name.startswith(arguments.only)]
+    if not names and arguments.only != "ropes":
+        raise SystemExit(f"there is no model whose name begins with {arguments.only!r}: {', '.join(CASES)}")
+    for name in names:
         shutil.rmtree(arguments.output / name, ignore_errors=True)
         make_golden(arguments.output, name, arguments.seed)
-    make_ropes(arguments.output / "ropes.json", arguments.seed)
+    if arguments.only in ("", "ropes"):
+        make_ropes(arguments.output / "ropes.json", arguments.seed)
 
 
 if __name__ == "__main__":

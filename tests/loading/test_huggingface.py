@@ -1,17 +1,25 @@
 """Reading Hugging Face directories: dtypes, shards, sharded devices, and one clear complaint about a wrong one."""
 
 import json
+import shutil
 import tracemalloc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_models import GOLDENS
 from safetensors.numpy import save_file
 
+from jaxserve.config import EngineConfig
+from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.params import ParamSpec
+from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.huggingface import load_config, load_params, resolve_dtype
+from jaxserve.overview import needs
+
+LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
 
 SPECS = {
     "up": ParamSpec(shape=(8, 4), axes=("ffn", "embed"), source=("up.weight",)),
@@ -111,6 +119,46 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
         config.write_text(fields)
         with pytest.raises(CheckpointError, match=r"unexpected: .*model\.layers\.4\.eh_proj\.weight"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"])
+def test_the_number_of_further_layers_has_several_names(tmp_path, name):
+    behind = {"model.layers.3.eh_proj.weight": np.ones(4, np.float32)}
+    save_file(make_tensors() | behind, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, name: 1}))
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight", "model.mtp.norm.weight"])
+def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
+    save_file(make_tensors() | {name: np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "nemotron_h", "time_step_limit": [0.0, float("inf")]},
+        {"model_type": "qwen3_next", "layer_types": "linear", "rope_scaling": []},
+        {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp4"}},
+        {"model_type": "nemotron_h", "num_labels": "two", "load_in_4bit": True},
+        {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    ],
+)
+def test_an_unknown_family_is_refused_as_such_whatever_else_its_config_says(tmp_path, changes):
+    path = shutil.copytree(LLAMA, tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(fields))
+    refusal = f"model/config.json: unknown model_type '{changes['model_type']}'; `jaxserve models` lists the known ones"
+    for read in (
+        lambda: load_config(path),
+        lambda: resolve_names(EngineConfig(model=str(path))),
+        lambda: needs(str(path), memory=2**30),
+        lambda: convert(str(path), tmp_path / "store", progress=False),
+    ):
+        with pytest.raises(CheckpointError) as failure:
+            read()
+        assert refusal in str(failure.value)
 
 
 def test_checkpoint_of_the_model_without_its_head(tmp_path):

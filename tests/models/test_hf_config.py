@@ -179,6 +179,10 @@ def test_windows_of_mistral():
     assert windows("mistral") == [4096] * 3
     assert windows("mistral", sliding_window=16) == [16] * 3
     assert windows("mistral", sliding_window=None) == [None] * 3
+    for model_type in ("mistral", "ministral"):
+        kinds = ["full_attention", "sliding_attention", "full_attention"]
+        assert windows(model_type, sliding_window=16, layer_types=kinds) == [None, 16, None]
+        assert windows(model_type, sliding_window=16, layer_types=None) == [16] * 3
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])

@@ -19,6 +19,7 @@ from naive import naive_greedy, naive_logits
 
 from jaxserve.layers.layouts import layouts, put
 from jaxserve.loading.huggingface import load_config
+from jaxserve.loading.model_types import MODEL_TYPES
 from jaxserve.models import FAMILIES, get_family
 
 TOLERANCE = 2e-5
@@ -45,7 +46,7 @@ def assert_close(logits, golden):
 
 
 def test_every_family_has_goldens():
-    assert {load_config(path)["model_type"] for path in GOLDENS} == set(FAMILIES)
+    assert {load_config(path)["model_type"] for path in GOLDENS} == set(FAMILIES) == MODEL_TYPES
 
 
 def test_full_forward(golden):

@@ -63,6 +63,9 @@ HELD = {
     "awq": "uint4",
     "nvfp4": "e2m1",
     "nvfp4 of modelopt": "e2m1",
+    "nvfp4 of modelopt, activations as they are": "e2m1",
+    "mxfp8 of modelopt": "fp8",
+    "mxfp8": "fp8",
     "nvfp4 and fp8 of modelopt": ("e2m1", "fp8"),
     "mxfp4": "e2m1",
     "packed 4 and 8": ("int4", "int8"),
@@ -122,6 +125,32 @@ def test_orders_of_inputs_that_are_not_held(tmp_path, caplog, change, reason):
     assert schemes["layers.0.attention.out"].has_order
 
 
+NEIGHBOURS = ["gptq order", "packed order", "gptq", "packed zeros", "awq", "float channel", "int8", "mxfp8"]
+
+
+@pytest.mark.parametrize("name", quick_only(NEIGHBOURS, "gptq order", "gptq", "float channel"))
+def test_a_part_has_the_values_of_its_codes_whatever_its_neighbours_are(tmp_path, monkeypatch, caplog, name):
+    """One part of a fused matrix is of floats, or all have orders of their own: nothing is rounded for that."""
+    orders = np.random.default_rng(5)
+    monkeypatch.setattr(stored, "product", lambda codes, scales: codes.astype(np.float32) * scales.astype(np.float32))
+    monkeypatch.setattr(stored, "in_order", lambda inputs, group: orders.permutation(np.arange(inputs) // group))
+    quantized, floats = write_models(tmp_path, *CASES[name])
+    if "order" not in name:
+        module = "model.layers.0.self_attn.k_proj."
+        tensors = stored.read(quantized / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+        part = {f"{module}weight": stored.read(floats / "model.safetensors")[f"{module}weight"]}
+        stored.save(kept | part, quantized / "model.safetensors")
+    _, config, family, _, mesh = load_golden(floats)
+    float32 = np.dtype(np.float32)
+    with caplog.at_level("INFO"):
+        specs = stored_specs(quantized, family.param_specs(config), dtype=float32, quantization=None)
+    assert "matrices are held as floats: parts of it" in caplog.text
+    params = load_weights(quantized, specs, dtype=float32, mesh=mesh, progress=False)
+    expected = load_golden(floats)[0]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), values_of(params), values_of(expected))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
     """Sizes are known before a download, and random weights are as the model's; groups as the config states them."""
@@ -130,9 +159,9 @@ def test_a_config_without_weights_implies_the_same_schemes(tmp_path, name):
     if "config_groups" in config:
         for described in (config := copy.deepcopy(config))["config_groups"].values():
             described["weights"] |= {"group_size": sizes.get(name), "symmetric": name != "packed zeros"}
-    elif config["quant_method"] == "gptq":
+    elif config.get("quant_method") == "gptq":
         config = config | {"group_size": sizes.get(name, 8)}
-    elif config["quant_method"] == "modelopt":
+    elif config.get("quant_method", "modelopt") == "modelopt":
         config = config | {"exclude_modules": ["lm_head*"]}
     quantized, floats = write_models(tmp_path, config, make)
     specs = load_golden(floats)[2].param_specs(load_golden(floats)[1])
@@ -154,8 +183,12 @@ NOT_IMPLIED = {
 """Cases in which only tensors tell."""
 
 
-def test_files_that_declare_it_instead_of_the_config(tmp_path):
-    """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed."""
+@pytest.mark.parametrize("says", [{}, {"quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}, {"bits": 4}])
+def test_files_that_declare_it_instead_of_the_config(tmp_path, says):
+    """Checkpoints of NVIDIA, AutoGPTQ and AutoAWQ do so; scales of activations and of KV are not needed.
+
+    A field of the config that names no method says nothing then.
+    """
     for index, (file, content, make) in enumerate(
         [
             (
@@ -167,7 +200,7 @@ def test_files_that_declare_it_instead_of_the_config(tmp_path):
             ("quant_config.json", {"w_bit": 4, "q_group_size": 8, "zero_point": True, "version": "GEMM"}, stored.awq),
         ]
     ):
-        quantized, floats = write_models(tmp_path / str(index), {}, make)
+        quantized, floats = write_models(tmp_path / str(index), says, make)
         (quantized / file).write_text(json.dumps(content))
         jax.tree.map(np.testing.assert_array_equal, load_golden(quantized)[0], load_golden(floats)[0])
 

@@ -30,6 +30,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOAT = group("float-quantized", kind="float", bits=8)
+MXFP8 = functools.partial(stored.fp8, scheme="runs", dtype=stored.E8M0, block=(1, 32), as_bytes=True)
 CASES = {
     "fp8 blocks": (FP8_BLOCKS, functools.partial(stored.fp8, scheme="block", leaf="weight_scale_inv", block=BLOCK)),
     "fp8 powers of two": (
@@ -70,6 +71,15 @@ CASES = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         functools.partial(stored.nvfp4, package="modelopt"),
     ),
+    "nvfp4 of modelopt, activations as they are": (
+        {"producer": {"name": "modelopt"}, "quant_algo": "W4A16_NVFP4"},
+        functools.partial(stored.nvfp4, package="modelopt"),
+    ),
+    "mxfp8 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        MXFP8,
+    ),
+    "mxfp8": (compressed(group("mxfp8-quantized", kind="float", bits=8, group_size=32)), MXFP8),
     "nvfp4 and fp8 of modelopt": (
         {
             "quant_method": "modelopt",

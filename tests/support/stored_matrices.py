@@ -26,20 +26,25 @@ def product(difference, scales):
     return difference.astype(scales.dtype) * scales
 
 
-def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, block=(128, 128)):
+def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, block=(128, 128), as_bytes=False):
     codes = rng.normal(size=(outputs, inputs)).astype(F8)
     shape = {
         "tensor": (),
         "one": (1,),
         "channel": (outputs, 1),
         "flat": (outputs,),
+        "runs": (outputs, inputs // block[1]),
         "block": (-(-outputs // block[0]), -(-inputs // block[1])),
     }[scheme]
     scales = rng.uniform(0.01, 0.1, size=shape).astype(dtype)
     stored = scales
     if dtype == E8M0:  # converted before it is multiplied by
         scales = scales.astype(BF16)
-    if scheme == "block":
+    if as_bytes:
+        stored = stored.view(np.uint8)
+    if scheme == "runs":
+        each = np.repeat(scales, block[1], 1)
+    elif scheme == "block":
         each = np.repeat(np.repeat(scales, block[0], 0), block[1], 1)[:outputs, :inputs]
     else:
         each = np.broadcast_to(scales.reshape(-1, 1), (outputs, inputs))

@@ -1,0 +1,29 @@
+"""The model types that are served, by name: known before jax is imported. No jax."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+
+MODEL_TYPES = {
+    *("arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "ministral", "mistral"),
+    *("mixtral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("stablelm", "starcoder2"),
+}
+"""The keys of `models.FAMILIES`. A config of another model type is refused as such before any of its fields is judged,
+as these may mean something else there.
+"""
+
+
+def is_unknown(fields: Mapping[str, Any]) -> bool:
+    """Return true if a config names a model type, and one that is not served."""
+    name = fields.get("model_type")
+    return isinstance(name, str) and name not in MODEL_TYPES
+
+
+def check_model_type(fields: Mapping[str, Any], where: object = "config.json") -> None:
+    """Raise CheckpointError if a config, whose path is `where`, names a model type that is not served."""
+    name = fields.get("model_type")
+    if name is not None and (is_unknown(fields) or not isinstance(name, str)):
+        raise CheckpointError(f"{where}: unknown model_type {name!r:.100}; `jaxserve models` lists the known ones")
