@@ -95,11 +95,10 @@ def get_family(hf_config: dict[str, Any]) -> Family:
 
     Raises CheckpointError for attention to later tokens, which no family computes, and for an unknown `model_type`.
     """
-    model_type = hf_config.get("model_type")
-    if isinstance(model_type, str) and model_type in FAMILIES:
-        check_causal(hf_config)
-        return FAMILIES[model_type]
     check_model_type(hf_config)
+    check_causal(hf_config)
+    if (model_type := hf_config.get("model_type")) is not None:
+        return FAMILIES[model_type]
     raise CheckpointError("config.json: there is no model_type; `jaxserve models` lists the known ones")
 
 

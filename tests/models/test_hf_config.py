@@ -349,7 +349,6 @@ def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
         ("attn_mask_type", "non_causal"),
         ("attention_type", "bidirectional"),
         ("attn_implementation_of_attention", "non-causal"),
-        ("model_type", "llama_bidirec"),
         ("architectures", ["LlamaBidirectionalModel"]),
         ("architectures", ["LlamaBidirectionalForSequenceClassification"]),
         ("architectures", ["MistralBiModel"]),
