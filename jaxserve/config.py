@@ -310,10 +310,12 @@ class ServerConfig:
         "where it names some and does not speak of others",
     )
     enable_force_include_usage: bool = _option(
-        False, "server", "streams of completions and chats end with their usage, whether the request asks for it or not"
+        False,
+        "answers",
+        "streams of completions and chats end with their usage, whether the request asks for it or not",
     )
     return_tokens_as_token_ids: bool = _option(
-        False, "server", 'log probabilities name tokens "token_id:" and their id, unless the request says otherwise'
+        False, "answers", 'log probabilities name tokens "token_id:" and their id, unless the request says otherwise'
     )
     api_workers: int = _option(
         1, "server", "processes that serve HTTP and text over the one engine", aliases=("--api-server-count",)
@@ -332,9 +334,9 @@ class ServerConfig:
         "which hidden states make the vector; default: as the model's files say, else the last token's",
     )
     max_stored_responses: int = _option(
-        1000, "server", "answers of /v1/responses that are kept for later turns; 0: none"
+        1000, "answers", "answers of /v1/responses that are kept for later turns; 0: none"
     )
-    response_ttl: float = _option(3600.0, "server", "seconds that they are kept")
+    response_ttl: float = _option(3600.0, "answers", "seconds that they are kept")
     metrics_names: Literal["jaxserve", "vllm"] = _option(
         "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
     )

@@ -76,7 +76,7 @@ def _features(family: Family) -> dict[str, str]:
     words: dict[str, list[str]] = collections.defaultdict(list)
     words[OTHER] += family.features
     for field in dataclasses.fields(family.Config):
-        if field.name in FEATURES:
+        if field.name in FEATURES and field.init:
             column, word = FEATURES[field.name]
             words[column].append(word)
     row = {column: ", ".join(dict.fromkeys(words[column])) or absent for column, absent in _ABSENT.items()}

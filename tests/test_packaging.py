@@ -29,6 +29,7 @@ HOSTS = {
     "example.org",
     "github.com",
     "huggingface.co",
+    "json-schema.org",  # the name of a schema's draft
     "localhost",
     "platform.openai.com",
     "www.apache.org",

@@ -69,6 +69,17 @@ class DecoderConfig:
         return Layer(hidden_size=self.hidden_size, mixer=self.attention, feed_forward=self.feed_forward, norm=self.norm)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnrotatedConfig(DecoderConfig):
+    """The fields that the configs of families have that have a KV head for each query head and no rotary embedding."""
+
+    num_kv_heads: int = dataclasses.field(init=False)
+    rope: None = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_kv_heads", self.num_heads)
+
+
 def decoder_specs(config: Any, layers: Sequence[Layer], *, names: Names = LLAMA_NAMES) -> Params:
     """Declare the whole tree of a decoder with these layers: embedding, layers, final norm and, unless the embedding
     serves as such, the LM head.

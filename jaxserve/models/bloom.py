@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Arrangement, Layer
 from jaxserve.layers.names import Names
@@ -44,7 +44,7 @@ ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(UnrotatedConfig):
     """The shape of one BLOOM. Its context length is that it was trained with; ALiBi itself has no limit."""
 
     apply_residual_connection_post_layernorm: bool
@@ -65,13 +65,11 @@ class Config(DecoderConfig):
             intermediate_size=4 * hidden_size,
             num_layers=hf_config.integer(fields, "n_layer"),
             num_heads=num_heads,
-            num_kv_heads=num_heads,
             head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
             max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
             norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
             activation="gelu_new",
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            rope=None,
             apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
             alibi_slopes=alibi_slopes(num_heads),
         )

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.embedding import embed, embed_positions, position_spec
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
@@ -38,7 +38,7 @@ ALIASES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(UnrotatedConfig):
     """The shape of one GPT-2."""
 
     attention_scales: tuple[float, ...]
@@ -61,13 +61,11 @@ class Config(DecoderConfig):
             intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_heads,
             head_dim=head_dim,
             max_position_embeddings=hf_config.integer(fields, "n_positions"),
             norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
             activation=hf_config.activation(fields, "activation_function"),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            rope=None,
             attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
         )
 

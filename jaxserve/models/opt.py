@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, Kernels
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec
 from jaxserve.layers.layer import Arrangement, Layer
 from jaxserve.layers.linear import linear
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(UnrotatedConfig):
     """The shape of one OPT."""
 
     word_embed_proj_dim: int
@@ -61,13 +61,11 @@ class Config(DecoderConfig):
             intermediate_size=hf_config.integer(fields, "ffn_dim"),
             num_layers=hf_config.integer(fields, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=num_heads,
             head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
             max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
             norm_eps=NORM_EPS,
             activation=hf_config.activation(fields, "activation_function"),
             tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            rope=None,
             bias=hf_config.flag(fields, "enable_bias"),
             do_layer_norm_before=norm_before,
             has_final_norm=norm_before and not final_norm_removed,

@@ -99,7 +99,12 @@ def test_what_would_crash_the_compiler_is_a_400_that_names_its_field(server):
         ),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [{"a": -(2**63)}]}}}],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"enum": [{"a": -(2**63)}]}},
+                    }
+                ],
                 "tool_choice": "required",
             },
             "tools[0].function.parameters",

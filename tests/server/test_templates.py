@@ -218,7 +218,7 @@ def test_the_operators_template(load, tmp_path):
 
 
 def test_the_operators_variables_of_the_template(load):
-    tokenizer = Tokenizer(load("Qwen3-Coder")).with_chat_template("{{ a }} {{ b }} {{ enable_thinking }}")
+    tokenizer = tokenizer_of(load("Qwen3-Coder")).with_chat_template("{{ a }} {{ b }} {{ enable_thinking }}")
     config = ServerConfig(default_chat_template_kwargs={"a": 1, "enable_thinking": False})
     served = served_tokenizer(tokenizer, config)
     assert render(served) == "1  False"
@@ -251,7 +251,7 @@ LATE = {"role": "developer", "content": "A late rule."}
 @pytest.mark.parametrize("messages", [[SYSTEM, LATE, USER], [SYSTEM, USER, ANSWER, LATE, MORE], [SYSTEM, USER, LATE]])
 def test_no_system_message_is_left_out(load, name, messages):
     """Templates of gpt-oss and DeepSeek R1 show one system message, Mistral's refuses others, as Codex sends them."""
-    tokenizer = Tokenizer(load(name))
+    tokenizer = tokenizer_of(load(name))
     request = msgspec.convert({"messages": messages}, ChatRequest)
     text = render_chat(tokenizer, message_style(tokenizer), request)
     assert [message["content"] for message in messages if message["content"] not in text] == []
