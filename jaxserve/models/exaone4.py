@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one EXAONE 4."""
 
+    rotates: tuple[bool, ...]
     sliding_windows: tuple[int | None, ...]
 
     @classmethod
@@ -42,9 +43,11 @@ class Config(DecoderConfig):
             fields["sliding_window_pattern"] = len(pattern)
         window = hf_config.optional_integer(fields, "sliding_window")
         period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
+        windows = hf_config.periodic_windows(fields, window, period=period)
         return cls(
             **hf_config.as_llama(fields),
-            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
+            rotates=tuple(window is None or of_layer is not None for of_layer in windows),
+            sliding_windows=windows,
             rope=hf_rope.rope(fields),
         )
 
@@ -53,11 +56,9 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
     layer = replace(config.layer, mixer=attention, norms=POST_NORMS)
-    if not any(config.sliding_windows):
-        return (layer,) * config.num_layers
     return tuple(
-        replace(layer, mixer=replace(attention, sliding_window=window, rope=None if window is None else config.rope))
-        for window in config.sliding_windows
+        replace(layer, mixer=replace(attention, rope=config.rope if rotates else None, sliding_window=window))
+        for rotates, window in zip(config.rotates, config.sliding_windows, strict=True)
     )
 
 

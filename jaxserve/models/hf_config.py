@@ -169,8 +169,8 @@ def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) 
     num_layers = integer(fields, "num_hidden_layers")
     kinds = fields.get("layer_types")
     kinds = list(default) if kinds is None else kinds
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not known.issuperset(kinds):
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
         raise CheckpointError(
             f"config.json: layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
         )

@@ -40,8 +40,10 @@ class Config(llama.Config):
             for name, default in (("num_hidden_layers", None), ("no_rope_layer_interval", 4))
         )
         # The list says which layers rotate, in spite of its name.
-        flags = fields.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(num_layers)]
-        if not isinstance(flags, list) or len(flags) < num_layers or not {0, 1}.issuperset(flags):
+        flags = fields.get("no_rope_layers")
+        if flags is None:
+            flags = [int((index + 1) % interval != 0) for index in range(num_layers)]
+        if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
             raise CheckpointError(f"config.json: no_rope_layers must have 0 or 1 for each of {num_layers} layers")
         window = hf_config.optional_integer(fields, "sliding_window")
         window = window if hf_config.flag(fields, "use_sliding_window") else None
