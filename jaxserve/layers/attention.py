@@ -240,7 +240,7 @@ class Attention:
 
 @functools.cache  # one array for all layers
 def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int) -> np.ndarray:
-    """Return the rows of q, then k, then v, in the order of `attention_specs`: each KV head's queries, its key, its
+    """Return the rows of q, then k, then v, in the order of `Attention.specs`: each KV head's queries, its key, its
     value.
     """
     rows = np.arange((num_heads + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)

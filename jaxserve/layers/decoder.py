@@ -112,8 +112,9 @@ def run_layers(
     ropes = {layer.mixer.rope for layer in layers[span.start : span.stop]}
     turned = {rope: None if rope is None else rotations(rope, batch.positions) for rope in ropes}
     # Of this program only: what is traced once is dropped with it.
-    run = jax.jit(functools.partial(_run_layer), static_argnums=(0, 1))
-    run_fused = jax.jit(functools.partial(_run_fused_layer), static_argnums=(0, 1))
+    run = jax.jit(functools.partial(Layer.run), static_argnums=0, static_argnames="consumer")
+    run_fused = jax.jit(functools.partial(run_fused_layer), static_argnums=(0, 1))
+    sums = {"kernels": batch.kernels, "peers": batch.peers}
     update = qkv = hidden = None
     for index, path in zip(span, _paths(layers, params, x, batch, kv_cache, span), strict=True):
         layer, own, cache = layers[index], weights[index], kv_cache.of_layer(index)
@@ -121,29 +122,25 @@ def run_layers(
         with jax.named_scope(f"layer_{index}"):
             if path.kind == Kind.OPERATIONS:
                 consumer = _consumer(layers, params, index, span)
-                x, update, cache = run(layer, consumer, own, x, update, cache, *of_step)
+                x, update, cache = run(layer, own, x, update, cache, *of_step, consumer=consumer)
                 qkv = hidden = None
             else:
                 if qkv is None:
-                    x, qkv = _first_qkv(layer, own, x, update, batch)
-                following = weights[index + 1] if path.passes_on_qkv else None
-                gain = params["norm"] if following is None else following["attention_norm"]
-                next_qkv = None if following is None else following["attention"]["qkv"]
-                x, y, cache = run_fused(layer, path.kind, own, x, qkv, cache, *of_step, next_qkv, gain)
-                update, qkv, hidden = (None, None, y) if following is None else (None, y, None)
+                    x, y = layer.norm.of_sum(x, update, own["attention_norm"], **sums)
+                    qkv = linear_of_few_rows(y, own["attention"]["qkv"], kernels=batch.kernels)
+                if path.passes_on_qkv:
+                    after = weights[index + 1]["attention"]["qkv"], weights[index + 1]["attention_norm"]
+                else:
+                    after = None, params["norm"]  # which is only of use after the last layer
+                x, y, cache = run_fused(layer, path.kind, own, x, qkv, cache, *of_step, *after)
+                update, qkv, hidden = None, *((y, None) if path.passes_on_qkv else (None, y))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
-    if span.stop == len(layers) and "norm" in params:
-        return _normed(layers[-1].norm, params["norm"], x, update, hidden, batch), kv_cache
-    return x if update is None else add_update(x, update, kernels=batch.kernels, peers=batch.peers), kv_cache
-
-
-def _run_layer(layer: Layer, consumer: Consumer, *arguments: Any) -> tuple[Array, Any, Any]:
-    return layer.run(*arguments, consumer=consumer)
-
-
-def _run_fused_layer(layer: Layer, kind: Kind, *arguments: Any) -> tuple[Array, Array, Any]:
-    return run_fused_layer(layer, kind, *arguments)
+    if span.stop < len(layers) or "norm" not in params:
+        return add_update(x, update, **sums), kv_cache
+    if hidden is None:
+        _, hidden = layers[-1].norm.of_sum(x, update, params["norm"], **sums)
+    return hidden, kv_cache
 
 
 def _paths(
@@ -171,22 +168,3 @@ def _consumer(layers: Sequence[Layer], params: Params, index: int, span: range) 
         following = layers[index + 1]
         norm = following.norm if index + 1 in span and following.adds_in_first_norm else None
     return "norm" if norm is not None and norm.kind == "rms" else "stream"
-
-
-def _first_qkv(
-    layer: Layer, params: Params, x: Float[Array, "T E"], update: Any, batch: Batch
-) -> tuple[Float[Array, "T E"], Float[Array, "T K members D"]]:
-    """Add the update of a layer that is not fused; return the sum and the qkv of the next one, which is."""
-    gain = params["attention_norm"]
-    if update is None:
-        y = layer.norm(x, gain)
-    else:
-        x, y = layer.norm.of_sum(x, update, gain, kernels=batch.kernels, peers=batch.peers)
-    return x, linear_of_few_rows(y, params["attention"]["qkv"], kernels=batch.kernels)
-
-
-def _normed(norm: Norm, weights: Any, x: Array, update: Any, hidden: Array | None, batch: Batch) -> Array:
-    """Return the hidden states after the final norm; `hidden` if the last layer, which is fused, has made them."""
-    if update is not None:
-        return norm.of_sum(x, update, weights, kernels=batch.kernels, peers=batch.peers)[1]
-    return norm(x, weights) if hidden is None else hidden

@@ -160,7 +160,7 @@ class Layer:
     ) -> tuple[Array, Any, Any]:
         def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
             if name not in self.norms:
-                x = x if update is None else add_update(x, update, kernels=batch.kernels, peers=batch.peers)
+                x = add_update(x, update, kernels=batch.kernels, peers=batch.peers)
                 return x, x
             return self._normed_sum(x, update, params[name], batch, reader)
 
@@ -216,7 +216,7 @@ class Layer:
         consumer: Consumer,  # noqa: ARG002
     ) -> tuple[Array, None, Any]:
         """Normalise the residual stream after each update."""
-        assert update is None, "each layer adds its own"
+        x = add_update(x, update, kernels=batch.kernels, peers=batch.peers)
         update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
         x = self.norm(x + update, params["attention_norm"])
         update = self.feed_forward.run(params["mlp"], x, batch, consumer="stream")
@@ -225,8 +225,6 @@ class Layer:
     def _normed_sum(
         self, x: Array, update: Any, weights: Any, batch: Batch, reader: Weight | None = None
     ) -> tuple[Array, Any]:
-        if update is None:
-            return x, self.norm(x, weights)
         return self.norm.of_sum(x, update, weights, kernels=batch.kernels, peers=batch.peers, reader=reader)
 
     def _finished(self, update: Any, name: str, params: Params) -> Any:

@@ -98,12 +98,9 @@ class FeedForward:
             return "the feed-forward has no gate"
         if self.has_bias:
             return "the feed-forward has biases"
-        return None if self.has_fused_activation else why_not_activation(self.activation)
-
-    @property
-    def has_fused_activation(self) -> bool:
-        """True if kernels of whole layers compute the activation."""
-        return isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS
+        if isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS:
+            return None
+        return why_not_activation(self.activation)
 
 
 def gated_mlp(

@@ -59,8 +59,10 @@ class Norm:
         peers: PeerBuffers | None,
         reader: Weight | None = None,
     ) -> tuple[Float[Array, "T E"], Any]:
-        """Return the sum of a residual stream and an update, and its norm, as `add_rms_norm` does where it can."""
-        if self.kind == "rms":
+        """Return the sum of a residual stream and an update, and its norm, as `add_rms_norm` does where it can. An
+        update of None is nothing to add.
+        """
+        if self.kind == "rms" and update is not None:
             return add_rms_norm(x, update, weights, self.eps, kernels=kernels, peers=peers, reader=reader)
         total = add_update(x, update, kernels=kernels, peers=peers)
         return total, self(total, weights)
@@ -69,7 +71,11 @@ class Norm:
 def add_update(
     x: Float[Array, "T E"], update: Any, *, kernels: Kernels, peers: PeerBuffers | None
 ) -> Float[Array, "T E"]:
-    """Return the sum of a residual stream and an update: an array, partial sums of devices, or an UnscaledProduct."""
+    """Return the sum of a residual stream and an update: an array, partial sums of devices, an UnscaledProduct, or None
+    if there is nothing to add.
+    """
+    if update is None:
+        return x
     if isinstance(update, UnscaledProduct):
         update = update.values()
     return x + summed(update, peers, kernels=kernels)

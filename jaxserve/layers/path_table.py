@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.layers.layer import PRE_NORMS, Arrangement
+from jaxserve.layers.layer import Arrangement
 from jaxserve.layers.linear import norm_adds_partial_sums
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.params import Params
@@ -27,7 +27,7 @@ from jaxserve.layers.parts import (
     routing_part,
     sum_part,
 )
-from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose, distinct_layers
+from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.weight import Weight
 from pallas_kernels.peers import PeerBuffers
 
@@ -100,9 +100,8 @@ def _row(
     parts: dict[str, list[Part]] = {}
     others: dict[str, list[Part]] = {}
     x = jax.ShapeDtypeStruct((step.num_rows, ends.embedding.shape[1]), step.dtype)
-    kind_of = dict(zip((layer.key for layer in layers), kinds, strict=True))
-    for key, layer in distinct_layers(layers).items():
-        kind = kind_of[key]
+    distinct = {(layer.key, kind): layer for layer, kind in zip(layers, kinds, strict=True)}
+    for (_, kind), layer in distinct.items():
         if kind == Kind.OPERATIONS:
             _add(parts, _operations(layer, step))
             _add(others, _norms(layer, x, step))
@@ -112,7 +111,7 @@ def _row(
         if output.is_split:
             _add(others, {"sums over devices": sum_part(x.update(shape=(step.num_rows, output.shape[0])), step.peers)})
     if kinds[-1] == Kind.OPERATIONS:
-        _add(others, {"norm": _norm(layers[-1], x, step, "attention_norm", None)})
+        _add(others, {"norm": _norm(layers[-1], x, step, "norm")})
     if not ends.embedding.mesh.empty and ends.embedding.spec[0] is not None:
         _add(others, {"embedding": sum_part(x, step.peers)})
     if num_logits:
@@ -143,13 +142,17 @@ def _norms(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape) -> dict[
     return {name: _norm(layer, x, step, name, readers.get(name)) for name in value.norms}
 
 
-def _norm(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, name: str, reader: Weight | None) -> Part:
-    """Return what computes a norm with the weights of this name; that of the first one is like the final norm."""
+def _norm(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, name: str, reader: Weight | None = None) -> Part:
+    """Return what computes a layer's norm with the weights of this name, or the final one ("norm") after it."""
     value, weights = layer.layer, layer.weights
     if value.norm.kind != "rms":
         return Part(Kernel.XLA, "no kernel computes layer norms")
-    adds = value.adds_in_first_norm and (name == "attention_norm" or value.arrangement == Arrangement.SEQUENTIAL)
-    if name not in PRE_NORMS or not adds:
+    is_of_sum = {
+        "attention_norm": value.adds_in_first_norm,
+        "mlp_norm": value.arrangement == Arrangement.SEQUENTIAL,
+        "norm": value.arrangement != Arrangement.NORMED_SUMS,
+    }
+    if not is_of_sum.get(name):
         return Part(Kernel.XLA, "no kernel computes norms after blocks")
     if name == "mlp_norm":
         takes_parts, block = value.consumer_of_attention == "norm", (value.mixer, weights["attention"])

@@ -91,14 +91,6 @@ def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
     return paths[::-1]
 
 
-def distinct_layers(layers: Sequence[LayerShape]) -> dict[object, LayerShape]:
-    """Return the first of all layers that are the same, by their key, in their order."""
-    distinct: dict[object, LayerShape] = {}
-    for layer in layers:
-        distinct.setdefault(layer.key, layer)
-    return distinct
-
-
 def _path(layer: LayerShape, following: LayerShape | None, step: StepShape) -> Path:
     """Return the path of a layer; `following` is the next one if that is fused."""
     if following is not None and following.layer.norm == layer.layer.norm:

@@ -18,7 +18,7 @@ from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Forward, PlainDecode
 from jaxserve.layers.parts import Kernel
-from jaxserve.layers.paths import Kind, distinct_layers
+from jaxserve.layers.paths import Kind
 from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
@@ -50,6 +50,7 @@ MODELS = {
     "devices": (LLAMA, 4, None),
     "codes on devices": (LLAMA, 2, "int4"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 64}, 1, None),
+    "norms after blocks": (LLAMA | {"model_type": "olmo2"}, 1, None),
     "experts": (QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
     "latents": (DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
 }
@@ -83,10 +84,9 @@ def test_lines_of_a_dense_model():
     ]
 
 
-def test_the_same_layers_are_looked_at_once():
+def test_keys_of_layers():
     layers, _ = make_builder(LLAMA | {"num_hidden_layers": 4})._shapes
     first, *_, last = layers
-    assert [*distinct_layers(layers).values()] == [first]
     assert first.key == last.key
     for name, other in {
         "layer": dataclasses.replace(first.layer, update_scale=2.0),
@@ -142,6 +142,11 @@ def test_the_same_layers_are_looked_at_once():
             "mlp_norm, sums over devices, norm, embedding: all_reduce",
         ),
         (QWEN3_30B_A3B | {"num_hidden_layers": 2}, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
+        (
+            LLAMA | {"model_type": "olmo2"},
+            {},
+            "mlp_post_norm: XLA (no kernel computes norms after blocks); norm: add_rms_norm",
+        ),
     ],
     ids=str,
 )
