@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,16 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import BLOCK_SIZE, NUM_BLOCKS, abstract_sums, make_batch, make_cache, make_mesh, make_model, split
+from decode_cases import (
+    BLOCK_SIZE,
+    FIELDS,
+    NUM_BLOCKS,
+    abstract_sums,
+    make_batch,
+    make_cache,
+    make_mesh,
+    make_model,
+    make_params,
+    split,
+)
 from depths import quick_first, quick_only
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.layers import paths
+from jaxserve.layers import decoder, paths
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.latent_attention import PagedLatent
 from jaxserve.layers.layer import SANDWICH_NORMS, Arrangement
 from jaxserve.layers.layouts import layouts, put
+from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import ParamSpec
@@ -26,6 +39,7 @@ from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, with_schemes
+from jaxserve.models import smollm3
 from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
 from pallas_kernels import layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
@@ -177,6 +191,79 @@ def layered(**changes):
 
 
 HEAD_NORM = HeadNorm(norm=Norm(eps=1e-5))
+
+
+def mixed_layers(config):
+    """Return layers of which some are fused, in three ways, and some are not, for two reasons or more."""
+    first, second, third, unrotated, *_ = smollm3.layers(config)
+    routing = Routing(num_experts=4, num_experts_per_token=2)
+    return (
+        first,
+        second,
+        replace(third, feed_forward=Experts(routing=routing, size=32, activation="silu")),
+        unrotated,
+        attending(head_norm=HEAD_NORM, qkv_bias=True)(first),
+        layered(norms=SANDWICH_NORMS)(first),
+        layered(arrangement=Arrangement.PARALLEL)(first),
+        layered(norm=Norm(eps=1e-2))(first),
+        first,  # whose norm is another one, and is not computed with the layer before
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "cuts"),
+    quick_first([(None, range(1, 9)), (2, [4]), (2, range(1, 9)), *((None, [cut]) for cut in range(9))]),
+)
+def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, num_devices, cuts):
+    """What one layer leaves to the next one, fused or not, is the same wherever the model is cut."""
+    family = replace(smollm3.FAMILY, layers=mixed_layers)
+    fields = FIELDS | {"head_dim": 16, "num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 3}
+    config = family.Config.from_hf(fields)
+    params, mesh, rng = make_params(family, config), None, np.random.default_rng(0)
+    shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 16)
+    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(9)]
+    batch, cache = make_batch([5, 1, 12, 8, 0]), make_cache(pools)
+    if num_devices is not None:
+        mesh = make_mesh(num_devices)
+        whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, "tensor")))
+        params = split(params, family, config, mesh)
+        batch, cache = jax.device_put((batch, cache), (whole, by_head))
+
+    def run(cuts):
+        jax.clear_caches()  # what kernels take is no argument
+
+        @jax.jit
+        def forward(params, batch, cache):
+            x = family.embed(params, config, batch)
+            for start, stop in itertools.pairwise([0, *cuts, 9]):
+                x, cache = family.run(params, config, x, batch, cache, range(start, stop))
+            return x, cache
+
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return jax.device_get(forward(params, batch, cache))
+
+    want = run([])
+    chosen = []
+
+    def choose_and_tell(*args):
+        chosen.extend(choose(*args))
+        return chosen[-len(args[0]) :]
+
+    monkeypatch.setattr(decoder, "choose", choose_and_tell)
+    monkeypatch.setattr(paths, "why_not_fused", lambda layer, *_: layer.layer.why_not_fused)
+    monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
+    monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
+    got = run(cuts)
+    fused = [path.kind != Kind.OPERATIONS for path in chosen]
+    assert fused == [True, True, False, True, True, False, False, True, True]
+    assert {path.kind for path in chosen} == (
+        {Kind.LAYER, Kind.BETWEEN, Kind.OPERATIONS} if mesh is None else {Kind.MATMULS, Kind.OPERATIONS}
+    )
+    passes_on = [index for index, path in enumerate(chosen) if path.passes_on_qkv]
+    assert passes_on == [index for index in (0, 3) if index + 1 not in cuts]
+    np.testing.assert_allclose(got[0][:4], want[0][:4], atol=2e-5)  # of padding they mean nothing
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 def step_of(num_rows=16, **changes):

@@ -58,10 +58,14 @@ def make_model(model_type, **changes):
     fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
     family = get_family(fields)
     config = family.Config.from_hf(fields)
+    return family, config, make_params(family, config)
+
+
+def make_params(family, config):
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     params = init_params(family.param_specs(config), dtype=np.dtype("float32"), mesh=mesh, seed=1)
     params = jax.tree.map(lambda x: jax.device_get(x) * np.float32(3), params)  # so that no layer does next to nothing
-    return family, config, jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(jnp.asarray, params)
 
 
 def make_mesh(num_devices):
