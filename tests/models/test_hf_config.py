@@ -265,6 +265,72 @@ def test_windows_of_olmo3():
     assert windows("olmo3", sliding_window=None, layer_types=kinds) == [None, None, None]
 
 
+def rotated(model_type, **changes):
+    """Return which layers rotate."""
+    return [layer.mixer.rope is not None for layer in FAMILIES[model_type].layers(read(model_type, **changes))]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MIXED = {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "of_layers"),
+    [
+        # SmolLM3 says which layers rotate, and has windows in the others if it uses them.
+        ("smollm3", {}, [(None, True)] * 3),
+        ("smollm3", {"no_rope_layer_interval": 2}, [(None, True), (None, False), (None, True)]),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, [(None, False), (None, True), (None, True)]),
+        ("smollm3", {"no_rope_layers": [0, 0, 1], "sliding_window": 16}, [(None, False), (None, False), (None, True)]),
+        (
+            "smollm3",
+            {"no_rope_layers": [0, 0, 1], "sliding_window": 16, "use_sliding_window": True},
+            [(16, False), (16, False), (None, True)],
+        ),
+        ("smollm3", MIXED | {"use_sliding_window": True}, [(None, True), (16, True), (None, True)]),
+        ("smollm3", MIXED, [(None, True)] * 3),
+        # Command R7B rotates in layers with a window.
+        ("cohere2", {}, [(4096, True)] * 3),
+        ("cohere2", {"num_hidden_layers": 4}, [(4096, True)] * 3 + [(None, False)]),
+        ("cohere2", {"sliding_window": 16, "sliding_window_pattern": 2}, [(16, True), (None, False), (16, True)]),
+        ("cohere2", MIXED, [(None, False), (16, True), (None, False)]),
+        ("cohere2", MIXED | {"sliding_window": None}, [(None, False)] * 3),
+        # EXAONE 4 does, too; in models that have a window.
+        ("exaone4", {"num_hidden_layers": 4}, [(4096, True)] * 3 + [(None, False)]),
+        ("exaone4", {"sliding_window_pattern": 2}, [(4096, True), (None, False), (4096, True)]),
+        ("exaone4", {"sliding_window_pattern": "LG"}, [(4096, True), (None, False), (4096, True)]),
+        ("exaone4", {"sliding_window_pattern": 1}, [(None, False)] * 3),
+        ("exaone4", MIXED, [(None, False), (16, True), (None, False)]),
+        ("exaone4", {"layer_types": [FULL] * 3}, [(None, False)] * 3),
+        ("exaone4", MIXED | {"sliding_window": None}, [(None, True)] * 3),
+        ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, [(None, True)] * 3),
+        ("arcee", {"sliding_window": 16}, [(None, True)] * 3),
+    ],
+)
+def test_windows_and_rotations_of_families_with_layers_that_do_not_rotate(model_type, changes, of_layers):
+    assert [*zip(windows(model_type, **changes), rotated(model_type, **changes), strict=True)] == of_layers
+
+
+def test_rotations_of_smollm3_cohere2_exaone4_and_arcee():
+    for model_type, theta in {"smollm3": 2e6, "cohere2": 1e4, "exaone4": 1e4, "arcee": 1e4}.items():
+        size = 8 if model_type == "cohere2" else 12  # which has no head_dim
+        assert read(model_type).rope == Rope(head_dim=size, theta=theta), model_type
+        old = read(model_type, rope_theta=3e5, rope_scaling={"rope_type": "linear", "factor": 8.0})
+        new = read(model_type, rope_parameters={"rope_theta": 3e5, "rope_type": "linear", "factor": 8.0})
+        scaled = Rope(head_dim=size, theta=3e5, scaling=LinearScaling(factor=8.0))
+        assert old.rope == new.rope == scaled, model_type
+
+
+def test_afm_has_no_gate():
+    [layer, *_] = FAMILIES["arcee"].layers(read("arcee", attention_bias=True, mlp_bias=True))
+    assert (layer.feed_forward.activation, layer.feed_forward.is_gated, layer.feed_forward.has_bias) == (
+        "relu2",
+        False,
+        True,
+    )
+    assert (layer.mixer.qkv_bias, layer.mixer.out_bias) == (True, True)
+
+
 def test_gemma_of_the_first_releases():
     assert read("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
 
@@ -326,6 +392,18 @@ def test_longrope_as_phi3_writes_it():
             {"num_local_experts": 4, "num_experts_per_tok": 5},
             r"num_experts_per_tok \(5\) is more than num_local_experts \(4\)",
         ),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 0 or 1 for each of 3 layers"),
+        ("smollm3", {"no_rope_layers": []}, "no_rope_layers must have 0 or 1"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must have 0 or 1"),
+        ("smollm3", {"no_rope_layers": [1, 0, [1]]}, "no_rope_layers must have 0 or 1"),
+        ("smollm3", {"no_rope_layers": "110"}, "no_rope_layers must have 0 or 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer of at least 1, got 0"),
+        ("cohere2", {"layer_types": [FULL, SLIDING, [FULL]]}, "layer_types must name .* each of 3 layers"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of at least 1, got 0"),
+        ("cohere2", {"num_attention_heads": 7}, "hidden_size"),
+        ("exaone4", {"sliding_window_pattern": "LLGL"}, "sliding_window_pattern must be an integer"),
+        ("exaone4", {"layer_types": [FULL]}, "layer_types must name .* each of 3 layers"),
+        ("arcee", {"hidden_act": "relu3"}, "relu3"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers, got 3"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
     ],
