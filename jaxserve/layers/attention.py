@@ -16,7 +16,7 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import KeyValueCache
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
-from jaxserve.layers.norm import Norm
+from jaxserve.layers.norm import Norm, norm_spec
 from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, half_split_order
@@ -53,20 +53,20 @@ class HeadNorm:
             return specs
         rows = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, order].ravel()
         shape = (num_heads, head_dim)
-        gain = ParamSpec(
+        gain = dataclasses.replace(
+            norm_spec(source, head_dim, offset=self.norm.offset),
             shape=shape,
             axes=(axis, None),
-            source=(f"{source}.weight",),
             source_shapes=((math.prod(shape),),) if self.gains == "joint" else (shape,),
             rows=rows if num_interleaved else None,
-            init_scale=None,
         )
         return gain if self.norm.kind == "rms" else {"gain": gain}
 
     def __call__(self, x: Float[Array, "T H D"], weights: Any) -> Float[Array, "T H D"]:
         """Normalise heads with the weights of `specs`."""
         if self.gains == "joint":
-            return self.norm(x.reshape(x.shape[0], -1), weights.reshape(-1)).reshape(x.shape)
+            weights = jax.tree.map(lambda gain: gain.reshape(-1), weights)
+            return self.norm(x.reshape(x.shape[0], -1), weights).reshape(x.shape)
         return self.norm(x, weights)
 
 

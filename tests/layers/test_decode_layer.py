@@ -212,7 +212,7 @@ def mixed_layers(config):
 
 @pytest.mark.parametrize(
     ("num_devices", "cuts"),
-    quick_first([(None, range(1, 9)), (2, [4]), (2, range(1, 9)), *((None, [cut]) for cut in range(9))]),
+    quick_first([(None, range(1, 9)), (2, [4]), (2, range(1, 9)), *((None, [cut]) for cut in (1, 2, 3, 6, 8))]),
 )
 def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, num_devices, cuts):
     """What one layer leaves to the next one, fused or not, is the same wherever the model is cut."""
