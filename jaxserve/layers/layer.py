@@ -140,13 +140,16 @@ class Layer:
         Returns the stream, the update that is to be added to it next, in a form that `consumer` takes, and the updated
         LayerCache. An update is added where the sum is normalised, so that both can be one kernel.
         """
-        blocks = {
-            Arrangement.SEQUENTIAL: self._sequential,
-            Arrangement.PARALLEL: self._parallel,
-            Arrangement.NORMED_INPUTS: self._normed_inputs,
-            Arrangement.NORMED_SUMS: self._normed_sums,
-        }[self.arrangement]
-        return blocks(params, x, update, cache, batch, rotation, consumer)
+        arguments = params, x, update, cache, batch, rotation
+        match self.arrangement:
+            case Arrangement.SEQUENTIAL:
+                return self._sequential(*arguments, consumer)
+            case Arrangement.PARALLEL:
+                return self._parallel(*arguments)
+            case Arrangement.NORMED_INPUTS:
+                return self._normed_inputs(*arguments)
+            case Arrangement.NORMED_SUMS:
+                return self._normed_sums(*arguments)
 
     def _sequential(
         self,
@@ -165,22 +168,15 @@ class Layer:
             return self._normed_sum(x, update, params[name], batch, reader)
 
         x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
-        takes_parts = self.consumer_of_attention
-        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=takes_parts)
+        consumer_of_attention = self.consumer_of_attention
+        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer_of_attention)
         update = self._finished(update, "attention_post_norm", params)
         x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
         update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
         return x, self._finished(update, "mlp_post_norm", params), cache
 
     def _parallel(
-        self,
-        params: Params,
-        x: Array,
-        update: Any,
-        cache: Any,
-        batch: Batch,
-        rotation: Rotation | None,
-        consumer: Consumer,  # noqa: ARG002
+        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Array, Any]:
         x, y = self._normed_sum(x, update, params["attention_norm"], batch)
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
@@ -190,14 +186,7 @@ class Layer:
         return x, update if self.update_scale == 1.0 else update * self.update_scale, cache
 
     def _normed_inputs(
-        self,
-        params: Params,
-        x: Array,
-        update: Any,
-        cache: Any,
-        batch: Batch,
-        rotation: Rotation | None,
-        consumer: Consumer,  # noqa: ARG002
+        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Array, Any]:
         """Add each update to its own input, the norm of the residual stream, as BLOOM may."""
         _, x = self._normed_sum(x, update, params["attention_norm"], batch)
@@ -206,14 +195,7 @@ class Layer:
         return x, self.feed_forward.run(params["mlp"], x, batch, consumer="stream"), cache
 
     def _normed_sums(
-        self,
-        params: Params,
-        x: Array,
-        update: Any,
-        cache: Any,
-        batch: Batch,
-        rotation: Rotation | None,
-        consumer: Consumer,  # noqa: ARG002
+        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, None, Any]:
         """Normalise the residual stream after each update."""
         x = add_update(x, update, kernels=batch.kernels, peers=batch.peers)

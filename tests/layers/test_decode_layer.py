@@ -41,8 +41,9 @@ from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, with_schemes
 from jaxserve.models import smollm3
 from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
-from pallas_kernels import layer_matmuls, quantized_matmuls, small_matmul
+from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.peers import allocate_peer_buffers
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ HEAD_NORM = HeadNorm(norm=Norm(eps=1e-5))
 
 
 def mixed_layers(config):
-    """Return layers of which some are fused, in three ways, and some are not, for two reasons or more."""
+    """Return layers of which some are fused, and some are not, each for another reason."""
     first, second, third, unrotated, *_ = smollm3.layers(config)
     routing = Routing(num_experts=4, num_experts_per_token=2)
     return (
@@ -211,11 +212,22 @@ def mixed_layers(config):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "cuts"),
-    quick_first([(None, range(1, 9)), (2, [4]), (2, range(1, 9)), *((None, [cut]) for cut in (1, 2, 3, 6, 8))]),
+    ("num_devices", "has_peers", "cuts"),
+    quick_first(
+        [
+            (None, False, range(1, 9)),
+            *((None, False, [cut]) for cut in (1, 2, 3, 6, 8)),
+            (2, False, [4]),
+            (2, False, range(1, 9)),
+            (2, True, []),
+            (2, True, [4]),
+        ]
+    ),
 )
-def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, num_devices, cuts):
-    """What one layer leaves to the next one, fused or not, is the same wherever the model is cut."""
+def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, num_devices, has_peers, cuts):
+    """What one layer leaves to the next one, fused or not, is the same wherever the model is cut. With peers, layers
+    that are not fused leave partial sums to those that are.
+    """
     family = replace(smollm3.FAMILY, layers=mixed_layers)
     fields = FIELDS | {"head_dim": 16, "num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 3}
     config = family.Config.from_hf(fields)
@@ -229,7 +241,7 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
         params = split(params, family, config, mesh)
         batch, cache = jax.device_put((batch, cache), (whole, by_head))
 
-    def run(cuts):
+    def run(batch, cuts):
         jax.clear_caches()  # what kernels take is no argument
 
         @jax.jit
@@ -242,7 +254,7 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return jax.device_get(forward(params, batch, cache))
 
-    want = run([])
+    want = run(batch, [])
     chosen = []
 
     def choose_and_tell(*args):
@@ -253,7 +265,10 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
     monkeypatch.setattr(paths, "why_not_fused", lambda layer, *_: layer.layer.why_not_fused)
     monkeypatch.setattr(layer_matmuls, "why_not", lambda *_: None)
     monkeypatch.setattr(layer_matmuls, "why_not_attention", lambda *_, **__: None)
-    got = run(cuts)
+    if has_peers:
+        monkeypatch.setattr(all_reduce, "why_not", lambda *_: None)  # which has no kernel for float32
+        batch = batch.replace(peers=allocate_peer_buffers(abstract_sums(mesh, 64)))
+    got = run(batch, cuts)
     fused = [path.kind != Kind.OPERATIONS for path in chosen]
     assert fused == [True, True, False, True, True, False, False, True, True]
     assert {path.kind for path in chosen} == (
@@ -261,8 +276,8 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
     )
     passes_on = [index for index, path in enumerate(chosen) if path.passes_on_qkv]
     assert passes_on == [index for index in (0, 3) if index + 1 not in cuts]
-    np.testing.assert_allclose(got[0][:4], want[0][:4], atol=2e-5)  # of padding they mean nothing
-    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+    results = zip(jax.tree.leaves((got[0][:4], got[1])), jax.tree.leaves((want[0][:4], want[1])), strict=True)
+    for a, b in results:  # without those of padding, which mean nothing
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
