@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import scipy.special
 
+from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import Names
-from jaxserve.layers.norm import layer_norm, norm_spec, rms_norm
+from jaxserve.layers.norm import Norm, layer_norm, norm_spec, rms_norm
 from jaxserve.layers.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -33,6 +34,24 @@ def test_rms_norm(shape):
     x, weight = rng.normal(size=shape), rng.normal(size=12)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.1) * weight
     y = rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), 0.1)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("gains", ["by head", "joint"])
+def test_norms_of_heads(kind, gains):
+    norm = HeadNorm(norm=Norm(eps=0.1, kind=kind, offset=1.0), gains=gains)
+    weights = norm.specs("norm", num_heads=2, head_dim=4, axis="heads", num_interleaved=4)
+    spec = weights if kind == "rms" else weights["gain"]
+    assert (spec.shape, spec.offset, spec.dtype) == ((2, 4), 1.0, jnp.float32)
+    np.testing.assert_array_equal(spec.rows, [0, 2, 1, 3, 4, 6, 5, 7])
+    rng = np.random.default_rng(0)
+    x, gain = rng.normal(size=(3, 2, 4)), rng.normal(size=(2, 4))
+    axes = (1, 2) if gains == "joint" else 2
+    centered = x if kind == "rms" else x - x.mean(axes, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(axes, keepdims=True) + 0.1) * gain
+    given = jnp.asarray(gain, jnp.float32)
+    y = norm(jnp.asarray(x, jnp.float32), given if kind == "rms" else {"gain": given})
     np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
