@@ -108,8 +108,11 @@ def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
     return specs
 
 
-def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, " N"], eps: float) -> Float[Array, "*batch N"]:
-    """Scale the vectors of the last axis to a root mean square of 1, times `weight`; computed in float32."""
+def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: float) -> Float[Array, "*batch N"]:
+    """Scale the vectors of the last axis to a root mean square of 1, times `weight`; computed in float32.
+
+    A weight of [H, N] has one vector for each of the H heads in x [T, H, N].
+    """
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -51,6 +51,12 @@ MODELS = {
     "codes on devices": (LLAMA, 2, "int4"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 64}, 1, None),
     "norms after blocks": (LLAMA | {"model_type": "olmo2"}, 1, None),
+    "some without rotation": (LLAMA | {"model_type": "smollm3", "num_hidden_layers": 4}, 1, None),
+    "some without experts": (
+        QWEN3_30B_A3B | {"num_hidden_layers": 3, "vocab_size": 1024, "mlp_only_layers": [0, 2]},
+        1,
+        None,
+    ),
     "experts": (QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
     "latents": (DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
 }
@@ -201,7 +207,9 @@ def operations_named(line):
     while line != (line := re.sub(r"\([^()]*\)", "", line)):  # reasons
         pass
     words = re.split(r"[ ,;]+", line)
-    found = {operation for kind, operation in OF_LAYERS.items() if kind in re.split(r" ?[:;] ", line)}
+    found = {
+        operation for kind, operation in OF_LAYERS.items() if kind in re.split(r"(?: of \d+ layers)? ?[:;] ", line)
+    }
     return found | {name for name in OPERATIONS if name in words}
 
 
