@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -30,6 +30,7 @@ ONE_NORM = ("attention_norm",)
 """One norm before two parallel blocks, as in GPT-J."""
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """The block of a layer in which tokens meet those before them: a frozen dataclass, such as `Attention`."""
 
