@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
-_PREFIX, _ORIGIN = "jaxserve-overrides-", "origin"
+_PREFIX, _ORIGIN = "jaxserve-overrides-", ".origin"
 
 _FP8 = {"fp8", "fbgemm_fp8"}
 _METHODS = {
