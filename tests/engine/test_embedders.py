@@ -106,8 +106,8 @@ VLLMS = {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddin
 )
 def test_a_reranker_in_vllms_form(tmp_path, changes):
     """Without a template the texts follow each other, as in vLLM; the two tokens' softmax is the score."""
-    path = cases.write(tmp_path / "model", changes=VLLMS | changes)
-    with LLM(str(path), **OPTIONS) as llm:
+    path = cases.write(tmp_path / "model", changes=CAUSAL)
+    with LLM(str(path), hf_overrides=VLLMS | changes, **OPTIONS) as llm:
         tokenizer = llm.get_tokenizer()
         (score,) = llm.score("The end", "of it", use_tqdm=False)
         assert read_reranker(path, VLLMS | changes) == llm.info.reranker
