@@ -229,7 +229,9 @@ class Tokenizer:
     def with_template_defaults(self, variables: Mapping[str, Any]) -> "Tokenizer":
         """Return a tokenizer whose chat template has these variables, unless they are given. Raises ConfigError."""
         if clash := _NOT_TEMPLATE_VARIABLES & variables.keys():
-            raise ConfigError(f"not a variable of a chat template: {', '.join(sorted(clash))}")
+            raise ConfigError(
+                f"default_chat_template_kwargs: not a variable of a chat template: {', '.join(sorted(clash))}"
+            )
         changed = copy.copy(self)
         changed._template_defaults = dict(variables)
         return changed

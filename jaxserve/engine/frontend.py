@@ -24,6 +24,7 @@ from jaxserve.engine.stream import Dispatcher, Take
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, EngineDead, InvalidRequest
 from jaxserve.loading.affixes import Affixes
 from jaxserve.loading.classifier import ClassificationHead, read_head
+from jaxserve.loading.overrides import origin
 from jaxserve.loading.reranking import PairTemplate, read_pair_template
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
 from jaxserve.request import (
@@ -77,6 +78,11 @@ class Frontend:
         Raises InvalidRequest for a value out of range, TypeError for an unknown field.
         """
         return SamplingParams(**{**(fallback or {}), **self.default_sampling, **(given or {})})
+
+    @property
+    def model(self) -> str:
+        """The path of the model's own files, whatever options put in place of their values."""
+        return origin(self.client.info.model)
 
     @functools.cached_property
     def head(self) -> ClassificationHead | None:

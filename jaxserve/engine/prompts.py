@@ -39,6 +39,28 @@ class Truncation(NamedTuple):
     side: TruncationSide
     room: int
 
+    def num_tokens(self, max_model_len: int) -> int | None:
+        """Return how many tokens a prompt may keep, None if all. Raises InvalidRequest."""
+        limit = self.limit
+        if limit is None:
+            return None
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
+            )
+        if limit > max_model_len:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at most the model's context length of {max_model_len}, got {limit}",
+                param="truncate_prompt_tokens",
+            )
+        return self.room if limit == -1 else limit
+
+    def kept(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """Return `num_tokens` tokens of a text, or all if it has no more."""
+        if len(token_ids) <= num_tokens:
+            return token_ids
+        return token_ids[len(token_ids) - num_tokens :] if self.side == "left" else token_ids[:num_tokens]
+
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """Convert one prompt (a text, a dict, token ids) or an iterable of many to a list of prompts. Raises
@@ -66,30 +88,18 @@ def truncate(token_ids: list[int], truncation: Truncation, *, affixes: Affixes, 
     """Return the prompt with its text shortened; the special tokens around it, `affixes`, stay. Raises
     InvalidRequest.
     """
-    limit = truncation.limit
+    limit = truncation.num_tokens(max_model_len)
     if limit is None:
         return token_ids
-    if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 or at least 1, got {limit!r}", param="truncate_prompt_tokens"
-        )
-    if limit > max_model_len:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be at most the model's context length of {max_model_len}, got {limit}",
-            param="truncate_prompt_tokens",
-        )
     start, end = len(affixes.before), len(token_ids) - len(affixes.after)
     num_special = len(affixes.before) + len(affixes.after)
-    if -1 < limit < num_special:
+    if -1 < (truncation.limit or 0) < num_special:
         raise InvalidRequest(
             f"truncate_prompt_tokens is {limit}, but the tokenizer adds {num_special} special tokens to each text",
             param="truncate_prompt_tokens",
         )
-    num_kept = max(0, (truncation.room if limit == -1 else limit) - num_special)
-    if end - start <= num_kept:
-        return token_ids
-    kept = slice(end - num_kept, end) if truncation.side == "left" else slice(start, start + num_kept)
-    return token_ids[:start] + token_ids[kept] + token_ids[end:]
+    kept = truncation.kept(token_ids[start:end], max(0, limit - num_special))
+    return token_ids[:start] + kept + token_ids[end:]
 
 
 def _parts(prompt: Prompt) -> tuple[Iterable[SupportsIndex] | None, str | None]:

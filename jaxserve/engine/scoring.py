@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.engine.embedding import pooled_vector
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
+from jaxserve.engine.prompts import Truncation
 from jaxserve.errors import InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.reranking import (
@@ -46,30 +47,21 @@ class PairScorer:
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
     ) -> RequestGroup:
-        """Prepare the group whose result `score` reads. Raises InvalidRequest as `Frontend.prepare` does."""
-        token_ids = self._encode(query, document, instruction)
+        """Prepare the group whose result `score` reads. Raises InvalidRequest as `Frontend.prepare` does.
+
+        Truncation shortens the longer one of the two texts, and nothing of what is around them.
+        """
+        room = self.frontend.client.info.max_model_len - (self.head is None)  # one token is written
+        truncation = Truncation(limit=truncate_prompt_tokens, side=truncation_side, room=room)
+        token_ids = self._encode_within(query, document, instruction, truncation)
         if self.head is not None:
             return self.frontend.prepare_embedding(
-                token_ids,
-                pooling="last",
-                request_id=request_id,
-                priority=priority,
-                cache_salt=cache_salt,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                truncation_side=truncation_side,
+                token_ids, pooling="last", request_id=request_id, priority=priority, cache_salt=cache_salt
             )
         params = SamplingParams(
             temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0, logprob_token_ids=self._answers()
         )
-        return self.frontend.prepare(
-            token_ids,
-            params,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            truncation_side=truncation_side,
-        )
+        return self.frontend.prepare(token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
 
     def score(self, group: RequestGroup, *, use_activation: bool = True) -> float:
         """Return the score of a pair whose group has finished, or its logit."""
@@ -90,6 +82,29 @@ class PairScorer:
         assert self.reranker is not None
         no, yes = (_token_id(self.frontend.tokenizer, token) for token in (self.reranker.no, self.reranker.yes))
         return no, yes
+
+    def _encode_within(self, query: str, document: str, instruction: str | None, truncation: Truncation) -> list[int]:
+        """Return the prompt of a pair, of texts that are so short that it has no more tokens than it may have."""
+        tokenizer, limit = self.frontend.tokenizer, truncation.num_tokens(self.frontend.client.info.max_model_len)
+        token_ids = self._encode(query, document, instruction)
+        if limit is None or len(token_ids) <= limit:
+            return token_ids
+        parts = [tokenizer.encode(text, add_special_tokens=False) for text in (query, document)]
+        sizes = [len(part) for part in parts]
+        while (excess := len(token_ids) - limit) > 0:
+            if not any(sizes):
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens is {limit}, but {len(token_ids)} tokens are around the texts of each pair",
+                    param="truncate_prompt_tokens",
+                )
+            for _ in range(min(excess, sum(sizes))):
+                sizes[int(sizes[1] >= sizes[0])] -= 1
+            texts = [
+                tokenizer.decode(truncation.kept(part, size), skip_special_tokens=False)
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+            token_ids = self._encode(*texts, instruction)
+        return token_ids
 
     def _encode(self, query: str, document: str, instruction: str | None) -> list[int]:
         """Return the prompt of a pair: by the template for pairs, else as the model was trained."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -12,7 +12,7 @@ from jaxserve.layers.linear import Consumer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.names import LLAMA_NAMES, Names
-from jaxserve.layers.norm import Norm, add_update
+from jaxserve.layers.norm import Norm, PendingUpdate, add_update
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope, Rotation
 from jaxserve.layers.weight import Weight
@@ -30,6 +30,7 @@ ONE_NORM = ("attention_norm",)
 """One norm before two parallel blocks, as in GPT-J."""
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """The block of a layer in which tokens meet those before them: a frozen dataclass, such as `Attention`."""
 
@@ -170,20 +171,20 @@ class Layer:
         x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
         consumer_of_attention = self.consumer_of_attention
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer_of_attention)
-        update = self._finished(update, "attention_post_norm", params)
+        update = self._pending(update, params, "attention_post_norm")
         x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
         update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
-        return x, self._finished(update, "mlp_post_norm", params), cache
+        return x, self._pending(update, params, "mlp_post_norm"), cache
 
     def _parallel(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
-    ) -> tuple[Array, Array, Any]:
+    ) -> tuple[Array, Any, Any]:
         x, y = self._normed_sum(x, update, params["attention_norm"], batch)
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
         if "mlp_norm" in self.norms:
             y = self.norm(x, params["mlp_norm"])
         update = update + self.feed_forward.run(params["mlp"], y, batch, consumer="stream")
-        return x, update if self.update_scale == 1.0 else update * self.update_scale, cache
+        return x, self._pending(update, params), cache
 
     def _normed_inputs(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
@@ -209,10 +210,13 @@ class Layer:
     ) -> tuple[Array, Any]:
         return self.norm.of_sum(x, update, weights, kernels=batch.kernels, peers=batch.peers, reader=reader)
 
-    def _finished(self, update: Any, name: str, params: Params) -> Any:
-        """Return the update of a block as it is added to the residual stream."""
-        update = self.norm(update, params[name]) if name in self.norms else update
-        return update if self.update_scale == 1.0 else update * self.update_scale
+    def _pending(self, update: Any, params: Params, post_norm: str | None = None) -> Any:
+        """Return the update of a block with what is still to be done before it is added to the residual stream."""
+        weights = params[post_norm] if post_norm in self.norms else None
+        if weights is None and self.update_scale == 1.0:
+            return update
+        norm = None if weights is None else self.norm
+        return PendingUpdate(value=update, weights=weights, norm=norm, scale=self.update_scale)
 
     @property
     def consumer_of_attention(self) -> Consumer:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Kernels
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import Kernel, norm_part
+from jaxserve.layers.parts import Kernel, norm_part, update_norm_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
@@ -68,14 +68,43 @@ class Norm:
         return total, self(total, weights)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingUpdate:
+    """An update of the residual stream that is still to be normalised or scaled: where it is added, so that all of it
+    can be one kernel.
+    """
+
+    value: Any
+    """[T, E], the same on all devices."""
+    weights: Any
+    """Those of the norm; None if there is no norm."""
+    norm: Norm | None = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    """Factor of the update after its norm."""
+
+    def finished(self) -> Float[Array, "T E"]:
+        """Return the update as it is added."""
+        update = self.value if self.norm is None else self.norm(self.value, self.weights)
+        return update if self.scale == 1.0 else update * self.scale
+
+
 def add_update(
     x: Float[Array, "T E"], update: Any, *, kernels: Kernels, peers: PeerBuffers | None
 ) -> Float[Array, "T E"]:
-    """Return the sum of a residual stream and an update: an array, partial sums of devices, an UnscaledProduct, or None
-    if there is nothing to add.
+    """Return the sum of a residual stream and an update: an array, partial sums of devices, an UnscaledProduct, a
+    PendingUpdate, whose norm is one kernel with the addition if `kernels` has one for such rows, or None if there is
+    nothing to add.
     """
     if update is None:
         return x
+    if isinstance(update, PendingUpdate):
+        norm, kernel = update.norm, update_norm_part(x, None, kernels=kernels).kernel
+        if norm is not None and norm.kind == "rms" and kernel == Kernel.ADD_RMS_NORM:
+            options: dict[str, Any] = {"eps": norm.eps, "update_scale": update.scale, "implementation": kernels}
+            run = functools.partial(fused.add_normed_update, **options)
+            return _on_each_device(run, x, update.value, update.weights)
+        update = update.finished()
     if isinstance(update, UnscaledProduct):
         update = update.values()
     return x + summed(update, peers, kernels=kernels)
@@ -121,7 +150,7 @@ def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: fl
 
 def add_rms_norm(
     x: Float[Array, "T E"],
-    update: Float[Array, "T E"] | UnscaledProduct,
+    update: Float[Array, "T E"] | UnscaledProduct | PendingUpdate,
     weight: Float[Array, " E"],
     eps: float,
     *,
@@ -131,9 +160,22 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | QuantizedRows]:
     """Return the sum and its `rms_norm`, in one kernel if `kernels` has one for such rows.
 
-    That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows. Each device
-    may have a partial sum of `update`, as `linear` leaves it; these are added up through `peers`.
+    That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows; otherwise it
+    finishes a PendingUpdate. Each device may have a partial sum of `update`, as `linear` leaves it;
+    these are added up through `peers`.
     """
+
+    def run_fused(x: Array, update: Array, weight: Array, gain: Array | None = None, *, scale: float = 1.0) -> Any:
+        options: dict[str, Any] = {"eps": eps, "update_scale": scale, "implementation": kernels}
+        return fused.add_rms_norm(x, update, weight, update_gain=gain, **options)
+
+    if isinstance(update, PendingUpdate):
+        norm = update.norm
+        is_rms = norm is None or (norm.kind == "rms" and norm.eps == eps)
+        if is_rms and update_norm_part(x, reader, kernels=kernels).kernel == Kernel.ADD_RMS_NORM:
+            run = functools.partial(run_fused, scale=update.scale)
+            return _on_each_device(run, x, update.value, weight, update.weights)
+        update = update.finished()
     unreduced = frozenset() if isinstance(update, UnscaledProduct) else jax.typeof(update).sharding.spec.unreduced
     kernel = norm_part(x, reader, kernels=kernels, has_partial_sums=bool(unreduced)).kernel
     if kernel == Kernel.ALL_REDUCE:
@@ -159,16 +201,15 @@ def add_rms_norm(
     if kernel == Kernel.XLA:
         total = x + update
         return total, rms_norm(total, weight, eps)
-    run = functools.partial(fused.add_rms_norm, eps=eps, implementation=kernels)
-    return _on_each_device(run, x, update, weight)
+    return _on_each_device(run_fused, x, update, weight)
 
 
-def _on_each_device(run: Callable[..., Any], x: Array, update: Array | UnscaledProduct, weight: Array) -> Any:
+def _on_each_device(run: Callable[..., Any], x: Array, *others: Any) -> Any:
     if not jax.typeof(x).sharding.mesh.empty:
         everywhere = PartitionSpec()  # each device has all rows
         run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     with jax.named_scope("norm"):
-        return run(x, update, weight)
+        return run(x, *others)
 
 
 def layer_norm(x: Float[Array, "*batch N"], params: Params, eps: float) -> Float[Array, "*batch N"]:

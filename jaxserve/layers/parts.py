@@ -163,6 +163,15 @@ def norm_part(x: Any, reader: Weight | None, *, kernels: Kernels, has_partial_su
     return Part(Kernel.ROW_QUANTIZATION if rounds else Kernel.ADD_RMS_NORM)
 
 
+def update_norm_part(x: Any, reader: Weight | None, *, kernels: Kernels) -> Part:
+    """Return what normalises an update before it is added to a residual stream like `x`: what adds it, if it can.
+
+    `reader` is that of the sum's norm, as for `norm_part`; None if the sum has none.
+    """
+    part = norm_part(x, reader, kernels=kernels, has_partial_sums=False)
+    return Part(Kernel.XLA, "the next kernel rounds rows") if part.kernel == Kernel.ROW_QUANTIZATION else part
+
+
 def sum_part(x: Any, peers: PeerBuffers | None) -> Part:
     """Return what adds up the devices' partial sums of rows like `x`."""
     reason = "devices have no buffers for sums" if peers is None else all_reduce.why_not(x, peers)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.layers.layer import Arrangement
+from jaxserve.layers.layer import POST_NORMS, Arrangement
 from jaxserve.layers.linear import norm_adds_partial_sums
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.params import Params
@@ -26,10 +26,14 @@ from jaxserve.layers.parts import (
     norm_part,
     routing_part,
     sum_part,
+    update_norm_part,
 )
 from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
 from jaxserve.layers.weight import Weight
 from pallas_kernels.peers import PeerBuffers
+
+_LAYER_NORM = Part(Kernel.XLA, "no kernel computes layer norms")
+_NORM_OF_BLOCK = Part(Kernel.XLA, "no kernel computes norms after blocks")
 
 
 class Ends(NamedTuple):
@@ -111,7 +115,7 @@ def _row(
         if output.is_split:
             _add(others, {"sums over devices": sum_part(x.update(shape=(step.num_rows, output.shape[0])), step.peers)})
     if kinds[-1] == Kind.OPERATIONS:
-        _add(others, {"norm": _norm(layers[-1], x, step, "norm")})
+        _add(others, {"norm": _final_norm(layers[-1], x, step)})
     if not ends.embedding.mesh.empty and ends.embedding.spec[0] is not None:
         _add(others, {"embedding": sum_part(x, step.peers)})
     if num_logits:
@@ -133,27 +137,42 @@ def _add(parts: dict[str, list[Part]], of_layer: dict[str, Part]) -> None:
 
 
 def _norms(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape) -> dict[str, Part]:
-    """Return what computes the norms of the residual stream in a layer that is not fused."""
-    value, weights = layer.layer, layer.weights
-    readers: dict[str, Weight | None] = {}
-    if value.arrangement == Arrangement.SEQUENTIAL:
-        readers["attention_norm"] = value.mixer.reader(weights["attention"])
-        readers["mlp_norm"] = value.feed_forward.reader(weights["mlp"])
-    return {name: _norm(layer, x, step, name, readers.get(name)) for name in value.norms}
-
-
-def _norm(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, name: str, reader: Weight | None = None) -> Part:
-    """Return what computes a layer's norm with the weights of this name, or the final one ("norm") after it."""
+    """Return what computes the norms of the residual stream and of updates in a layer that is not fused."""
     value, weights = layer.layer, layer.weights
     if value.norm.kind != "rms":
-        return Part(Kernel.XLA, "no kernel computes layer norms")
-    is_of_sum = {
-        "attention_norm": value.adds_in_first_norm,
-        "mlp_norm": value.arrangement == Arrangement.SEQUENTIAL,
-        "norm": value.arrangement != Arrangement.NORMED_SUMS,
-    }
-    if not is_of_sum.get(name):
-        return Part(Kernel.XLA, "no kernel computes norms after blocks")
+        return dict.fromkeys(value.norms, _LAYER_NORM)
+    is_sequential = value.arrangement == Arrangement.SEQUENTIAL
+    readers: dict[str, Weight | None] = {}
+    if is_sequential and "attention_norm" in value.norms:
+        readers["attention_norm"] = value.mixer.reader(weights["attention"])
+    if is_sequential and "mlp_norm" in value.norms:
+        readers["mlp_norm"] = value.feed_forward.reader(weights["mlp"])
+    parts: dict[str, Part] = {}
+    for name in value.norms:
+        if name in POST_NORMS:
+            following = "mlp_norm" if name == "attention_post_norm" else "attention_norm"
+            parts[name] = update_norm_part(x, readers.get(following), kernels=step.kernels)
+        elif is_sequential or (name == "attention_norm" and value.adds_in_first_norm):
+            parts[name] = _norm_of_sum(layer, x, step, name, readers.get(name))
+        else:
+            parts[name] = _NORM_OF_BLOCK
+    return parts
+
+
+def _final_norm(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape) -> Part:
+    """Return what computes the final norm if the last layer is not fused."""
+    if layer.layer.norm.kind != "rms":
+        return _LAYER_NORM
+    if layer.layer.arrangement == Arrangement.NORMED_SUMS:  # which leaves no update
+        return _NORM_OF_BLOCK
+    return _norm_of_sum(layer, x, step, "norm", None)
+
+
+def _norm_of_sum(layer: LayerShape, x: jax.ShapeDtypeStruct, step: StepShape, name: str, reader: Weight | None) -> Part:
+    """Return what adds the update of a block and computes the norm of this name that follows it: "mlp_norm" the
+    attention, others the feed-forward.
+    """
+    value, weights = layer.layer, layer.weights
     if name == "mlp_norm":
         takes_parts, block = value.consumer_of_attention == "norm", (value.mixer, weights["attention"])
     else:

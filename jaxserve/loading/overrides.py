@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
+_PREFIX, _ORIGIN = "jaxserve-overrides-", ".origin"
+
 _FP8 = {"fp8", "fbgemm_fp8"}
 _METHODS = {
     "fp8": _FP8,
@@ -62,8 +64,9 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
     if not changed:
         return config
     directory = pathlib.Path(config.model)
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxserve-overrides-"))
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / _ORIGIN).symlink_to(directory.resolve())
     model = folder / directory.resolve().name
     model.mkdir()
     for path in directory.iterdir():
@@ -79,6 +82,13 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config, model=str(model), hf_overrides=None, generation_config="auto", override_generation_config=None
     )
+
+
+def origin(model: str) -> str:
+    """Return the path of a model that callers know, which has the files before values were put in their place."""
+    folder = pathlib.Path(model).parent
+    link = folder / _ORIGIN
+    return str(link.readlink()) if folder.name.startswith(_PREFIX) and link.is_symlink() else model
 
 
 def check_format(name: str | None, model: str) -> None:

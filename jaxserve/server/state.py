@@ -77,7 +77,7 @@ class ServerState:
     """Bytes of the longest token: a text of k bytes has at least k / max_token_length tokens."""
 
     def __post_init__(self) -> None:
-        digest = hashlib.sha256(f"{__version__}\n{self.model}\n{self.frontend.client.info.model}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{__version__}\n{self.model}\n{self.frontend.model}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         self.unknown_fields = UnknownFields(self.metrics.unknown_fields)
         self.engine_view = EngineView(self.frontend.client)

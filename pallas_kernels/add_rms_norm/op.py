@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import add_rms_norm_sm90
+from pallas_kernels.add_rms_norm.sm90 import add_normed_update_sm90, add_rms_norm_sm90
 
 Implementation = Literal["xla", "sm90"]
 
@@ -17,20 +17,54 @@ def add_rms_norm(
     weight: Float[Array, " E"],
     *,
     eps: float,
+    update_gain: Float[Array, " E"] | None = None,
+    update_scale: float = 1.0,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """Return x + update in the dtype of x, and its RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     The norm is computed in float32 from the rounded sum: a vector of E values, scaled to a root mean square of 1 and
-    multiplied by `weight`. Raises ValueError for an unknown implementation; NotImplementedError for dtypes and sizes
-    that "sm90", the kernel for Hopper GPUs, does not support.
+    multiplied by `weight`. With `update_gain` the update is first replaced by its own RMS norm with that gain, then
+    multiplied by the static `update_scale`; both results are rounded to the dtype of x. Raises ValueError for an
+    unknown implementation; NotImplementedError for dtypes and sizes that "sm90", the kernel for Hopper GPUs, does not
+    support.
     """
+    if _is_sm90(implementation):
+        return add_rms_norm_sm90(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
+    total = x + _finished(update, update_gain, eps, update_scale)
+    return total, _rms_norm(total, weight, eps)
+
+
+def add_normed_update(
+    x: Float[Array, "T E"],
+    update: Float[Array, "T E"],
+    update_gain: Float[Array, " E"],
+    *,
+    eps: float,
+    update_scale: float = 1.0,
+    implementation: Implementation = "xla",
+) -> Float[Array, "T E"]:
+    """Return the sum that `add_rms_norm` does, of an update that is normalised; arguments and errors are the same."""
+    if _is_sm90(implementation):
+        return add_normed_update_sm90(x, update, update_gain, eps=eps, update_scale=update_scale)
+    return x + _finished(update, update_gain, eps, update_scale)
+
+
+def _finished(
+    update: Float[Array, "T E"], gain: Float[Array, " E"] | None, eps: float, scale: float
+) -> Float[Array, "T E"]:
+    update = update if gain is None else _rms_norm(update, gain, eps)
+    return update if scale == 1.0 else update * scale
+
+
+def _rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
+
+
+def _is_sm90(implementation: str) -> bool:
     if implementation not in get_args(Implementation):
         known = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    if implementation == "sm90":
-        return add_rms_norm_sm90(x, update, weight, eps=eps)
-    total = x + update
-    wide = total.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return total, (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
+    return implementation == "sm90"

@@ -1,46 +1,99 @@
-"""`add_rms_norm` for Hopper (sm_90a), in Mosaic GPU: a warpgroup a row, which stays in registers from sum to norm.
+"""`add_rms_norm` for Hopper (sm_90a), in Mosaic GPU: a warpgroup a row, which stays in registers from update to norm.
 
 XLA makes two or three kernels of it, which read the sum again; a decode step has two of them a layer.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.rows import norm, row_layout, why_not_row
+from pallas_kernels.device.rows import THREADS, norm, row_layout, why_not_row
+
+MAX_HELD_GAINS = 48 * THREADS
+"""Most values of a row whose gains are loaded before its update is normalised: a load behind the sum of squares would
+start when that is there. They take up to 96 registers of a thread.
+"""
 
 
 def add_rms_norm_sm90(
-    x: Float[Array, "T E"], update: Float[Array, "T E"], weight: Float[Array, " E"], *, eps: float
+    x: Float[Array, "T E"],
+    update: Float[Array, "T E"],
+    weight: Float[Array, " E"],
+    update_gain: Float[Array, " E"] | None,
+    *,
+    eps: float,
+    update_scale: float,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """See `add_rms_norm`. Raises NotImplementedError with the reason of `why_not_row`, or for types that differ."""
+    _check(x, update)
+    total, normed = _kernel(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
+    return total, normed
+
+
+def add_normed_update_sm90(
+    x: Float[Array, "T E"],
+    update: Float[Array, "T E"],
+    update_gain: Float[Array, " E"],
+    *,
+    eps: float,
+    update_scale: float,
+) -> Float[Array, "T E"]:
+    """See `add_normed_update`. Raises as `add_rms_norm_sm90` does."""
+    _check(x, update)
+    [total] = _kernel(x, update, None, update_gain, eps=eps, update_scale=update_scale)
+    return total
+
+
+def _check(x: Array, update: Array) -> None:
     if (reason := why_not_row(x.shape[1], x.dtype)) is not None:
         raise NotImplementedError(reason)
     if update.dtype != x.dtype:
         raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
-    return _kernel(x, update, weight, eps=eps)
 
 
-@functools.partial(jax.jit, static_argnames="eps")  # so that all layers of a step use one compiled kernel
-def _kernel(x: Array, update: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames=("eps", "update_scale"))  # so that a step's layers use one compiled kernel
+def _kernel(
+    x: Array, update: Array, weight: Array | None, update_gain: Array | None, *, eps: float, update_scale: float
+) -> Sequence[Array]:
+    """Return the sum and, with a weight, its norm."""
     num_rows, size = x.shape
     load = functools.partial(plgpu.load, layout=row_layout(size))
+    holds_gains = update_gain is not None and size <= MAX_HELD_GAINS
+    scale = float(np.asarray(update_scale, x.dtype))  # rounded as the unfused computation has it
 
-    def body(x, update, weight, total, normed):
+    def loader(gain) -> Callable[[], Any]:
+        if not holds_gains:
+            return functools.partial(load, gain)
+        loaded = load(gain)
+        return lambda: loaded
+
+    def body(x, update, *refs):
+        *gains, total, normed = refs if weight is not None else (*refs, None)
         row = lax.axis_index("row")
-        value = load(x.at[row]) + load(update.at[row])
+        residual, value = load(x.at[row]), load(update.at[row])
+        loaders = [loader(gain) for gain in gains]
+        if update_gain is not None:
+            value = norm(value, loaders[0], eps=eps)
+        if update_scale != 1.0:  # a product in float32 cannot be fused with the addition, and is rounded on its own
+            value = (value.astype(jnp.float32) * scale).astype(value.dtype)
+        value = residual + value
         total[row] = value
-        normed[row] = norm(value, functools.partial(load, weight), eps=eps)
+        if normed is not None:
+            normed[row] = norm(value, loaders[-1], eps=eps)
 
     run = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * 2,
+        out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype),) * (1 if weight is None else 2),
         grid=(num_rows,),
         grid_names=("row",),
         kernel_name="add_rms_norm",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return run(x, update, weight)
+    return run(x, update, *(gain for gain in (update_gain, weight) if gain is not None))

@@ -20,6 +20,7 @@ from jaxserve.convert import convert
 from jaxserve.engine.checkpoint import read_checkpoint
 from jaxserve.engine.scoring import pair_scorer
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.reranking import read_reranker
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
 
@@ -105,8 +106,8 @@ VLLMS = {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddin
 )
 def test_a_reranker_in_vllms_form(tmp_path, changes):
     """Without a template the texts follow each other, as in vLLM; the two tokens' softmax is the score."""
-    path = cases.write(tmp_path / "model", changes=VLLMS | changes)
-    with LLM(str(path), **OPTIONS) as llm:
+    path = cases.write(tmp_path / "model", changes=CAUSAL)
+    with LLM(str(path), hf_overrides=VLLMS | changes, **OPTIONS) as llm:
         tokenizer = llm.get_tokenizer()
         (score,) = llm.score("The end", "of it", use_tqdm=False)
         assert read_reranker(path, VLLMS | changes) == llm.info.reranker
@@ -237,6 +238,17 @@ def test_pooling_without_modules(tmp_path):
     (path / "1_Pooling" / "config.json").write_text(json.dumps(cases.flags("mean_tokens")))
     embedder = read_embedder(path, hidden_size=16)
     assert (embedder.pooling, embedder.normalizes) == (("mean",), True)
+
+
+def test_modules_of_a_model_with_overridden_values(tmp_path):
+    modules, files = cases.EMBEDDERS["dense"]
+    path = cases.write(tmp_path / "origin", modules=modules, files=files, changes=CAUSAL)
+    config = resolve_names(EngineConfig(model=str(path), hf_overrides={"rope_theta": 5000.0}))
+    assert config.model != str(path)
+    own, changed = (read_embedder(each, hidden_size=16) for each in (path, config.model))
+    assert (changed.pooling, changed.size, changed.source) == (own.pooling, own.size, own.source)
+    for mine, theirs in zip(changed.layers, own.layers, strict=True):
+        np.testing.assert_array_equal(mine.weight, theirs.weight)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,25 @@ def test_biases_of_qkv_are_one_launch_more():
     assert_no_matmul_is_tried_out(program)
 
 
+@pytest.mark.slow
+def test_norms_around_blocks_are_two_launches_a_layer():
+    """Gemma 3's norms of updates are in the kernels that add these and compute the norms of the sums."""
+    fields = LLAMA_3_8B | {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 128,
+        "sliding_window": 1024,
+    }
+    builder = make_builder(fields)
+    program = compile_program(builder, decode_of(16)(builder))
+    assert program.thunks == DRAWING
+    assert program.spill_bytes == 0
+    assert program.copies_of(POOL) == []
+    # The others: rotation and KV write, attention, four matmuls, sums of parts of three of these, an activation.
+    assert program.num_launches <= 12 * 3 + 23
+
+
 def compile_both(builder, num_tokens):
     """Compile both programs of a forward pass of prompts, as the engine does."""
     bucket = bucket_of(builder, num_tokens)

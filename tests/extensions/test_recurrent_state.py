@@ -21,6 +21,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.layers.linear import linear
 from jaxserve.layers.params import ParamSpec
+from jaxserve.loading.model_types import MODEL_TYPES
 from jaxserve.models import FAMILIES, llama
 from jaxserve.models.family import Family
 from jaxserve.overview import needs
@@ -152,7 +153,9 @@ def fields_of(kinds):
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     FAMILIES["toy_recurrent"] = FAMILY
+    MODEL_TYPES.add("toy_recurrent")
     yield
+    MODEL_TYPES.remove("toy_recurrent")
     del FAMILIES["toy_recurrent"]
 
 

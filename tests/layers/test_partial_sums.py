@@ -21,6 +21,7 @@ EXPERTS = {
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
     "norm_topk_prob": True,
+    "residual_multiplier": 0.5,  # of Granite
 }
 
 TRACED = 2

@@ -22,7 +22,7 @@ from jaxserve.layers.paths import Kind
 from jaxserve.layers.schemes import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
-from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES
+from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES, RoundedActivations
 
 KERNELS = pathlib.Path(pallas_kernels.__file__).parent
 OF_LAYERS = {
@@ -39,7 +39,9 @@ OPERATIONS = ({name for kernel in Kernel for name in kernel.split(" and ")} | {*
     Kernel.NONE,
 }
 ROUNDED = msgspec.structs.replace(SCHEMES["int8"], rounds_activations=ROUNDED_ON_HOPPER)
+ROUNDED_FROM_ONE_ROW = msgspec.structs.replace(ROUNDED, rounds_activations=RoundedActivations(min_rows=1))
 LLAMA = LLAMA_3_8B | {"num_hidden_layers": 2, "vocab_size": 1024}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 128}
 FEW_SIZES = {"max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512}
 MODELS = {
     "llama": (LLAMA, 1, None),
@@ -50,7 +52,6 @@ MODELS = {
     "devices": (LLAMA, 4, None),
     "codes on devices": (LLAMA, 2, "int4"),
     "window": (LLAMA | {"model_type": "mistral", "sliding_window": 64}, 1, None),
-    "norms after blocks": (LLAMA | {"model_type": "olmo2"}, 1, None),
     "some without rotation": (LLAMA | {"model_type": "smollm3", "num_hidden_layers": 4}, 1, None),
     "some without experts": (
         QWEN3_30B_A3B | {"num_hidden_layers": 3, "vocab_size": 1024, "mlp_only_layers": [0, 2]},
@@ -58,6 +59,9 @@ MODELS = {
         None,
     ),
     "experts": (QWEN3_30B_A3B | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
+    "sandwich": (GEMMA, 1, None),
+    "sandwich, rounded rows": (GEMMA, 1, ROUNDED),
+    "norms after blocks": (LLAMA | {"model_type": "olmo2"}, 2, None),
     "latents": (DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}, 1, None),
 }
 
@@ -148,11 +152,15 @@ def test_keys_of_layers():
             "mlp_norm, sums over devices, norm, embedding: all_reduce",
         ),
         (QWEN3_30B_A3B | {"num_hidden_layers": 2}, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
+        (GEMMA, {}, "attention_norm, mlp_norm, attention_post_norm, mlp_post_norm, norm: add_rms_norm"),
+        (GEMMA, {"num_devices": 2}, "attention_post_norm, mlp_post_norm, norm: add_rms_norm; sums over devices"),
         (
-            LLAMA | {"model_type": "olmo2"},
-            {},
-            "mlp_post_norm: XLA (no kernel computes norms after blocks); norm: add_rms_norm",
+            GEMMA,
+            {"scheme": ROUNDED_FROM_ONE_ROW},
+            "attention_norm, mlp_norm: row_quantization; "
+            "attention_post_norm, mlp_post_norm: XLA (the next kernel rounds rows); norm: add_rms_norm",
         ),
+        (LLAMA | {"model_type": "olmo2"}, {}, "attention_post_norm, mlp_post_norm, norm: add_rms_norm"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.frontend import sampling_defaults
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading.builtin import resolve_names
-from jaxserve.loading.overrides import merged
+from jaxserve.loading.overrides import merged, origin
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -88,6 +88,7 @@ def test_a_changed_model_is_a_directory_of_links(model, caplog):
     }
     assert "config.json has had no odd" in caplog.text
     assert (folder / "tokenizer.json").resolve() == model / "tokenizer.json"
+    assert origin(config.model) == origin(str(model)) == str(model)
     assert resolve_names(config) == config
     assert resolve_names(EngineConfig(model=str(model))).model == str(model)
 

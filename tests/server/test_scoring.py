@@ -3,12 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
-from serving import Running, assert_error, running
+from serving import BOS, EOS, Running, assert_error, byte_tokenizer, running
+from tokenizers import processors
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.loading.classifier import ClassificationHead
-from jaxserve.loading.reranking import Reranker
+from jaxserve.loading.reranking import PairTemplate, Reranker
 from jaxserve.loading.torch_activations import sigmoid, softmax
 from jaxserve.tokenizer import Tokenizer
 
@@ -93,9 +94,9 @@ def reranking(tokenizer):
 
 
 @pytest.fixture
-def classifying(tokenizer):
+def classifying():
     """A server whose model scores pairs by a classification head."""
-    with running(tokenizer) as server:
+    with running(byte_tokenizer()) as server:
         weight = np.array([[0.5, -0.01, 0.0, 0.0]], np.float32)
         server.frontend.head = ClassificationHead(weight, ("score",), sigmoid, sigmoid)
         yield server
@@ -158,6 +159,38 @@ def test_texts_are_cut_to_so_many_tokens(kind, request, tokenizer):
         body = {"query": QUERY, "documents": ["x"]}
         assert_error(server.post("/rerank", body | {"max_tokens_per_doc": -1}), 400, "max_tokens_per_doc")
         assert server.post("/rerank", body | {"max_tokens_per_doc": 0, "padding": "do_not_pad"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("limit", "side", "query", "document"),
+    [
+        (20, "left", "what?", "and that"),
+        (20, "right", "what?", "this and"),
+        (13, "left", "at?", "hat"),
+        (8, "right", "w", ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["classifying", "reranking"])
+def test_what_is_around_a_truncated_pair_stays(kind, request, tokenizer, limit, side, query, document):
+    server = request.getfixturevalue(kind)
+    template = "q={% for m in messages %}{{ m.content }};{% if loop.first %}d={% endif %}{% endfor %}!"
+    server.frontend.__dict__["pair_template"] = PairTemplate(template, {})
+    body = {"text_1": QUERY, "text_2": [DOCUMENT], "truncation_side": side}
+    assert server.post("/v1/score", body | {"truncate_prompt_tokens": limit}).status_code == 200
+    (submitted,) = server.client.submitted
+    assert server.tokenizer.decode(submitted.prompt_token_ids) == f"q={query};d={document};!"
+    assert_error(server.post("/v1/score", body | {"truncate_prompt_tokens": 6}), 400, "truncate_prompt_tokens")
+
+
+def test_the_special_tokens_of_a_truncated_pair_stay(classifying):
+    around = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    classifying.tokenizer._backend.post_processor = around
+    body = {"text_1": QUERY, "text_2": DOCUMENT, "truncate_prompt_tokens": 9}
+    assert classifying.post("/v1/score", body).status_code == 200
+    (submitted,) = classifying.client.submitted
+    assert classifying.tokenizer.decode(submitted.prompt_token_ids, False) == "<s>at?</s>hat</s>"
 
 
 @pytest.mark.parametrize(

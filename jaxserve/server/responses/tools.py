@@ -93,7 +93,7 @@ def _add(tool: Mapping[str, Any], param: str, tools: Tools, *, space: NamespaceT
         namespace = converted(tool, NamespaceTool, param)
         for index, each in enumerate(namespace.tools):
             _add(each, f"{param}.tools[{index}]", tools, space=namespace)
-    elif isinstance(kind, str) and (kind in HOSTED or kind.startswith(_HOSTED_BEGINNINGS)):
+    elif isinstance(kind, str) and _is_hosted(kind):
         tools.left_out.append(kind)
     elif isinstance(kind, str):
         raise not_supported(f"{param}.type", f"a tool of type {kind[:40]!r}")

@@ -12,7 +12,7 @@ from jaxserve.server.state import ServerState, server_state
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """One served model. `root` is what was loaded; `max_model_len` the context length in tokens."""
+    """One served model. `root` is where it was found; `max_model_len` the context length in tokens."""
 
     id: str
     object: Literal["model"] = "model"
@@ -59,7 +59,7 @@ def _model(state: ServerState, name: str) -> Model:
     return Model(
         id=name,
         created=state.created,
-        root=info.model,
+        root=state.frontend.model,
         max_model_len=info.max_model_len,
         display_name=name,
         created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
