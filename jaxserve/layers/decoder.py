@@ -161,10 +161,13 @@ def _paths(
 
 
 def _consumer(layers: Sequence[Layer], params: Params, index: int, span: range) -> Consumer:
-    """Return what takes the update of this layer: the first norm of the next one, the final norm, or the stream."""
+    """Return what takes the update of this layer's feed-forward: the first norm of the next layer, the final norm, or
+    the stream.
+    """
+    layer = layers[index]
     if index + 1 == len(layers):
-        norm = layers[index].norm if "norm" in params else None
+        norm = layer.norm if "norm" in params else None
     else:
         following = layers[index + 1]
         norm = following.norm if index + 1 in span and following.adds_in_first_norm else None
-    return "norm" if norm is not None and norm.kind == "rms" else "stream"
+    return layer.consumer_of_mlp("norm" if norm is not None and norm.kind == "rms" else "stream")
