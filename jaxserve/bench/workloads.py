@@ -217,6 +217,92 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
 token.
 """
 
+QWEN25_7B: dict[str, Any] = LLAMA_3_8B | {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+"""The shape of Qwen2.5 7B: biases on q, k and v."""
+
+PHI_4: dict[str, Any] = LLAMA_3_8B | {
+    "model_type": "phi3",
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rope_theta": 250000.0,
+    "sliding_window": None,
+}
+"""The shape of Phi-4."""
+
+OLMO_2_7B: dict[str, Any] = LLAMA_3_8B | {
+    "model_type": "olmo2",
+    "vocab_size": 100352,
+    "intermediate_size": 11008,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
+"""The shape of OLMo 2 7B: norms after blocks, a KV head for each query head."""
+
+COMMAND_R7B: dict[str, Any] = LLAMA_3_8B | {
+    "model_type": "cohere2",
+    "vocab_size": 256000,
+    "layer_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "tie_word_embeddings": True,
+    "logit_scale": 0.25,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+"""The shape of Command R7B: parallel blocks, layer norms, windows in three of four layers."""
+
+GEMMA_3_4B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "dtype": "bfloat16",
+}
+"""The shape of Gemma 3 4B's text model: norms around blocks, windows in five of six layers."""
+
+SMOLLM3_3B: dict[str, Any] = LLAMA_3_8B | {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+}
+"""The shape of SmolLM3 3B: rotations in three of four layers."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": LLAMA_100M,
     "llama-3-8b": LLAMA_3_8B,
@@ -226,6 +312,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": GPT_OSS_120B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "qwen2.5-7b": QWEN25_7B,
+    "phi-4": PHI_4,
+    "olmo-2-7b": OLMO_2_7B,
+    "command-r7b": COMMAND_R7B,
+    "gemma-3-4b": GEMMA_3_4B,
+    "smollm3-3b": SMOLLM3_3B,
 }
 """Shapes to run with random weights, by name."""
 
