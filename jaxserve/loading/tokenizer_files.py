@@ -81,38 +81,38 @@ class _SpecialTokens:
     Attributes:
         by_id: tokens to be added, by id.
         by_role: the token for each purpose that the files name, bos_token and the like.
-        others: special tokens without a purpose.
+        others: tokens without a purpose.
+        is_old: true for files of a transformers before 4.34, in which tokenizer.json wins over added_tokens.json.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]):
-        is_old = config.get("added_tokens_decoder") is None  # before transformers 4.34
-        fields = dict(config)
-        if is_old:
-            fields |= _read_if_there(path / "special_tokens_map.json")
+        self.is_old = config.get("added_tokens_decoder") is None
+        mapped = _read_if_there(path / "special_tokens_map.json") if self.is_old else {}
+        fields = {**config, **mapped}
         added = fields.get("added_tokens_decoder") or {}
         self.by_id = {int(token_id): _as_token(token) for token_id, token in added.items()}
         known = {token.content: token for token in self.by_id.values()}
-        extra = fields.get("extra_special_tokens") or ()
-        named = fields.get("model_specific_special_tokens") or {}
-        others = fields.get("additional_special_tokens") or ()
-        if isinstance(extra, dict):
-            named = named | extra
-        else:
-            others = extra or others
-        if isinstance(others, dict):
-            others = tuple(others.values())
+        named = dict(fields.get("model_specific_special_tokens") or {})
+        extra, old = (fields.get(f"{name}_special_tokens") or () for name in ("extra", "additional"))
+        listed: list[Any] = []
+        for each in (extra,) if extra and not isinstance(extra, dict) else (extra, old):
+            if isinstance(each, dict):
+                named |= each
+            else:
+                listed.extend(each)
         roles = dict.fromkeys(ROLES) | {
             name: value
             for name, value in fields.items()
-            if name in ROLES or (name.endswith("_token") and isinstance(value, str | dict))
+            if name in ROLES
+            or (name.endswith("_token") and (isinstance(value, str) or name in mapped or _is_typed(value)))
         }
         self.by_role = {
             name: known.get(token.content, token)
             for name, value in (roles | named).items()
             if value is not None and (token := _as_token(value, special=True))
         }
-        self.others = [_as_token(token, special=True) for token in others]
-        if is_old:
+        self.others = [_as_token(token, special=not _is_typed(token)) for token in listed]
+        if self.is_old:
             special = {token.content for token in (*self.by_role.values(), *self.others)}
             self.by_id |= {
                 token_id: AddedToken(token, normalized=token not in special, special=token in special)
@@ -131,8 +131,8 @@ def _add_special_tokens(backend: Tokenizer, named: _SpecialTokens, model: Mappin
             and token_id in there
             and there[token_id].special
         }
-    spelled = set(map(repr, there.values()))
-    missing = [token for _, token in sorted(named.by_id.items()) if repr(token) not in spelled]
+    by_id = named.by_id | (there if named.is_old else {})
+    missing = [token for _, token in sorted(by_id.items())]
     contents = {token.content for token in (*there.values(), *missing)}
     roles = {token.content for token in named.by_role.values()}
     for token in missing:
@@ -187,6 +187,11 @@ def _adds_space(backend: Tokenizer) -> bool:
                 case {"type": "Metaspace"}:
                     return step.get("prepend_scheme", "always") != "never"
     return False
+
+
+def _is_typed(value: Any) -> bool:
+    """Return true for an object that says that it is a token, as those of tokenizer_config.json do."""
+    return isinstance(value, dict) and "__type" in value
 
 
 def _as_token(value: Any, *, special: bool = False) -> AddedToken:
