@@ -124,6 +124,7 @@ NO_JAX = (
     "jaxserve.loading.pickles",
     "jaxserve.loading.quantization_files",
     "jaxserve.loading.reranking",
+    "jaxserve.loading.sentence_bert",
     "jaxserve.loading.sentence_transformers",
     "jaxserve.loading.tied_head",
     "jaxserve.loading.tokenizer_files",

@@ -135,9 +135,7 @@ def _max_model_len(config: EngineConfig, model_config: Any, embedder: Embedder) 
         return min(model_config.max_position_embeddings, own or MAX_CONTEXT)
     limit = max_context(model_config)
     if own is not None and config.max_model_len > own:
-        logger.info(
-            "max_model_len %d wins over max_seq_length %d of sentence_bert_config.json", config.max_model_len, own
-        )
+        logger.info("max_model_len %d wins over max_seq_length %d of the embedder's files", config.max_model_len, own)
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model was made for at most {limit} tokens")
     return config.max_model_len

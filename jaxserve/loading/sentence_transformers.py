@@ -6,6 +6,7 @@ followed, or refused by name.
 """
 
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
@@ -17,8 +18,11 @@ from jaxtyping import Float32
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.json_files import read_json, read_object
+from jaxserve.loading.sentence_bert import read_text_options
 from jaxserve.loading.torch_activations import Activation, read_activation
 from jaxserve.request import Pooling
+
+logger = logging.getLogger(__name__)
 
 MODULES = "modules.json"
 WEIGHTS = "model.safetensors"
@@ -50,15 +54,27 @@ _MODES: Mapping[str, Pooling] = {
 _GGUF_POOLING: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 _GGUF_NONE, _GGUF_RANK = 0, 4
 
-# Fields of sentence_bert_config.json that are about loading by torch.
-_HARMLESS = frozenset(
-    {
-        *("transformer_task", "modality_config", "module_output_name", "unpad_inputs", "trust_remote_code"),
-        *("dtype", "torch_dtype", "attn_implementation", "device_map", "padding_side", "model_max_length"),
-        *("max_seq_length", "do_lower_case", "processing_kwargs"),
-    }
-)
-_ARGUMENTS = ("model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args", "config_kwargs")
+_READ = {
+    "modules": frozenset({"idx", "name", "path", "type", "kwargs"}),
+    "Pooling": frozenset({"embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt"}),
+    "Dense": frozenset(
+        {
+            *("in_features", "out_features", "bias", "activation_function", "use_residual"),
+            *("module_input_name", "module_output_name"),
+        }
+    ),
+    "LayerNorm": frozenset({"dimension"}),
+    "Normalize": frozenset({"module_input_name", "module_output_name"}),
+    "model": frozenset(
+        {
+            *("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim", "activation_fn"),
+            *("__version__", "model_type", "requirements"),
+        }
+    ),
+}
+"""Fields of a module of modules.json, of each kind's config.json and of config_sentence_transformers.json that are
+read, or say nothing about vectors; others are logged.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,14 +161,16 @@ def read_embedder(path: str | pathlib.Path, *, hidden_size: int) -> Embedder:
     path = pathlib.Path(path)
     if path.is_file():
         return _of_gguf(path, hidden_size)
-    embedder = dataclasses.replace(Embedder(size=hidden_size, **_of_transformer(path)), **_of_model(path))
+    embedder = dataclasses.replace(
+        Embedder(size=hidden_size, **read_text_options(path, has_modules=(path / MODULES).is_file())), **_of_model(path)
+    )
     layers: list[Layer] = []
     has_pooling, include_prompt = False, True
     for kind, folder in _modules(path):
         if kind == "Pooling":
             if has_pooling:
                 raise CheckpointError(f"{path / MODULES}: a second Pooling is not supported")
-            has_pooling, include_prompt = True, _config(folder).get("include_prompt") is not False
+            has_pooling, include_prompt = True, bool(_config(folder).get("include_prompt", True))
             pooling = _pooling(folder / "config.json", hidden_size)
             embedder = dataclasses.replace(
                 embedder, pooling=pooling, size=len(pooling) * hidden_size, source=f"{folder.name}/config.json"
@@ -214,6 +232,8 @@ def _modules(path: pathlib.Path, *, with_all: bool = False) -> Iterator[tuple[st
         folder = entry.get("path", "") if isinstance(entry, dict) else None
         if not isinstance(kind, str) or not isinstance(folder, str):
             raise CheckpointError(f"{file}: a module needs a type and a path, got {entry!r:.100}")
+        if not with_all:
+            _log_unread(file, entry, "modules")
         if pathlib.PurePath(folder).is_absolute() or ".." in pathlib.PurePath(folder).parts:  # links may lead outside
             raise CheckpointError(f"{file}: path {folder!r:.100} is outside of the model's directory")
         package, _, name = kind.rpartition(".")
@@ -227,6 +247,9 @@ def _modules(path: pathlib.Path, *, with_all: bool = False) -> Iterator[tuple[st
 
 def _pooling(file: pathlib.Path, hidden_size: int) -> tuple[Pooling, ...]:
     fields = read_object(file)
+    _log_unread(
+        file, {name: value for name, value in fields.items() if not name.startswith("pooling_mode_")}, "Pooling"
+    )
     for name in ("embedding_dimension", "word_embedding_dimension"):
         if fields.get(name) not in (None, hidden_size):
             raise CheckpointError(f"{file}: {name} {fields[name]!r:.100} is not the model's hidden size, {hidden_size}")
@@ -248,9 +271,9 @@ def _pooling(file: pathlib.Path, hidden_size: int) -> tuple[Pooling, ...]:
 
 def _dense(folder: pathlib.Path, size: int) -> tuple[Layer, int]:
     file, fields = folder / "config.json", _config(folder)
-    for name in ("module_input_name", "module_output_name"):
-        if fields.get(name) not in (None, "sentence_embedding"):
-            raise CheckpointError(f"{file}: {name} {fields[name]!r:.100} is not supported")
+    _log_unread(file, fields, "Dense")
+    _check_names(file, fields)
+    _check_size(file, fields, "in_features", size)
     name = fields.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = read_activation(name, field=f"{file}: activation_function")
     num_outputs = fields.get("out_features")
@@ -271,20 +294,37 @@ def _dense(folder: pathlib.Path, size: int) -> tuple[Layer, int]:
 
 
 def _layer_norm(folder: pathlib.Path, size: int) -> tuple[Layer, int]:
-    tensors = _tensors(folder)
+    file, fields, tensors = folder / "config.json", _config(folder), _tensors(folder)
+    _log_unread(file, fields, "LayerNorm")
+    _check_size(file, fields, "dimension", size)
     _check_shapes(folder, tensors, {"norm.weight": (size,), "norm.bias": (size,)})
     return LayerNorm(tensors["norm.weight"], tensors["norm.bias"]), size
 
 
 def _normalize(folder: pathlib.Path, size: int) -> tuple[Layer, int]:
-    fields = _config(folder)
-    for name in ("module_input_name", "module_output_name"):
-        if fields.get(name) not in (None, "sentence_embedding"):
-            raise CheckpointError(f"{folder / 'config.json'}: {name} {fields[name]!r:.100} is not supported")
+    file, fields = folder / "config.json", _config(folder)
+    _log_unread(file, fields, "Normalize")
+    _check_names(file, fields)
     return normalize, size
 
 
 _LAYERS = {"Dense": _dense, "LayerNorm": _layer_norm, "Normalize": _normalize}
+
+
+def _log_unread(file: pathlib.Path, fields: Mapping[str, Any], kind: str) -> None:
+    if unread := sorted(name for name, value in fields.items() if name not in _READ[kind] and value is not None):
+        logger.warning("%s: not known and not followed: %s", file, ", ".join(unread))
+
+
+def _check_names(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
+    for name in ("module_input_name", "module_output_name"):
+        if fields.get(name) not in (None, "sentence_embedding"):
+            raise CheckpointError(f"{file}: {name} {fields[name]!r:.100} is not supported")
+
+
+def _check_size(file: pathlib.Path, fields: Mapping[str, Any], name: str, size: int) -> None:
+    if fields.get(name) not in (None, size):
+        raise CheckpointError(f"{file}: {name} {fields[name]!r:.100} is not the size of what comes before, {size}")
 
 
 def _config(folder: pathlib.Path) -> dict[str, Any]:
@@ -312,51 +352,11 @@ def _check_shapes(
             raise CheckpointError(f"{folder / WEIGHTS}: {name} must be {shapes.get(name)}, got {found}")
 
 
-def _of_transformer(path: pathlib.Path) -> dict[str, Any]:
-    """Return what sentence_bert_config.json says."""
-    file = path / "sentence_bert_config.json"
-    fields = read_object(file) if file.is_file() else {}
-    given = {name: value for name, value in fields.items() if name not in _ARGUMENTS}
-    for name in _ARGUMENTS:
-        given |= fields.get(name) or {}
-    for name, value in given.items():
-        if name not in _HARMLESS and value is not None:
-            raise CheckpointError(f"{file}: {name} {value!r:.100} is not supported")
-    _check_output(file, fields)
-    if unknown := [name for name in fields.get("processing_kwargs") or {} if name != "chat_template"]:
-        raise CheckpointError(f"{file}: processing_kwargs.{unknown[0]} is not supported")
-    length, lowercases = fields.get("max_seq_length"), fields.get("do_lower_case") or False
-    if length is not None and (type(length) is not int or length < 1):
-        raise CheckpointError(f"{file}: max_seq_length must be a positive integer, got {length!r:.100}")
-    if not isinstance(lowercases, bool):
-        raise CheckpointError(f"{file}: do_lower_case must be true or false, got {lowercases!r:.100}")
-    return {"max_length": length, "lowercases": lowercases}
-
-
-def _check_output(file: pathlib.Path, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if texts are not read as they are, or another output than the last states is taken."""
-    modalities = fields.get("modality_config") or {}
-    for name in modalities:
-        if name not in ("text", "message"):
-            raise CheckpointError(f"{file}: modality_config.{name} is not supported: there is only text")
-        method = (modalities[name] or {}).get("method_output_name")
-        if method not in (None, "last_hidden_state", "logits"):
-            raise CheckpointError(f"{file}: method_output_name {method!r:.100} is not supported")
-    if (
-        modalities
-        and "text" not in modalities
-        and fields.get("transformer_task", "feature-extraction") != ("text-generation")
-    ):
-        raise CheckpointError(f"{file}: modality_config without text is not supported: it wraps texts into messages")
-    output = fields.get("module_output_name")
-    if output not in (None, "token_embeddings", "causal_logits", "scores"):
-        raise CheckpointError(f"{file}: module_output_name {output!r:.100} is not supported")
-
-
 def _of_model(path: pathlib.Path) -> dict[str, Any]:
     """Return what config_sentence_transformers.json says."""
     file = path / "config_sentence_transformers.json"
     fields = read_object(file) if file.is_file() else {}
+    _log_unread(file, fields, "model")
     prompts, default = fields.get("prompts") or {}, fields.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
         raise CheckpointError(f"{file}: prompts must be an object of texts, got {prompts!r:.100}")
