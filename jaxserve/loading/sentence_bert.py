@@ -58,7 +58,8 @@ def read_text_options(path: pathlib.Path, *, has_modules: bool) -> dict[str, Any
 def _own_length(path: pathlib.Path) -> int | None:
     """Return model_max_length of tokenizer_config.json, None if it sets no limit (a float of 1e30)."""
     file = path / "tokenizer_config.json"
-    length = read_object(file).get("model_max_length") if file.is_file() else None
+    fields = read_object(file) if file.is_file() else {}
+    length = fields.get("model_max_length", fields.get("max_len"))
     return length if type(length) is int and 1 <= length < MAX_CONTEXT else None
 
 

@@ -97,7 +97,10 @@ MODEL = {
     "__version__": (({"sentence_transformers": "99"}, SAME),),
     "no_such_field": ((1, LOGGED),),
 }
-TOKENIZER = {"model_max_length": ((7, CHANGES), (10**30, SAME), (1e30, SAME), (None, SAME))}
+TOKENIZER = {
+    "model_max_length": ((7, CHANGES), (10**30, SAME), (1e30, SAME), (None, SAME)),
+    "max_len": ((7, CHANGES), (None, SAME)),
+}
 
 FILES = {
     "1_Pooling/config.json": POOLING,

@@ -12,7 +12,7 @@ import pytest
 import tiny_tokenizer
 import tokenizers
 import transformers
-from tokenizer_variations import CONFIG, FILES, NEW, NOT_OF_FILES, OLD_MAP, OPTIONS, REPORTED, TEMPLATE
+from tokenizer_variations import CONFIG, FILES, MATCHING, NEW, NOT_OF_FILES, OLD_MAP, OPTIONS, REPORTED, TEMPLATE
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -207,3 +207,4 @@ def test_no_field_that_transformers_reads_is_forgotten():
     read |= {*base.SPECIAL_TOKENS_ATTRIBUTES}
     assert {"bos_token", "chat_template", "model_max_length", "extra_special_tokens"} < read
     assert read - CONFIG.keys() - NOT_OF_FILES == set()
+    assert {*tokenizers.AddedToken("x").__getstate__()} == {"content", *MATCHING}
