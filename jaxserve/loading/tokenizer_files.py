@@ -104,7 +104,10 @@ class _SpecialTokens:
             name: value
             for name, value in fields.items()
             if name in ROLES
-            or (name.endswith("_token") and (isinstance(value, str) or name in mapped or _is_typed(value)))
+            or (
+                name.endswith("_token")
+                and (isinstance(value, str) or _is_typed(value) or (name in mapped and isinstance(value, dict)))
+            )
         }
         self.by_role = {
             name: known.get(token.content, token)

@@ -93,6 +93,7 @@ CONFIG = {
     "verbose": FLAGS,
     "backend": ("tokenizers",),
     "unk_id": (3, None),
+    "add_sep_token": FLAGS,
     "legacy": FLAGS,
     "use_default_system_prompt": FLAGS,
     "do_lower_case": FLAGS,
@@ -104,6 +105,7 @@ OLD_MAP = {
     **dict.fromkeys((*ROLES, "image_token"), (NEW, OLD, PIECE, token(NEW, lstrip=True), token(OLD, rstrip=True))),
     "additional_special_tokens": LIST,
     "extra_special_tokens": LIST,
+    "add_sep_token": (True, False),
 }
 """Those of special_tokens_map.json, which tokenizer_config.json does not supersede before transformers 4.34."""
 
