@@ -90,7 +90,7 @@ def _whole_layer(
     def run(qkv: Array, cache: PagedKV, x: Array, weights: Any, gains: tuple[Array, Array], of_rows: Any) -> Any:
         return layer_matmuls.decode_layer(
             qkv,
-            *cache,
+            cache,
             x,
             weights,
             gains,
@@ -104,7 +104,7 @@ def _whole_layer(
     if not jax.typeof(x).sharding.mesh.empty:  # of one device, or the same on each
         everywhere = PartitionSpec()
         run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    x, y, *pages = run(qkv, cache, x, _as_matrices(weights, next_qkv), gains, of_rows)
+    x, y, pages = run(qkv, cache, x, _as_matrices(weights, next_qkv), gains, of_rows)
     return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), PagedKV(*pages)
 
 

@@ -3,7 +3,7 @@ their own kv heads.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,12 @@ from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axis
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Scores, why_not_pages
+from pallas_kernels.paging import Pages, Scores, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
-class PagedKV(NamedTuple):
-    """Pools of P blocks, donated. A (block, head) tile is contiguous, so that a kernel fetches it with one copy."""
-
-    k: Float[Array, "P K S D"]
-    v: Float[Array, "P K S D"]
+class PagedKV(Pages):
+    """Pools of P blocks, donated."""
 
     def attend(
         self,
@@ -45,10 +42,9 @@ class PagedKV(NamedTuple):
         def on_local_heads(
             qkv: Any, cache: Any, scores: Any, head_norms: Any, rotation: Any, batch: Any
         ) -> tuple[Array, PagedKV]:
-            q, *pages = rope_and_write_kv(
+            q, pages = rope_and_write_kv(
                 qkv,
-                cache.k,
-                cache.v,
+                cache,
                 batch.write_index,
                 rotation=rotation,
                 head_norms=head_norms,
@@ -77,7 +73,7 @@ class PagedKV(NamedTuple):
         """Return what attends in a step, as `AttendsByKernels` says."""
         if kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
-        if (reason := why_not_pages(dtype, self.k, self.v)) is not None:
+        if (reason := why_not_pages(dtype, self)) is not None:
             return Part(Kernel.NONE, reason)
         return Part(Kernel.PAGED_ATTENTION if is_decode_only else Kernel.RAGGED_ATTENTION)
 
@@ -111,7 +107,7 @@ class KVSpec:
         return f"KV heads: {self.num_kv_heads} of {self.head_dim}"
 
 
-def attend_over_pages(q: Float[Array, "T H D"], cache: PagedKV, batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
+def attend_over_pages(q: Float[Array, "T H D"], pages: Pages, batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
     """Attend with a step's queries, of one device's heads, over what its rows have in pages, this step's tokens too.
 
     Rows with one token and rows with more of them have a kernel each.
@@ -122,7 +118,7 @@ def attend_over_pages(q: Float[Array, "T H D"], cache: PagedKV, batch: Batch, sc
     is_decode = jnp.arange(decodes.stop) < batch.num_decode_rows
     out, _ = paged_attention(
         q[decodes, None],
-        *cache,
+        pages,
         block_tables=batch.block_tables[decodes],
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
         scores=scores,
@@ -133,7 +129,7 @@ def attend_over_pages(q: Float[Array, "T H D"], cache: PagedKV, batch: Batch, sc
         return out[:, 0]
     return ragged_prefill_attention(
         q,
-        *cache,
+        pages,
         out[:, 0],
         block_tables=batch.block_tables,
         seq_lens=batch.seq_lens,

@@ -215,7 +215,7 @@ def _why_not_one_kernel(layer: LayerShape, qkv: Weight | None, step: StepShape) 
     assert attention.rope is not None
     heads = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
     half = len(frequencies(attention.rope))
-    return layer_matmuls.why_not_attention(heads, layer.cache.k, _shapes_of_matrices(layer, qkv), half=half)
+    return layer_matmuls.why_not_attention(heads, layer.cache, _shapes_of_matrices(layer, qkv), half=half)
 
 
 def matrices_of(layer: Params) -> dict[str, Weight]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import rope_and_write_kv
+from pallas_kernels.paging import Pages
 from pallas_kernels.timing import Row, floor, measure, on_gpu
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE, _PAGES = 32, 8, 128, 16, 2048
@@ -36,7 +37,7 @@ def _microseconds(num_tokens: int, implementation: Any, *, is_normed: bool = Fal
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     group = _HEADS // _KV_HEADS
     pool = jnp.zeros((_PAGES, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM), dtype)
-    pools = [(pool, pool)] * (_LAYERS if on_gpu() else 1)
+    pools = [Pages(pool, pool)] * (_LAYERS if on_gpu() else 1)
     qkv = jax.random.normal(jax.random.key(0), (num_tokens, _KV_HEADS, group + 2, _HEAD_DIM), dtype)
     angles = jax.random.normal(jax.random.key(1), (num_tokens, _HEAD_DIM // 2))
     index = np.random.default_rng(0).permutation(_PAGES * _BLOCK_SIZE)[:num_tokens]
@@ -53,13 +54,13 @@ def _microseconds(num_tokens: int, implementation: Any, *, is_normed: bool = Fal
 def _layers(carry: Any, rotation: Any, index: jax.Array, *, head_norms: HeadNorms | None, implementation: Any) -> Any:
     pools, qkv = carry
     changed = []
-    for k_pages, v_pages in pools:
+    for pages in pools:
         q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
         if implementation is not None:
-            q, k_pages, v_pages = rope_and_write_kv(
-                qkv, k_pages, v_pages, index, rotation=rotation, head_norms=head_norms, implementation=implementation
+            q, pages = rope_and_write_kv(
+                qkv, pages, index, rotation=rotation, head_norms=head_norms, implementation=implementation
             )
         q = q.reshape(len(qkv), qkv.shape[1], -1, qkv.shape[-1])
         qkv = qkv * 0.5 + jnp.pad(q, ((0, 0), (0, 0), (1, 1), (0, 0)))
-        changed.append((k_pages, v_pages))
+        changed.append(pages)
     return changed, qkv

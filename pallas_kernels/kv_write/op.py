@@ -11,20 +11,20 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90
 from pallas_kernels.kv_write.xla import rope_and_write_kv_xla
+from pallas_kernels.paging import Pages
 
 Implementation = Literal["xla", "sm90"]
 
 
 def rope_and_write_kv(
     qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
     implementation: Implementation = "xla",
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "T H D"], Pages]:
     """Rotate T tokens' queries and keys, and write keys and values to their pages; return the queries and the changed
     pages.
 
@@ -50,4 +50,4 @@ def rope_and_write_kv(
     if any(gain.shape != qkv.shape[3:] for gain in gains):
         raise ValueError(f"gains must have the size of a head, {qkv.shape[3]}, got {[gain.shape for gain in gains]}")
     run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
-    return run(qkv, k_pages, v_pages, write_index, rotation=rotation, head_norms=head_norms)
+    return run(qkv, pages, write_index, rotation=rotation, head_norms=head_norms)

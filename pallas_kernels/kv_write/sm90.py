@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.kv_write.head_norms import HeadNorms
+from pallas_kernels.paging import Pages
 
 _WARPGROUP = 128
 
@@ -172,44 +173,42 @@ def _norm(parts, gains, layouts, eps):
 
 def rope_and_write_kv_sm90(
     qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
     config: Config | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == k_pages.dtype == v_pages.dtype:
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == pages.k.dtype == pages.v.dtype:
         raise NotImplementedError(
-            f"qkv and pages must all be bfloat16 or all float16, got {qkv.dtype}, {k_pages.dtype} and {v_pages.dtype}"
+            f"qkv and pages must all be bfloat16 or all float16, got {qkv.dtype}, {pages.k.dtype} and {pages.v.dtype}"
         )
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
     config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
-    return _call(qkv, k_pages, v_pages, write_index, rotation, head_norms, half=half, config=config)
+    return _call(qkv, pages, write_index, rotation, head_norms, half=half, config=config)
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("half", "config"))
 def _call(
     qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     write_index: Int[Array, " T"],
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None,
     *,
     half: int,
     config: Config,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "T H D"], Pages]:
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in index by the kernel
+    k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)  # changed in index by the kernel
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
@@ -232,4 +231,4 @@ def _call(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(qkv, cos, sin, write_index, k_ref, v_ref, *gains)
-    return q, jax.freeze(k_ref), jax.freeze(v_ref)
+    return q, Pages(jax.freeze(k_ref), jax.freeze(v_ref))

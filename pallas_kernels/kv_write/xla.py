@@ -5,21 +5,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
+from pallas_kernels.paging import Pages
 
 
 def write_kv(
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     write_index: Int[Array, " T"],
-) -> tuple[Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> Pages:
     """Write T tokens' keys and values to their pages, in place if the caller donates them.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
     are dropped. Values are cast to the dtype of the pages.
     """
-    return write_pages(k_pages, k, write_index), write_pages(v_pages, v, write_index)
+    return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
 
 
 def write_pages(
@@ -33,16 +33,15 @@ def write_pages(
 
 def rope_and_write_kv_xla(
     qkv: Float[Array, "T K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     write_index: Int[Array, " T"],
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "T H D"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
-    return q, *write_kv(k_pages, v_pages, k, qkv[:, :, -1], write_index)
+    return q, write_kv(pages, k, qkv[:, :, -1], write_index)
 
 
 def norm_and_rotate(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -23,14 +23,14 @@ def latent_attention_xla(
 ) -> Float[Array, "T H R"]:
     """See `latent_attention`."""
     num_tokens, max_rows = q.shape[0], seq_lens.shape[0]
+    both = Pages(pages, pages)
     scores = Scores(scale=scale)
     # Row b of those with one token is token b.
     decodes = slice(0, min(num_tokens, max_rows))
     is_decode = jnp.arange(decodes.stop) < num_decode_rows
     out, _ = paged_attention(
         q[decodes, None],
-        pages,
-        pages,
+        both,
         block_tables=block_tables[decodes],
         seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
         room=num_tokens,
@@ -39,8 +39,7 @@ def latent_attention_xla(
     if not is_decode_only and num_tokens > 1:
         out = ragged_prefill_attention(
             q,
-            pages,
-            pages,
+            both,
             out[:, 0],
             block_tables=block_tables,
             seq_lens=seq_lens,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls.op import Weights, decode_layer, layer_matmuls
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 from pallas_kernels.timing import Row, floor, measure, on_gpu
 
@@ -64,8 +64,7 @@ def decode_layer_rows() -> Iterator[Row]:
         start = (
             _random((num_rows, num_kv_heads, members, head_dim), 1),
             _random((num_rows, hidden), 2),
-            _random(pool, 3),
-            _random(pool, 4),
+            Pages(_random(pool, 3), _random(pool, 4)),
         )
         num_bytes = sum(weight.nbytes for weight in layers[0] if weight is not None)
         num_bytes += 2 * num_rows * seq_len * num_kv_heads * head_dim * start[0].itemsize
@@ -76,32 +75,30 @@ def decode_layer_rows() -> Iterator[Row]:
 
 
 def _run_layer(
-    carry: tuple[jax.Array, ...],
+    carry: tuple[jax.Array, jax.Array, Pages],
     weights: Weights,
     gain: jax.Array,
     *,
     of_rows: dict[str, Any],
     implementation: Literal["one kernel", "three kernels", "xla"],
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, Pages]:
     """Run one layer on the previous one's results: qkv, the residual stream and the pools."""
-    qkv, x, k_pages, v_pages = carry
+    qkv, x, pages = carry
     name = "xla" if implementation == "xla" else "sm90"
     scale, gains = qkv.shape[-1] ** -0.5, (gain, gain)
     of_layer = {"activation": jax.nn.silu, "eps": _EPS}
     if implementation == "one kernel":
-        x, y, k_pages, v_pages = decode_layer(
-            qkv, k_pages, v_pages, x, weights, gains, **of_rows, scale=scale, **of_layer, implementation=name
+        x, y, pages = decode_layer(
+            qkv, pages, x, weights, gains, **of_rows, scale=scale, **of_layer, implementation=name
         )
     else:
-        q, k_pages, v_pages = rope_and_write_kv(
-            qkv, k_pages, v_pages, of_rows["write_index"], rotation=of_rows["rotation"], implementation=name
+        q, pages = rope_and_write_kv(
+            qkv, pages, of_rows["write_index"], rotation=of_rows["rotation"], implementation=name
         )
         contexts = {key: of_rows[key] for key in ("block_tables", "seq_lens")}
-        heads, _ = paged_attention(
-            q[:, None], k_pages, v_pages, **contexts, scores=Scores(scale=scale), implementation=name
-        )
+        heads, _ = paged_attention(q[:, None], pages, **contexts, scores=Scores(scale=scale), implementation=name)
         x, y = layer_matmuls(heads.reshape(len(q), -1), x, weights, gains, **of_layer, implementation=name)
-    return y.reshape(qkv.shape), x, k_pages, v_pages
+    return y.reshape(qkv.shape), x, pages
 
 
 def _run(

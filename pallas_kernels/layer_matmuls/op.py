@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls import sm90
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
 
 Implementation = Literal["xla", "sm90"]
@@ -65,7 +65,7 @@ def layer_matmuls(
 
 def why_not_attention(
     qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"],
-    k_pages: Float[Array | jax.ShapeDtypeStruct, "P K S D"],
+    pages: Pages,
     weights: Weights,
     *,
     half: int,
@@ -74,13 +74,12 @@ def why_not_attention(
 
     Rotations turn `half` pairs of a head.
     """
-    return why_not(_heads_of(qkv), weights) or sm90.why_not_attention(qkv, k_pages, half)
+    return why_not(_heads_of(qkv), weights) or sm90.why_not_attention(qkv, pages, half)
 
 
 def decode_layer(
     qkv: Float[Array, "M K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     residual: Float[Array, "..."],
     weights: Weights,
     gains: tuple[Float[Array, "..."], Float[Array, "..."]],
@@ -93,7 +92,7 @@ def decode_layer(
     activation: Callable[[Array], Array],
     eps: float,
     implementation: Implementation = "xla",
-) -> tuple[Float[Array, "M E"], Float[Array, "M outputs"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "M E"], Float[Array, "M outputs"], Pages]:
     """Compute a whole layer of one token per row: `rope_and_write_kv`, `paged_attention`, then `layer_matmuls`.
 
     The residual stream comes first, then the next layer's qkv or the rows after the last norm, then the changed pages.
@@ -106,23 +105,20 @@ def decode_layer(
     """
     _check_implementation(implementation)
     _check_shapes(_heads_of(qkv).shape, residual, weights, gains)
-    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
-        raise ValueError(f"v_pages must be as k_pages, {_describe(k_pages)}, got {_describe(v_pages)}")
+    if pages.v.shape != pages.k.shape or pages.v.dtype != pages.k.dtype:
+        raise ValueError(f"v must be in pages as k, {_describe(pages.k)}, got {_describe(pages.v)}")
     if implementation == "xla":
-        q, k_pages, v_pages = rope_and_write_kv(qkv, k_pages, v_pages, write_index, rotation=rotation)
+        q, pages = rope_and_write_kv(qkv, pages, write_index, rotation=rotation)
         scores = Scores(scale=scale)
-        heads, _ = paged_attention(
-            q[:, None], k_pages, v_pages, block_tables=block_tables, seq_lens=seq_lens, scores=scores
-        )
+        heads, _ = paged_attention(q[:, None], pages, block_tables=block_tables, seq_lens=seq_lens, scores=scores)
         heads = heads.reshape(len(q), -1)
         x, y = layer_matmuls(heads, residual, weights, gains, activation=activation, eps=eps)
-        return x, y, k_pages, v_pages
-    if (reason := why_not_attention(qkv, k_pages, weights, half=rotation[0].shape[1])) is not None:
+        return x, y, pages
+    if (reason := why_not_attention(qkv, pages, weights, half=rotation[0].shape[1])) is not None:
         raise NotImplementedError(reason)
     return sm90.decode_layer_sm90(
         qkv,
-        k_pages,
-        v_pages,
+        pages,
         residual,
         o=weights.o,
         gate_up=weights.gate_up,

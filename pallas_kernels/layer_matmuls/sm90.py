@@ -25,6 +25,7 @@ from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
 from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
+from pallas_kernels.paging import Pages
 from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import Config as AttentionConfig
 from pallas_kernels.paging.tiles import part_rows
@@ -99,18 +100,18 @@ def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None
     return None
 
 
-def why_not_attention(qkv: Any, k_pages: Any, half: int) -> str | None:
+def why_not_attention(qkv: Any, pages: Any, half: int) -> str | None:
     """Return why the kernel cannot attend, of arrays or their shapes, or None if it can."""
     num_rows, _, members, head_dim = qkv.shape
-    block_size = k_pages.shape[2]
+    block_size = pages.k.shape[2]
     if num_rows > MAX_ATTENDING_ROWS:
         return f"at most {MAX_ATTENDING_ROWS} rows, got {num_rows}"
     if head_dim not in (64, 128) or half != head_dim // 2:
         return f"whole heads of 64 or 128, got {head_dim} of which {2 * half} are turned"
     if members - 2 > attention.ROWS:
         return f"at most {attention.ROWS} queries a KV head, got {members - 2}"
-    if k_pages.dtype != jnp.bfloat16:
-        return f"bfloat16, got pages of {k_pages.dtype}"
+    if pages.k.dtype != jnp.bfloat16:
+        return f"bfloat16, got pages of {pages.k.dtype}"
     if block_size not in (8, 16, 32, 64):
         return f"pages of 8, 16, 32 or 64 tokens, got {block_size}"
     return None
@@ -250,8 +251,7 @@ def layer_matmuls_sm90(
 @functools.partial(jax.jit, static_argnames=("scale", "activation", "eps", "config", "interpret"))
 def decode_layer_sm90(
     qkv: Float[Array, "M K members D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     residual: Float[Array, "M E"],
     *,
     o: Float[Array, "E A"],
@@ -268,14 +268,14 @@ def decode_layer_sm90(
     eps: float,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "M E"], Float[Array, "M N"], Float[Array, "P K S D"], Float[Array, "P K S D"]]:
+) -> tuple[Float[Array, "M E"], Float[Array, "M N"], Pages]:
     """See `decode_layer`."""
     _, num_kv_heads, members, head_dim = qkv.shape
     block_bytes = BLOCK_BYTES if config is None else min(config.slot_bytes, BLOCK_BYTES)
     problem = attention.Problem(
         config=AttentionConfig(block_kv=block_bytes // (2 * head_dim), stages=1, streams=1),
         head_dim=head_dim,
-        block_size=k_pages.shape[2],
+        block_size=pages.k.shape[2],
         num_tiles=num_kv_heads,
         tiles_per_head=1,
         tile_rows=members - 2,
@@ -295,7 +295,7 @@ def decode_layer_sm90(
         block_kv=problem.config.block_kv,
         sliding_window=None,
     )
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # changed in place by the kernel
+    k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)  # changed in place by the kernel
     values = {
         "qkv_rows": qkv,
         "cos": rotation[0],
@@ -315,7 +315,7 @@ def decode_layer_sm90(
     results = _run_all(
         problem, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret
     )
-    return results["residual"], results["y"], jax.freeze(k_ref), jax.freeze(v_ref)
+    return results["residual"], results["y"], Pages(jax.freeze(k_ref), jax.freeze(v_ref))
 
 
 def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:

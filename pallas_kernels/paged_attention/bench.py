@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import paged_attention as jax_triton
 
 from pallas_kernels.paged_attention.op import Implementation, paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
 
@@ -73,14 +73,14 @@ def paged_attention_rows() -> Iterator[Row]:
 def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
     """Return the implementations that run on this device, by name."""
 
-    def ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Implementation, **layout: Any) -> jax.Array:
+    def ours(q: jax.Array, pages: Pages, *, implementation: Implementation, **layout: Any) -> jax.Array:
         return paged_attention(
-            q, k, v, **layout, scores=Scores(scale=step.head_dim**-0.5), implementation=implementation
+            q, pages, **layout, scores=Scores(scale=step.head_dim**-0.5), implementation=implementation
         )[0]
 
-    def triton(q: jax.Array, k: jax.Array, v: jax.Array, *, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    def triton(q: jax.Array, pages: Pages, *, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
         # It expects [K, P, S, D]: with the axes' names swapped, heads are read with other strides than its own.
-        k, v = k.reshape(step.num_kv_heads, -1, *k.shape[2:]), v.reshape(step.num_kv_heads, -1, *v.shape[2:])
+        k, v = (pool.reshape(step.num_kv_heads, -1, *pool.shape[2:]) for pool in pages)
         columns = math.ceil(max(step.lens) / step.block_size)
         splits = max(1, min(16, 256 // len(step.lens)))
         tables = block_tables[:, : -(-columns // splits) * splits]
@@ -95,7 +95,7 @@ def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def _arrays(step: _Step) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], dict[str, jax.Array]]:
+def _arrays(step: _Step) -> tuple[jax.Array, list[tuple[Pages]], dict[str, jax.Array]]:
     """Return q, enough pools that none is in the L2 cache, and a layout whose pages are scattered over a pool."""
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     blocks = [math.ceil(length / step.block_size) for length in step.lens]
@@ -108,4 +108,4 @@ def _arrays(step: _Step) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], 
     for row, (count, end) in enumerate(zip(blocks, np.cumsum(blocks), strict=True)):
         tables[row, :count] = scattered[end - count : end]
     layout = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(step.lens, jnp.int32)}
-    return q, list(zip(arrays[::2], arrays[1::2], strict=True)), layout
+    return q, [(Pages(k, v),) for k, v in zip(arrays[::2], arrays[1::2], strict=True)], layout

@@ -9,15 +9,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
 from pallas_kernels.paged_attention.xla import paged_attention_xla
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 
 Implementation = Literal["xla", "sm90"]
 
 
 def paged_attention(
     q: Float[Array, "B Q H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -49,13 +48,12 @@ def paged_attention(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if room is not None and room < q.shape[0]:
         raise ValueError(f"room must be {q.shape[0]} or more, the number of rows, got {room}")
-    scores.check(num_heads=q.shape[2], num_kv_heads=k_pages.shape[1])
+    scores.check(num_heads=q.shape[2], num_kv_heads=pages.k.shape[1])
     room = q.shape[0] if room is None else room
     run = {"xla": paged_attention_xla, "sm90": paged_attention_sm90}[implementation]
     return run(
         q,
-        k_pages,
-        v_pages,
+        pages,
         block_tables=block_tables,
         seq_lens=seq_lens,
         query_lens=query_lens,

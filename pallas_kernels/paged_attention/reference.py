@@ -3,14 +3,13 @@
 import numpy as np
 from jaxtyping import Float, Int
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.reference import attend_reference
 
 
 def paged_attention_reference(
     q: Float[np.ndarray, "B Q H D"],
-    k_pages: Float[np.ndarray, "P K S D"],
-    v_pages: Float[np.ndarray, "P K S D"],
+    pages: Pages,
     *,
     block_tables: Int[np.ndarray, "B N"],
     seq_lens: Int[np.ndarray, " B"],
@@ -23,8 +22,7 @@ def paged_attention_reference(
         num_queries = 0 if seq_len == 0 else q.shape[1] if query_lens is None else int(query_lens[row])
         out[row, :num_queries], lse[row, :num_queries] = attend_reference(
             q[row, :num_queries],
-            k_pages,
-            v_pages,
+            pages,
             block_table=block_tables[row],
             seq_len=seq_len,
             scores=scores,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import ROWS, Config, Problem, part_rows
@@ -44,8 +44,7 @@ def heuristic(head_dim: int, num_tiles: int) -> Config:
 
 def paged_attention_sm90(
     q: Float[Array, "B Q H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -60,8 +59,8 @@ def paged_attention_sm90(
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     num_rows, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = k_pages.shape[1:3]
-    check_pages(q, k_pages, v_pages)
+    num_kv_heads, block_size = pages.k.shape[1:3]
+    check_pages(q, pages)
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
     tiles_per_head = -(-head_rows // ROWS)
@@ -109,7 +108,7 @@ def paged_attention_sm90(
         rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * width - head_rows)))
         return rows.reshape(problem.num_tiles, width)
 
-    operands = [tiles, k_pages, v_pages, block_tables, *plan, by_row(scores.sinks), by_row(scores.alibi_slopes)]
+    operands = [tiles, *pages, block_tables, *plan, by_row(scores.sinks), by_row(scores.alibi_slopes)]
     num_out_rows = max(tiles.shape[0], room * num_kv_heads * padded_rows)
     out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, q.dtype, operands)
 

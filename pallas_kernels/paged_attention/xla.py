@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.xla import attend, ceil_div, chunk_on_a_gpu, runs_on_a_gpu
 
 # Measured on CPU with python -m pallas_kernels.bench paged_attention. The rows of a group divide the overhead per
@@ -17,8 +17,7 @@ GROUP, CHUNK = 4, 128
 
 def paged_attention_xla(
     q: Float[Array, "B Q H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -31,7 +30,7 @@ def paged_attention_xla(
     # Fewer turns of loops on a GPU: all rows at once.
     is_on_gpu = runs_on_a_gpu()
     group = num_rows if is_on_gpu else min(GROUP, num_rows)
-    chunk = chunk_on_a_gpu(k_pages, num_rows=num_rows, chunk=CHUNK) if is_on_gpu else CHUNK
+    chunk = chunk_on_a_gpu(pages, num_rows=num_rows, chunk=CHUNK) if is_on_gpu else CHUNK
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, num_queries)
     index = jnp.arange(num_queries)[None]
@@ -45,8 +44,7 @@ def paged_attention_xla(
         result = attend(
             lax.dynamic_slice_in_dim(q, first, group),
             lax.dynamic_slice_in_dim(positions, first, group),
-            k_pages,
-            v_pages,
+            pages,
             block_tables=lax.dynamic_slice_in_dim(block_tables, first, group),
             lens=lax.dynamic_slice_in_dim(seq_lens, first, group),
             chunk=chunk,

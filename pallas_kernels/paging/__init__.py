@@ -1,6 +1,7 @@
 """Code common to the attentions over a paged KV cache: scores, checks, one XLA loop, one float64 reference."""
 
 from pallas_kernels.paging.checks import why_not_pages
+from pallas_kernels.paging.pages import Pages
 from pallas_kernels.paging.scores import Scores
 
-__all__ = ["Scores", "why_not_pages"]
+__all__ = ["Pages", "Scores", "why_not_pages"]

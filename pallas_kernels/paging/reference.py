@@ -5,13 +5,13 @@ with.
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.paging.pages import Pages
 from pallas_kernels.paging.scores import Scores
 
 
 def attend_reference(
     q: Float[np.ndarray, "Q H D"],
-    k_pages: Float[np.ndarray, "P K S D"],
-    v_pages: Float[np.ndarray, "P K S D"],
+    pages: Pages,
     *,
     block_table: Int[np.ndarray, " N"],
     seq_len: int,
@@ -21,7 +21,7 @@ def attend_reference(
     denominator.
     """
     num_queries, num_heads, _ = q.shape
-    keys, values = (_context(pages, block_table, seq_len) for pages in (k_pages, v_pages))
+    keys, values = (_context(pool, block_table, seq_len) for pool in pages)
     queries_per_head = num_heads // keys.shape[1]
     keys, values = np.repeat(keys, queries_per_head, axis=1), np.repeat(values, queries_per_head, axis=1)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.paging.pages import Pages
 from pallas_kernels.paging.scores import Scores
 
 # Finite: a row whose chunk is masked as a whole gives exp(0), not exp(-inf + inf) = NaN. What such a chunk adds is
@@ -32,17 +33,16 @@ def runs_on_a_gpu() -> bool:
     return device is not None and device.platform == "gpu"
 
 
-def chunk_on_a_gpu(k_pages: Float[Array, "P K S D"], *, num_rows: int, chunk: int) -> int:
+def chunk_on_a_gpu(pages: Pages, *, num_rows: int, chunk: int) -> int:
     """Return how many positions of `num_rows` contexts a GPU attends to at once, at least `chunk`."""
-    per_position = num_rows * k_pages.shape[1] * k_pages.shape[3]
+    per_position = num_rows * pages.k.shape[1] * pages.k.shape[3]
     return max(chunk, min(SUMMED_ON_A_GPU, GATHERED_ON_A_GPU // per_position // chunk * chunk))
 
 
 def attend(
     q: Float[Array, "G Q H D"],
     positions: Int[Array, "G Q"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "G N"],
     lens: Int[Array, " G"],
@@ -54,7 +54,7 @@ def attend(
     In float32: the result, and the logarithm of the softmax's denominator. A query at position -1 attends to nothing
     and gets 0 and -inf.
     """
-    num_kv_heads, block_size = k_pages.shape[1:3]
+    num_kv_heads, block_size = pages.k.shape[1:3]
     group, num_queries, num_heads, head_dim = q.shape
     pages_per_chunk = max(1, chunk // block_size)
     chunk = pages_per_chunk * block_size
@@ -77,9 +77,9 @@ def attend(
     def visit(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         maximum, total, acc = carry
         column = jnp.minimum(i * pages_per_chunk + jnp.arange(pages_per_chunk), block_tables.shape[1] - 1)
-        pages = jnp.take(block_tables, column, axis=1, mode="clip")
+        index = jnp.take(block_tables, column, axis=1, mode="clip")
         key_position = i * chunk + jnp.arange(chunk)
-        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(k_pages, pages), precision=EXACT)
+        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(pages.k, index), precision=EXACT)
         if scores.soft_cap is not None:
             logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
         if scores.alibi_slopes is not None:
@@ -91,7 +91,7 @@ def attend(
         keep = jnp.exp(maximum - new_maximum)
         # Values outside the context may be NaN, which a weight of 0 would not remove.
         is_held = (key_position[None] < lens[:, None]) & (key_position[None] >= oldest[:, None])
-        values = jnp.where(is_held[:, None, :, None], _gather(v_pages, pages), 0.0)
+        values = jnp.where(is_held[:, None, :, None], _gather(pages.v, index), 0.0)
         acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values, precision=EXACT)
         return new_maximum, total * keep + jnp.sum(weights, axis=-1, keepdims=True), acc
 

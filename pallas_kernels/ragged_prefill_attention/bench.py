@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, with_plan
 
@@ -86,14 +86,13 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
 def _call(
     out: jax.Array,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pages: Pages,
     *,
     layout: dict[str, Any],
     scores: Scores,
     implementation: Any,
 ) -> jax.Array:
-    return ragged_prefill_attention(q, k, v, out, **layout, scores=scores, implementation=implementation)
+    return ragged_prefill_attention(q, pages, out, **layout, scores=scores, implementation=implementation)
 
 
 def _layout(step: _Step) -> dict[str, Any]:
@@ -112,11 +111,12 @@ def _layout(step: _Step) -> dict[str, Any]:
     }
 
 
-def _arrays(step: _Step, seed: int) -> tuple[jax.Array, ...]:
-    """q, k_pages and v_pages."""
+def _arrays(step: _Step, seed: int) -> tuple[jax.Array, Pages]:
+    """Q and the pages."""
     num_blocks = sum(math.ceil(context / step.block_size) for _, context in step.chunks)
     pool = (num_blocks, step.num_kv_heads, step.block_size, step.head_dim)
-    return _normal(seed, (step.num_tokens, step.num_heads, step.head_dim), pool, pool)
+    q, *pages = _normal(seed, (step.num_tokens, step.num_heads, step.head_dim), pool, pool)
+    return q, Pages(*pages)
 
 
 def _contiguous(step: _Step, seed: int) -> tuple[jax.Array, ...]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention.sm90 import ragged_prefill_attention_sm90
 from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
 
@@ -16,8 +16,7 @@ Implementation = Literal["xla", "sm90"]
 
 def ragged_prefill_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     before: Float[Array, "T H D"] | None = None,
     *,
     block_tables: Int[Array, "B N"],
@@ -51,12 +50,11 @@ def ragged_prefill_attention(
         raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
     if before is not None and (before.shape, before.dtype) != (q.shape, q.dtype):
         raise ValueError(f"before must be like q, {q.dtype}{list(q.shape)}, got {before.dtype}{list(before.shape)}")
-    scores.check(num_heads=q.shape[1], num_kv_heads=k_pages.shape[1])
+    scores.check(num_heads=q.shape[1], num_kv_heads=pages.k.shape[1])
     run = {"xla": ragged_prefill_attention_xla, "sm90": ragged_prefill_attention_sm90}[implementation]
     return run(
         q,
-        k_pages,
-        v_pages,
+        pages,
         before,
         block_tables=block_tables,
         seq_lens=seq_lens,

@@ -3,14 +3,13 @@
 import numpy as np
 from jaxtyping import Float, Int
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.reference import attend_reference
 
 
 def ragged_prefill_attention_reference(
     q: Float[np.ndarray, "T H D"],
-    k_pages: Float[np.ndarray, "P K S D"],
-    v_pages: Float[np.ndarray, "P K S D"],
+    pages: Pages,
     before: Float[np.ndarray, "T H D"] | None = None,
     *,
     block_tables: Int[np.ndarray, "B N"],
@@ -29,8 +28,7 @@ def ragged_prefill_attention_reference(
         tokens = slice(int(query_starts[row]), int(query_starts[row + 1]))
         out[tokens], _ = attend_reference(
             q[tokens],
-            k_pages,
-            v_pages,
+            pages,
             block_table=block_tables[row],
             seq_len=int(seq_lens[row]),
             scores=scores,

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.ragged_prefill_attention.device import tiling
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
@@ -64,8 +64,7 @@ def heuristic(head_dim: int) -> Config:
 
 def ragged_prefill_attention_sm90(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     before: Float[Array, "T H D"] | None,
     *,
     block_tables: Int[Array, "B N"],
@@ -81,16 +80,16 @@ def ragged_prefill_attention_sm90(
 
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    check_pages(q, k_pages, v_pages)
+    check_pages(q, pages)
     if scores.scale <= 0:
         raise NotImplementedError(f"scale must be positive, got {scores.scale}")
     num_tokens, num_heads, head_dim = q.shape
     config = config or heuristic(head_dim)
     problem = Problem(
         num_heads=num_heads,
-        num_kv_heads=k_pages.shape[1],
+        num_kv_heads=pages.k.shape[1],
         head_dim=head_dim,
-        block_size=k_pages.shape[2],
+        block_size=pages.k.shape[2],
         block_kv=config.block_kv,
         k_stages=config.k_stages,
         v_stages=config.v_stages,
@@ -113,7 +112,7 @@ def ragged_prefill_attention_sm90(
         before = jnp.zeros_like(q)
     # A copy takes that many tokens at least.
     q = jnp.pad(q, ((0, max(0, ROWS - num_tokens)), (0, 0), (0, 0)))
-    operands = q, k_pages, v_pages, before, block_tables, tiles, scores.sinks, scores.alibi_slopes
+    operands = q, pages, before, block_tables, tiles, scores.sinks, scores.alibi_slopes
     return _call(*operands, problem=problem)
 
 
@@ -121,8 +120,7 @@ def ragged_prefill_attention_sm90(
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(
     q: Float[Array, "padded H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     out: Float[Array, "T H D"],
     block_tables: Int[Array, "B N"],
     tiles: Plan,
@@ -147,7 +145,7 @@ def _call(
 
     num_pages = max(1, problem.block_kv // problem.block_size)
     out_ref = jax.new_ref(out)  # changed in place by the kernel
-    operands = (q, k_pages, v_pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
+    operands = (q, *pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):

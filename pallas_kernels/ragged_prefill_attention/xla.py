@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.xla import attend, ceil_div, chunk_on_a_gpu, runs_on_a_gpu
 
 TILE, CHUNK = 64, 128  # measured on CPU with python -m pallas_kernels.bench ragged_prefill_attention
@@ -18,8 +18,7 @@ TILE_ON_A_GPU = 256  # not measured: fewer turns, each of which the host waits f
 
 def ragged_prefill_attention_xla(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "P K S D"],
-    v_pages: Float[Array, "P K S D"],
+    pages: Pages,
     before: Float[Array, "T H D"] | None,
     *,
     block_tables: Int[Array, "B N"],
@@ -33,7 +32,7 @@ def ragged_prefill_attention_xla(
     num_tokens = q.shape[0]
     is_on_gpu = runs_on_a_gpu()
     tile = min(TILE_ON_A_GPU if is_on_gpu else TILE, num_tokens)
-    chunk = chunk_on_a_gpu(k_pages, num_rows=1, chunk=CHUNK) if is_on_gpu else CHUNK
+    chunk = chunk_on_a_gpu(pages, num_rows=1, chunk=CHUNK) if is_on_gpu else CHUNK
 
     def row(b: Array, out: Array) -> Array:
         start, end, seq_len = query_starts[b], query_starts[b + 1], seq_lens[b]
@@ -48,8 +47,7 @@ def ragged_prefill_attention_xla(
             result, _ = attend(
                 lax.dynamic_slice_in_dim(q, first, tile)[None],
                 position[None],
-                k_pages,
-                v_pages,
+                pages,
                 block_tables=block_tables[b][None],
                 lens=(jnp.max(position) + 1)[None],
                 chunk=chunk,

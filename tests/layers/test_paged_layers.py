@@ -18,7 +18,7 @@ from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 16, 4
@@ -41,7 +41,7 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
     q[sum(counts) :] = np.nan
     want = ragged_prefill_attention_reference(
         q,
-        *after,
+        Pages(*after),
         block_tables=tables,
         seq_lens=seq_lens,
         query_starts=query_starts,

@@ -15,6 +15,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls import Weights, decode_layer, why_not_attention
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90
+from pallas_kernels.paging import Pages
 
 EPS = 1e-5
 
@@ -43,8 +44,7 @@ def make_case(
     A = K * G * D
     return {
         "qkv": array(T, K, G + 2, D),
-        "k_pages": jnp.asarray(k_pages, jnp.bfloat16),
-        "v_pages": jnp.asarray(v_pages, jnp.bfloat16),
+        "pages": Pages(jnp.asarray(k_pages, jnp.bfloat16), jnp.asarray(v_pages, jnp.bfloat16)),
         "residual": array(T, hidden),
         "o": array(hidden, A, size=A**-0.5),
         "gate_up": array(2, inner, hidden, size=hidden**-0.5),
@@ -70,7 +70,7 @@ def reference(case, scale):
     floats = {
         name: to_float(value) for name, value in case.items() if name not in ("write_index", "block_tables", "seq_lens")
     }
-    qkv, k_pages, v_pages = floats["qkv"], floats["k_pages"].copy(), floats["v_pages"].copy()
+    qkv, k_pages, v_pages = floats["qkv"], *(pool.copy() for pool in floats["pages"])
     T, K, members, D = qkv.shape
     S = k_pages.shape[2]
     c, s = (x[:, None, None] for x in floats["rotation"])
@@ -100,7 +100,7 @@ def reference(case, scale):
         activation=lambda x: x / (1 + np.exp(-x)),
         eps=EPS,
     )
-    return *out, k_pages, v_pages
+    return *out, Pages(k_pages, v_pages)
 
 
 def check(got, case, scale, tolerance=1e-2):
@@ -110,7 +110,7 @@ def check(got, case, scale, tolerance=1e-2):
         result, expected = to_float(result)[used], expected[used]
         error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
         assert error <= tolerance, error
-    for result, expected in zip(got[2:], want[2:], strict=True):
+    for result, expected in zip(got[2], want[2], strict=True):
         np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
 
 
@@ -145,7 +145,7 @@ def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
 def as_arguments(case):
     """Return the arguments that the public operation takes."""
     weights = Weights(case["o"], case["gate_up"], case["down"], case["next_qkv"])
-    positional = *(case[name] for name in ("qkv", "k_pages", "v_pages", "residual")), weights, case["gains"]
+    positional = *(case[name] for name in ("qkv", "pages", "residual")), weights, case["gains"]
     rest = {name: case[name] for name in ("rotation", "write_index", "block_tables", "seq_lens")}
     return positional, rest | {"scale": 0.1, "activation": jax.nn.silu, "eps": EPS}
 
@@ -153,7 +153,7 @@ def as_arguments(case):
 @pytest.mark.parametrize("outputs", quick_first([72, None]))
 def test_xla_matches_the_definition(outputs):
     case = make_case([5, 0, 1, 70, 16], outputs=outputs)
-    case |= {name: jnp.nan_to_num(case[name]) for name in ("k_pages", "v_pages")}
+    case |= {"pages": jax.tree.map(jnp.nan_to_num, case["pages"])}
     args, rest = as_arguments(case)
     check(decode_layer(*args, **rest), case, 0.1)
 
@@ -165,7 +165,7 @@ def test_xla_matches_the_definition(outputs):
         ({"dtype": jnp.float16}, NotImplementedError, "bfloat16, got heads of float16"),
         ({"residual": jnp.float32}, NotImplementedError, "bfloat16, got residual of float32"),
         ({"pages": jnp.float8_e4m3fn}, NotImplementedError, "bfloat16, got pages of float8_e4m3fn"),
-        ({"v_pages": jnp.float32}, ValueError, "v_pages must be as k_pages, bfloat16 of shape"),
+        ({"v_pages": jnp.float32}, ValueError, "v must be in pages as k, bfloat16 of shape"),
         ({"head_dim": 96}, NotImplementedError, "whole heads of 64 or 128, got 96 of which 96 are turned"),
         ({"half": 16}, NotImplementedError, "whole heads of 64 or 128, got 64 of which 32 are turned"),
         ({"queries": 65}, NotImplementedError, "at most 64 queries a KV head, got 65"),
@@ -187,8 +187,10 @@ def test_what_cannot_be_done_is_said(changes, error, reason):
     weights = Weights(zeros(128, width), zeros(2, 64, 128), zeros(128, 64), None)
     args = (
         zeros(num_rows, 2, sizes["queries"] + 2, head_dim),
-        zeros(*pages, dtype=changes.get("pages", dtype)),
-        zeros(*pages, dtype=changes.get("v_pages", changes.get("pages", dtype))),
+        Pages(
+            zeros(*pages, dtype=changes.get("pages", dtype)),
+            zeros(*pages, dtype=changes.get("v_pages", changes.get("pages", dtype))),
+        ),
         zeros(num_rows, sizes["hidden"], dtype=changes.get("residual", dtype)),
         weights,
         (zeros(128), zeros(128)),

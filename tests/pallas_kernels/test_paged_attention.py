@@ -15,7 +15,7 @@ from poisoned_pages import make_pages
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 
@@ -23,7 +23,7 @@ TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 def make_case(
     rng, lens, *, query_lens=None, num_queries=1, max_blocks=16, heads=(4, 2, 16), block_size=4, dtype=jnp.float32
 ):
-    """Return q, k_pages, v_pages and the layout of rows with contexts of `lens`; everything outside queries and
+    """Return q, pages and the layout of rows with contexts of `lens`; everything outside queries and
     contexts is NaN.
     """
     num_heads, num_kv_heads, head_dim = heads
@@ -36,11 +36,11 @@ def make_case(
     layout = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens, jnp.int32)}
     if query_lens is not None:
         layout["query_lens"] = jnp.asarray(query_lens, jnp.int32)
-    return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v)), layout
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), (q, Pages(k, v))), layout
 
 
 def expected(arrays, layout, scores):
-    arrays = [np.asarray(x.astype(jnp.float32)) for x in arrays]
+    arrays = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     layout = {name: np.asarray(x) for name, x in layout.items()}
     return paged_attention_reference(*arrays, **layout, scores=scores)
 
@@ -120,31 +120,31 @@ def test_block_sizes(block_size):
 
 def test_batch_composition_does_not_change_a_row():
     rng = np.random.default_rng(4)
-    (q, k, v), layout = make_case(rng, [40, 0, 0, 0, 0], max_blocks=20)
-    alone = attend(q, k, v, **layout, scores=Scores(scale=0.3))
+    (q, pages), layout = make_case(rng, [40, 0, 0, 0, 0], max_blocks=20)
+    alone = attend(q, pages, **layout, scores=Scores(scale=0.3))
     layout["seq_lens"] = jnp.array([40, 77, 3, 0, 5], jnp.int32)  # the other rows read whatever is there
-    together = attend(q, k, v, **layout, scores=Scores(scale=0.3))
+    together = attend(q, pages, **layout, scores=Scores(scale=0.3))
     for a, b in zip(alone, together, strict=True):
         np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[0]))
 
 
-@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("poisoned", ["k", "v"])
 def test_a_nan_inside_the_context_shows(poisoned):
-    arrays, layout = make_case(np.random.default_rng(5), [30, 30])
+    (q, pages), layout = make_case(np.random.default_rng(5), [30, 30])
     block = layout["block_tables"][0, 3]
-    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
-    got, _ = attend(*arrays, **layout, scores=Scores(scale=0.3))
+    pages = pages._replace(**{poisoned: getattr(pages, poisoned).at[block, 1, 2].set(jnp.nan)})
+    got, _ = attend(q, pages, **layout, scores=Scores(scale=0.3))
     is_nan = np.isnan(np.asarray(got)).all(axis=-1)
     np.testing.assert_array_equal(is_nan[:, 0], [[False, False, True, True], [False] * 4])
 
 
 def test_results_over_parts_of_a_context_combine():
     rng = np.random.default_rng(6)
-    (q, k, v), layout = make_case(rng, [40])
-    whole, whole_lse = attend(q, k, v, **layout, scores=Scores(scale=0.3))
-    first = attend(q, k, v, **{**layout, "seq_lens": jnp.array([24], jnp.int32)}, scores=Scores(scale=0.3))
+    (q, pages), layout = make_case(rng, [40])
+    whole, whole_lse = attend(q, pages, **layout, scores=Scores(scale=0.3))
+    first = attend(q, pages, **{**layout, "seq_lens": jnp.array([24], jnp.int32)}, scores=Scores(scale=0.3))
     tables = jnp.roll(layout["block_tables"], -6, axis=1)
-    second = attend(q, k, v, block_tables=tables, seq_lens=jnp.array([16], jnp.int32), scores=Scores(scale=0.3))
+    second = attend(q, pages, block_tables=tables, seq_lens=jnp.array([16], jnp.int32), scores=Scores(scale=0.3))
     lse = jnp.logaddexp(first[1], second[1])
     parts = sum(out * jnp.exp(part - lse)[..., None] for out, part in (first, second))
     np.testing.assert_allclose(np.asarray(lse), np.asarray(whole_lse), rtol=1e-5)
@@ -175,17 +175,19 @@ def test_runs_on_local_heads(axis_types):
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(axis_types,), devices=jax.devices()[:2])
     arrays, layout = make_case(np.random.default_rng(7), [9, 30, 0, 13], num_queries=2)
     heads, pages = P(None, None, "tensor"), P(None, "tensor")
-    specs = (heads, pages, pages, P("tensor"), P("tensor"))
+    specs = (heads, Pages(pages, pages), P("tensor"), P("tensor"))
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*specs, P()), out_specs=(heads, heads))
-    def run(q, k, v, sinks, slopes, layout):
+    def run(q, pages, sinks, slopes, layout):
         return paged_attention(
-            q, k, v, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks, alibi_slopes=slopes)
+            q, pages, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks, alibi_slopes=slopes)
         )
 
     with jax.set_mesh(mesh):
-        placed = jax.device_put((*arrays, SINKS, SLOPES), tuple(jax.NamedSharding(mesh, spec) for spec in specs))
+        placed = jax.device_put(
+            (*arrays, SINKS, SLOPES), jax.tree.map(functools.partial(jax.NamedSharding, mesh), specs)
+        )
         got = run(*placed, layout)
         replicated = attend(
             *arrays, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=SINKS, alibi_slopes=SLOPES)

@@ -17,7 +17,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
 
 # Relative to the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or
@@ -63,10 +63,11 @@ def make_case(
     )
     # Room for results of others.
     room = len(lens) + 3
-    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    arrays = q, Pages(k, v)
+    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     want = paged_attention_reference(*in_float, **layout, scores=scores)
     layout, scores = jax.tree.map(jnp.asarray, (layout, scores))
-    return (q, k, v), layout | {"scores": scores, "room": room}, want
+    return arrays, layout | {"scores": scores, "room": room}, want
 
 
 def check(got, want):
@@ -172,12 +173,13 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("poisoned", ["k", "v"])
 def test_a_nan_inside_the_context_shows(poisoned):
     arrays, options, _ = make_case([300, 300], heads=(8, 2, 64))
     block = options["block_tables"][0, 3]
-    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
-    got, _ = paged_attention(*arrays, **options, implementation="sm90")
+    q, pages = arrays
+    pages = pages._replace(**{poisoned: getattr(pages, poisoned).at[block, 1, 2].set(jnp.nan)})
+    got, _ = paged_attention(q, pages, **options, implementation="sm90")
     is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
     np.testing.assert_array_equal(is_nan[:2, 0], [[False] * 4 + [True] * 4, [False] * 8])
 
@@ -188,7 +190,7 @@ def compiled(
 ):
     num_heads, num_kv_heads, head_dim = heads
     pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
-    pools = [(pool, pool)] * num_layers
+    pools = [Pages(pool, pool)] * num_layers
     q = jax.ShapeDtypeStruct((num_rows, num_queries, num_heads, head_dim), dtype)
     tables = jax.ShapeDtypeStruct((num_rows, 512), jnp.int32)
     seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -201,8 +203,8 @@ def compiled(
     }
 
     def layers(q, pools, layout):
-        for k, v in pools:
-            q, _ = paged_attention(q, k, v, **layout, implementation="sm90")
+        for pages in pools:
+            q, _ = paged_attention(q, pages, **layout, implementation="sm90")
         return q
 
     return compile_for_h200(layers, q, pools, layout)

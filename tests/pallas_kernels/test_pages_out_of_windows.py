@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from poisoned_pages import make_pages
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.sm90 import Config as DecodeConfig
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.sm90 import Config as PrefillConfig
 from pallas_kernels.ragged_prefill_attention.sm90 import ragged_prefill_attention_sm90
@@ -36,35 +37,35 @@ def make_case(chunks):
         for pages in given_back:
             pages[table[:first]] = np.nan
     q = rng.standard_normal((sum(new for new, _ in chunks), 1, HEAD_DIM))
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, *given_back)]
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), (q, Pages(k, v), Pages(*given_back)))
     return arrays, {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", quick_first(["xla", "sm90"]))
 def test_decode(capsys, implementation):
-    (q, k, v, *given_back), layout = make_case([(1, 300), (1, 123)])
+    (q, pages, given_back), layout = make_case([(1, 300), (1, 123)])
     if implementation == "xla":
         run = functools.partial(paged_attention, **layout, **OPTIONS)
-        want, got = run(q[:, None], k, v)[0], run(q[:, None], *given_back)[0]
+        want, got = run(q[:, None], pages)[0], run(q[:, None], given_back)[0]
     else:
         config = DecodeConfig(block_kv=64, stages=2, streams=1, num_ctas=2)
         others = {"query_lens": None, "room": 2, "config": config, "interpret": True}
         run = functools.partial(paged_attention_sm90, **layout, **OPTIONS, **others)
-        want = paged_attention(q[:, None], k, v, **layout, **OPTIONS)[0]
-        got = interpret(capsys, run, q[:, None], *given_back)[0]
+        want = paged_attention(q[:, None], pages, **layout, **OPTIONS)[0]
+        got = interpret(capsys, run, q[:, None], given_back)[0]
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)
 
 
 @pytest.mark.parametrize("implementation", quick_first(["xla", "sm90"]))
 def test_prefill(capsys, implementation):
-    (q, k, v, *given_back), layout = make_case([(2, 300), (30, 150)])
+    (q, pages, given_back), layout = make_case([(2, 300), (30, 150)])
     layout |= {"query_starts": jnp.array([0, 2, 32], jnp.int32), "first_row": jnp.int32(0), "num_rows": jnp.int32(2)}
-    want = ragged_prefill_attention(q, k, v, **layout, **OPTIONS)
+    want = ragged_prefill_attention(q, pages, **layout, **OPTIONS)
     if implementation == "xla":
-        got = ragged_prefill_attention(q, *given_back, **layout, **OPTIONS)
+        got = ragged_prefill_attention(q, given_back, **layout, **OPTIONS)
     else:
         config = PrefillConfig(block_kv=64, k_stages=2, v_stages=2, q_slots=2, num_ctas=2)
         run = functools.partial(ragged_prefill_attention_sm90, **layout, **OPTIONS, config=config, interpret=True)
-        got = interpret(capsys, run, q, *given_back, None)
+        got = interpret(capsys, run, q, given_back, None)
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)

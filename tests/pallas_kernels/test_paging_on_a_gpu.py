@@ -11,6 +11,7 @@ import pallas_kernels.paged_attention.xla as decodes
 import pallas_kernels.ragged_prefill_attention.xla as prompts
 from jaxserve.execution.programs.spec import MeshSpec
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paging import Pages
 from pallas_kernels.paging.xla import chunk_on_a_gpu, runs_on_a_gpu
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
@@ -46,8 +47,8 @@ def test_contexts_of_several_turns(on_a_gpu, monkeypatch, lens):
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(1, 1024), (16, 1024), (32, 512), (100, 128), (256, 128)])
 def test_positions_of_a_turn(num_rows, expected):
-    pages = jnp.zeros((4, 8, 16, 128), jnp.float16)
-    assert chunk_on_a_gpu(pages, num_rows=num_rows, chunk=128) == expected
+    pool = jnp.zeros((4, 8, 16, 128), jnp.float16)
+    assert chunk_on_a_gpu(Pages(pool, pool), num_rows=num_rows, chunk=128) == expected
 
 
 def test_the_mesh_says_whether_it_is_one_of_gpus():

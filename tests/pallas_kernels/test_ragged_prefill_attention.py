@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 
@@ -31,7 +31,7 @@ def make_case(
     block_size=4,
     dtype=jnp.float32,
 ):
-    """Return q, k_pages, v_pages, before and the layout of rows of (new tokens, context length); everything outside
+    """Return q, pages, before and the layout of rows of (new tokens, context length); everything outside
     them is NaN.
 
     The first `num_skipped` rows have a token each, but are not to be computed, and already have results.
@@ -56,11 +56,11 @@ def make_case(
         "first_row": jnp.int32(num_skipped),
         "num_rows": jnp.int32(len(chunks)),
     }
-    return tuple(jnp.asarray(x).astype(dtype) for x in (q, k, v, before)), layout
+    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), (q, Pages(k, v), before)), layout
 
 
 def expected(arrays, layout, scores):
-    arrays = [np.asarray(x.astype(jnp.float32)) for x in arrays]
+    arrays = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     layout = {name: np.asarray(x) for name, x in layout.items()}
     layout |= {name: int(layout[name]) for name in ("first_row", "num_rows")}
     return ragged_prefill_attention_reference(*arrays, **layout, scores=scores)
@@ -167,11 +167,11 @@ def test_refuses_what_does_not_exist():
     with pytest.raises(ValueError, match="sliding_window"):
         ragged_prefill_attention(*arrays, **layout, scores=Scores(scale=1.0, sliding_window=0))
     with pytest.raises(ValueError, match=r"before must be like q, float32\[4, 3, 4\], got float16\[4, 3, 4\]"):
-        ragged_prefill_attention(*arrays[:3], arrays[3].astype(jnp.float16), **layout, scores=Scores(scale=1.0))
+        ragged_prefill_attention(*arrays[:2], arrays[2].astype(jnp.float16), **layout, scores=Scores(scale=1.0))
     with pytest.raises(ValueError, match="soft_cap"):
         ragged_prefill_attention(*arrays, **layout, scores=Scores(scale=1.0, soft_cap=0.0))
     with pytest.raises(ValueError, match="evenly"):
-        ragged_prefill_attention(arrays[0][:, :2], *arrays[1:3], **layout, scores=Scores(scale=1.0))
+        ragged_prefill_attention(arrays[0][:, :2], arrays[1], **layout, scores=Scores(scale=1.0))
 
 
 @pytest.mark.parametrize("axis_types", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
@@ -181,10 +181,10 @@ def test_runs_on_local_heads(axis_types):
     heads = P(None, "tensor")
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*[heads] * 4, P("tensor"), P()), out_specs=heads)
-    def run(q, k, v, before, sinks, layout):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*[heads] * 3, P("tensor"), P()), out_specs=heads)
+    def run(q, pages, before, sinks, layout):
         return ragged_prefill_attention(
-            q, k, v, before, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks)
+            q, pages, before, **layout, scores=Scores(scale=0.3, sliding_window=20, sinks=sinks)
         )
 
     with jax.set_mesh(mesh):

@@ -14,7 +14,7 @@ from interpreting import interpret
 from poisoned_pages import make_pages
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
@@ -72,10 +72,11 @@ def make_case(
         **{"scale": head_dim**-0.5} | options,
     )
     rows = {"first_row": num_skipped, "num_rows": len(chunks)}
-    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v, before)]
+    arrays = q, Pages(k, v), before
+    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     want = ragged_prefill_attention_reference(*in_float, **layout, **rows, scores=scores)
     layout = {name: jnp.asarray(x) for name, x in layout.items()} | {name: jnp.int32(x) for name, x in rows.items()}
-    return (q, k, v, before), layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
+    return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
 
 
 def check(got, want):
@@ -170,12 +171,13 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("poisoned", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("poisoned", ["k", "v"])
 def test_a_nan_inside_the_context_shows(poisoned):
     arrays, layout, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, 64))
     block = layout["block_tables"][0, 3]
-    arrays = [x.at[block, 1, 2].set(jnp.nan) if i == poisoned else x for i, x in enumerate(arrays)]
-    got = ragged_prefill_attention(*arrays, **layout, implementation="sm90")
+    q, pages, *rest = arrays
+    pages = pages._replace(**{poisoned: getattr(pages, poisoned).at[block, 1, 2].set(jnp.nan)})
+    got = ragged_prefill_attention(q, pages, *rest, **layout, implementation="sm90")
     is_nan = np.isnan(np.asarray(got.astype(jnp.float32))).all(axis=-1)
     np.testing.assert_array_equal(is_nan[:100], [[False] * 4 + [True] * 4] * 100)
     assert not is_nan[100:].any()
@@ -187,7 +189,7 @@ def compiled(
 ):
     num_heads, num_kv_heads, head_dim = heads
     pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
-    pools = [(pool, pool)] * num_layers
+    pools = [Pages(pool, pool)] * num_layers
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), dtype)
     shapes = {
         "block_tables": (num_rows, 512),
@@ -201,8 +203,8 @@ def compiled(
     layout["scores"] = Scores(scale=0.1, alibi_slopes=slopes, **options)
 
     def layers(q, pools, out, layout):
-        for k, v in pools:
-            out = ragged_prefill_attention(q, k, v, out, **layout, implementation="sm90")
+        for pages in pools:
+            out = ragged_prefill_attention(q, pages, out, **layout, implementation="sm90")
         return out
 
     return compile_for_h200(layers, q, pools, q, layout, donate_argnums=(2,))

@@ -13,6 +13,7 @@ from interpreting import interpret
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.kv_write.sm90 import Config, heuristic, rope_and_write_kv_sm90
+from pallas_kernels.paging import Pages
 
 # Relative to the largest number: half a unit in the last place of 8 bits, of 11 bits, and float32's error in two
 # products.
@@ -59,16 +60,17 @@ def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=j
         page, offset = divmod(int(index[token]), block_size)
         want_pages[0, page, :, offset], want_pages[1, page, :, offset] = turned[token, :, -2], turned[token, :, -1]
     want_q = turned[:, :, :-2].reshape(num_tokens, num_heads, head_dim)
-    arrays = (qkv, pages[0], pages[1], jnp.asarray(index, jnp.int32))
-    return arrays, {"rotation": rotation, "head_norms": head_norms}, (want_q, *want_pages)
+    arrays = (qkv, Pages(*pages), jnp.asarray(index, jnp.int32))
+    return arrays, {"rotation": rotation, "head_norms": head_norms}, (want_q, Pages(*want_pages))
 
 
 def check(got, want):
-    for a, b in zip(got, want, strict=True):
+    dtype = got[0].dtype.type
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert a.shape == b.shape
         largest = np.nanmax(np.abs(b), initial=0.0)
         a = np.asarray(a.astype(jnp.float32))
-        np.testing.assert_allclose(a, b, rtol=0, atol=largest * TOLERANCE[got[0].dtype.type], equal_nan=True)
+        np.testing.assert_allclose(a, b, rtol=0, atol=largest * TOLERANCE[dtype], equal_nan=True)
 
 
 CASES = {
@@ -113,7 +115,7 @@ def test_interpreted(capsys, case):
 def test_on_a_gpu(case):
     many = {"num_tokens": 3001, "gains": jnp.bfloat16 if "norms" in case else None}
     arrays, options, want = make_case(**CASES.get(case, many))
-    run = jax.jit(rope_and_write_kv, static_argnames="implementation", donate_argnums=(1, 2))
+    run = jax.jit(rope_and_write_kv, static_argnames="implementation", donate_argnums=1)
     check(run(*arrays, **options, implementation="sm90"), want)
 
 
@@ -125,12 +127,12 @@ def test_changes_the_pools_in_place(implementation, is_normed):
 
     def layers(pools, qkv, rotation, norms, index):
         outs = []
-        for k, v in pools:
-            q, k, v = rope_and_write_kv(
-                qkv, k, v, index, rotation=rotation, head_norms=norms, implementation=implementation
+        for pages in pools:
+            q, pages = rope_and_write_kv(
+                qkv, pages, index, rotation=rotation, head_norms=norms, implementation=implementation
             )
             qkv = qkv + q.reshape(64, 8, 4, 128)[:, :, :1]
-            outs.append((k, v))
+            outs.append(pages)
         return outs, qkv
 
     pages = jax.ShapeDtypeStruct(pool, jnp.bfloat16)
@@ -138,7 +140,9 @@ def test_changes_the_pools_in_place(implementation, is_normed):
     angles = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     index = jax.ShapeDtypeStruct((64,), jnp.int32)
     norms = abstract_norms(128, jnp.bfloat16) if is_normed else None
-    program = compile_for_h200(layers, [(pages, pages)] * 2, qkv, (angles, angles), norms, index, donate_argnums=(0,))
+    program = compile_for_h200(
+        layers, [Pages(pages, pages)] * 2, qkv, (angles, angles), norms, index, donate_argnums=(0,)
+    )
     assert program.copies_of(pool) == []
     assert program.temp_bytes < 4 * 2**20
     assert program.spill_bytes == 0
@@ -175,8 +179,8 @@ def test_norms_spill_nothing(num_tokens, head_dim, half):
     index = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
     run = functools.partial(rope_and_write_kv, implementation="sm90")
     program = compile_for_h200(
-        lambda qkv, k, v, index, angles, norms: run(qkv, k, v, index, rotation=angles, head_norms=norms),
-        *(qkv, pages, pages, index, (angles,) * 2, abstract_norms(head_dim, jnp.float32)),
+        lambda qkv, pages, index, angles, norms: run(qkv, pages, index, rotation=angles, head_norms=norms),
+        *(qkv, Pages(pages, pages), index, (angles,) * 2, abstract_norms(head_dim, jnp.float32)),
     )
     [kernel] = program.kernels
     assert kernel.spill_bytes == 0
@@ -192,7 +196,8 @@ def test_heads_that_share_much_are_taken_apart(members, fits):
     index = jax.ShapeDtypeStruct((600,), jnp.int32)
     run = functools.partial(rope_and_write_kv, implementation="sm90")
     program = compile_for_h200(
-        lambda qkv, k, v, index, angles: run(qkv, k, v, index, rotation=angles), qkv, pages, pages, index, (angles,) * 2
+        lambda qkv, pages, index, angles: run(qkv, pages, index, rotation=angles),
+        *(qkv, Pages(pages, pages), index, (angles,) * 2),
     )
     assert program.spill_bytes == 0
 
