@@ -19,7 +19,7 @@ import shtab
 from jaxserve import __version__, interrupts, logs, vllm_flags
 from jaxserve.arguments import Parser, arguments_of, unknown_variables
 from jaxserve.bench.commands import add_commands as add_bench_commands
-from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
+from jaxserve.config import DType, EngineConfig, KVCacheDType, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -217,6 +217,7 @@ def _add_models(models: Parser) -> None:
     split = {"type": int, "default": 1, "metavar": "N"}
     add("--tensor-parallel-size", "-tp", help="number of devices over which each layer is split", **split)
     add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
+    add("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help="auto: as --dtype")
 
 
 def _add_parse(parse: Parser) -> None:
@@ -324,6 +325,7 @@ def _models(args: argparse.Namespace) -> None:
             memory=args.memory,
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         from jaxserve.loading.builtin import resolve_model
         from jaxserve.server.choosing.choice import rows_of

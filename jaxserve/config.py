@@ -22,6 +22,7 @@ DEFAULT_MODEL = "scribe-15m"
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 """The name of a file or model. An empty one would silently mean the default, which is None."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 Quantization = Literal["int8", "fp8", "int4"]
 StoredFormat = Literal[
     "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin",
@@ -163,8 +164,11 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(
         0.9, "cache", "fraction of the GPU's memory that weights, KV and steps may use"
     )
-    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
-        "auto", "cache", "must be the dtype of the activations, in which keys and values are kept"
+    kv_cache_dtype: KVCacheDType = _option(
+        "auto",
+        "cache",
+        "how keys and values are held: in 8 bits with a scale for each token and head (fp8 is fp8_e4m3), or in the "
+        "dtype of the activations, which is auto",
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
 

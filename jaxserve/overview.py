@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxserve.config import DType, EngineConfig
+from jaxserve.config import DType, EngineConfig, KVCacheDType
 from jaxserve.execution.kv_cache import block_bytes, slot_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
+from jaxserve.layers.cache import KV_DTYPES, hold_in
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.params import Params
@@ -97,6 +98,8 @@ class Needs:
     weight_bytes: dict[str, int]
     """Bytes of the weights, by dtype."""
     dtype: str
+    kv_dtype: str
+    """Dtype of the KV cache; one of 8 bits has a scale for each token and head."""
     block_size: int
     """Tokens per block: windows are rounded up to whole blocks."""
     kv_bytes_per_token: dict[int | None, int]
@@ -131,6 +134,7 @@ def needs(
     dtype: DType = "auto",
     tensor_parallel_size: int = 1,
     block_size: int = EngineConfig().block_size,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> Needs:
     """Return what a model, given by any name that `serve` takes, needs of `memory` bytes per device for weights and KV.
 
@@ -146,7 +150,7 @@ def needs(
         family = get_family(fields)
         config = family.Config.from_hf(fields)
         served = resolve_dtype(dtype, fields, is_cpu=False)
-    specs, kv_specs = family.param_specs(config), family.kv_specs(config)
+    specs, kv_specs = family.param_specs(config), hold_in(family.kv_specs(config), KV_DTYPES.get(kv_cache_dtype))
 
     def bytes_of(specs: Params, dtype: np.dtype = served) -> int:
         return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
@@ -165,7 +169,8 @@ def needs(
     kv_memory = memory - held_bytes - slot_bytes(layout.pool_specs, num_slots=MAX_ROWS, **pools)
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
     num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
-    steps = _steps(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh)
+    sizes = {"block_size": block_size, "context": context, "kv_cache_dtype": kv_cache_dtype}
+    steps = _steps(fields, schemes_of(held), dtype=str(served), mesh=mesh, **sizes)
     return Needs(
         model_type=fields["model_type"],
         layers=_layers(kv_specs),
@@ -182,6 +187,7 @@ def needs(
             for name, specs in ({"as held": held} | more | rounded).items()
         },
         dtype=str(served),
+        kv_dtype=str(KV_DTYPES.get(kv_cache_dtype, served)),
         block_size=block_size,
         kv_bytes_per_token={
             window: layout.windows.count(window) * per_block // block_size for window in dict.fromkeys(layout.windows)
@@ -211,7 +217,14 @@ def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction:
 
 
 def _steps(
-    fields: dict[str, Any], schemes: dict[str, Scheme], *, dtype: str, block_size: int, context: int, mesh: AbstractMesh
+    fields: dict[str, Any],
+    schemes: dict[str, Scheme],
+    *,
+    dtype: str,
+    block_size: int,
+    context: int,
+    kv_cache_dtype: str,
+    mesh: AbstractMesh,
 ) -> StepBuilder:
     """Return what builds the steps that `serve` would compile on Hopper GPUs without further options."""
     spec = StepSpec(
@@ -225,6 +238,7 @@ def _steps(
         traits=ON_GPU,
         has_peers=True,
         schemes=schemes,
+        kv_cache_dtype=kv_cache_dtype,
     )
     return StepBuilder(spec, mesh)
 
@@ -285,7 +299,7 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
                 for name, time in found.floors.items()
             ),
         ],
-        ["KV", f"{_kv(found)} in {found.dtype}"],
+        ["KV", f"{_kv(found)} in {found.kv_dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]
     room = f"{_size(memory)} for weights and KV in {found.dtype}"

@@ -111,14 +111,14 @@ SHORT: Mapping[str, str] = {
 }
 """Short names of flags in the table below."""
 
-_NO_CACHE_DTYPE = NotTaken("keys and values have the dtype of the activations")
+_NO_CACHE_DTYPE = NotTaken(
+    "keys and values are held as fp8, fp8_e4m3, fp8_e5m2 or int8, or in the dtype of the activations"
+)
 _SAFETENSORS = Harmless("safetensors are read, files in parallel")
 _NO_PICKLES = NotTaken("convert it to safetensors: files of pickles are not read")
 
 VALUES: Mapping[str, Mapping[str, Harmless | NotTaken]] = {
-    "kv_cache_dtype": dict.fromkeys(
-        ["fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4", "int8", "turboquant_3bit"], _NO_CACHE_DTYPE
-    ),
+    "kv_cache_dtype": dict.fromkeys(["fp8_inc", "fp8_ds_mla", "nvfp4", "turboquant_3bit"], _NO_CACHE_DTYPE),
     "load_format": {
         **dict.fromkeys(["fastsafetensors", "hf", "instanttensor", "mistral", "runai_streamer"], _SAFETENSORS),
         **dict.fromkeys(("npcache", "pt"), _NO_PICKLES),

@@ -53,7 +53,10 @@ CALLS = [
         "port must be in [0, 65535], got -1; api_workers must be in [1, 64], got 0",
     ),
     ("EngineConfig(hf_overrides='{}')", "hf_overrides must be a dict, got '{}'"),
-    ("EngineConfig(kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, bfloat16, float16, float32, got 'fp8'"),
+    (
+        "EngineConfig(kv_cache_dtype='fp4')",
+        "kv_cache_dtype must be one of auto, bfloat16, float16, float32, fp8, fp8_e4m3, fp8_e5m2, int8, got 'fp4'",
+    ),
     ("EngineConfig(override_generation_config={'do_sample': 1})", "override_generation_config: do_sample is not read,"),
     ("EngineConfig(model=pathlib.Path('a'), max_model_len=np.int32(8), gpu_memory_utilization=1)", ""),
     ("assert type(EngineConfig(seed=np.int64(8)).seed) is int", ""),

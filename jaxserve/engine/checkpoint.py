@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import Kernels
+from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
@@ -82,10 +83,10 @@ def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool, 
     ConfigError if the KV cache was meant to have another one.
     """
     dtype = _choose_dtype(config, checkpoint, is_cpu=is_cpu, has_bfloat16=has_bfloat16)
-    if config.kv_cache_dtype not in ("auto", str(dtype)):
+    if config.kv_cache_dtype not in ("auto", str(dtype), *KV_DTYPES):
         raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}, but keys and values have the dtype of the activations, "
-            f"which is {dtype}"
+            f"kv_cache_dtype is {config.kv_cache_dtype}, but keys and values of 16 or 32 bits have the dtype of "
+            f"the activations, which is {dtype}"
         )
     return dtype
 

@@ -47,6 +47,8 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
         f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kv_kinds(model)
     )
     logger.info(f"KV cache: {runner.num_blocks} blocks of {model.block_size} positions; {', '.join(kinds)}")
+    if model.kv_dtype != model.dtype:
+        logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head")
     if model.layout.num_states:
         logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not shared")
 
@@ -88,7 +90,7 @@ def make_info(
         expert_bytes=expert_bytes,
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
-        kv_dtype=str(model.dtype),
+        kv_dtype=str(model.kv_dtype),
         enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
         reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),

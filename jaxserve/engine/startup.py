@@ -28,6 +28,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
+from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
@@ -114,6 +115,7 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         has_peers=kernels != "xla" and reaches_peers(mesh),
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
+        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:

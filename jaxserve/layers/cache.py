@@ -5,7 +5,9 @@ does not depend on pages or kernels, and a model may have layers of several kind
 arrays.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -15,6 +17,14 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.rope import Rotation
 from pallas_kernels.kv_write import HeadNorms
 from pallas_kernels.paging import Scores
+
+KV_DTYPES = {
+    "fp8": jnp.dtype(jnp.float8_e4m3fn),
+    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
+    "fp8_e5m2": jnp.dtype(jnp.float8_e5m2),
+    "int8": jnp.dtype(jnp.int8),
+}
+"""The dtypes of 8 bits in which caches hold vectors, by the names that options have."""
 
 
 class CacheSizes(NamedTuple):
@@ -49,6 +59,16 @@ class CacheSpec(Protocol):
     def describe(self) -> str:
         """Return what is kept, in the words that `jaxserve models` prints."""
         ...
+
+
+def hold_in(specs: Sequence[CacheSpec], dtype: jnp.dtype | None) -> tuple[CacheSpec, ...]:
+    """Return the specs with a dtype of 8 bits for the vectors that they declare; None: that of activations.
+
+    Specs of vectors have a field `dtype`. What others keep, states for instance, is not changed.
+    """
+    return tuple(
+        dataclasses.replace(cast(Any, spec), dtype=dtype) if hasattr(spec, "dtype") else spec for spec in specs
+    )
 
 
 @runtime_checkable

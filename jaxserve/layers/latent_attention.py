@@ -28,7 +28,8 @@ from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
 from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
-from pallas_kernels.kv_write import rotate, write_pages
+from pallas_kernels.kv_write import rotate, write_latents
+from pallas_kernels.paging import Pages
 
 LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, whatever a config specifies for all other norms."""
@@ -53,6 +54,8 @@ class LatentSpec:
 
     size: int
     """Size of the latent and the rotated key together."""
+    dtype: jnp.dtype | None = None
+    """A dtype of 8 bits, for which each token has a scale; None: that of activations."""
 
     @property
     def sliding_window(self) -> None:
@@ -68,8 +71,11 @@ class LatentSpec:
         """Return the shapes of the pools."""
         whole = NamedSharding(mesh, PartitionSpec(None, None, None, None))
         shape = sizes.num_blocks, 1, sizes.block_size, self.size
-        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-        return PagedLatent(pool)
+        pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=whole)
+        scales: Any = None
+        if self.dtype is not None:
+            scales = jax.ShapeDtypeStruct((sizes.num_blocks, 1, 1, sizes.block_size), jnp.float32, sharding=whole)
+        return PagedLatent(pool, scales)
 
     def describe(self) -> str:
         """Return the size of the vector."""
@@ -80,6 +86,8 @@ class PagedLatent(NamedTuple):
     """The latents of tokens, each followed by its rotated key, in P blocks; donated."""
 
     c: Float[Array, "P 1 S D"]
+    scales: Float[Array, "P 1 1 S"] | None = None
+    """The scale of each vector, if they are held in 8 bits."""
 
     def attend(
         self,
@@ -96,8 +104,8 @@ class PagedLatent(NamedTuple):
         them. Raises NotImplementedError for sizes that `batch.kernels` do not support.
         """
 
-        def on_local_heads(q: Array, stored: Array, pages: Array, batch: Batch) -> tuple[Array, PagedLatent]:
-            pages = write_pages(pages, stored[:, None], batch.write_index)
+        def on_local_heads(q: Array, stored: Array, cache: PagedLatent, batch: Batch) -> tuple[Array, PagedLatent]:
+            pages = write_latents(Pages(cache.c, cache.c, cache.scales), stored, batch.write_index)
             out = op.latent_attention(
                 q,
                 pages,
@@ -109,13 +117,13 @@ class PagedLatent(NamedTuple):
                 latent_size=latent_size,
                 scale=scale,
                 is_decode_only=batch.is_decode_only,
-                implementation=batch.kernels,
+                implementation="xla" if self.scales is not None else batch.kernels,
             )
-            return out, PagedLatent(pages)
+            return out, PagedLatent(pages.k, pages.scales)
 
         sharding = jax.typeof(q).sharding
         if sharding.mesh.empty:
-            return on_local_heads(q, stored, self.c, batch)
+            return on_local_heads(q, stored, self, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
         island = jax.shard_map(
             on_local_heads,
@@ -123,10 +131,12 @@ class PagedLatent(NamedTuple):
             out_specs=(heads, whole),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return island(q, stored, self.c, batch.same_on_each_device())
+        return island(q, stored, self, batch.same_on_each_device())
 
     def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:  # noqa: ARG002
         """Return what attends in a step, as `AttendsByKernels` says."""
+        if kernels != "xla" and self.scales is not None:
+            return Part(Kernel.XLA, f"no kernel attends to latents of {self.c.dtype}")
         return Part(Kernel.XLA, NO_KERNELS) if kernels == "xla" else Part(Kernel.LATENT_ATTENTION)
 
 

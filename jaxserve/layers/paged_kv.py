@@ -48,11 +48,11 @@ class PagedKV(Pages):
                 batch.write_index,
                 rotation=rotation,
                 head_norms=head_norms,
-                implementation=batch.kernels,
+                implementation=kernels,
             )
-            written = PagedKV(*pages)
-            return attend_over_pages(q, written, batch, scores), written
+            return attend_over_pages(q, pages, batch, scores, kernels=kernels), PagedKV(*pages)
 
+        kernels = self._implementation(qkv.dtype, batch.kernels)
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             return on_local_heads(qkv, self, scores, head_norms, rotation, batch)
@@ -69,12 +69,17 @@ class PagedKV(Pages):
         )
         return island(qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
 
+    def _implementation(self, dtype: Any, kernels: Kernels) -> Kernels:
+        """Return what attends and writes: XLA where no kernel takes pages of 8 bits."""
+        has_none = self.scales is not None and why_not_pages(dtype, self) is not None
+        return "xla" if has_none else kernels
+
     def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:
         """Return what attends in a step, as `AttendsByKernels` says."""
         if kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
         if (reason := why_not_pages(dtype, self)) is not None:
-            return Part(Kernel.NONE, reason)
+            return Part(Kernel.NONE if self.scales is None else Kernel.XLA, reason)
         return Part(Kernel.PAGED_ATTENTION if is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
@@ -86,6 +91,8 @@ class KVSpec:
     head_dim: int
     sliding_window: int | None = None
     """A token attends to this many tokens, itself included; None: to all before it."""
+    dtype: jnp.dtype | None = None
+    """A dtype of 8 bits, for which each token and head has scales; None: that of activations."""
 
     @property
     def keeps_state(self) -> bool:
@@ -99,15 +106,21 @@ class KVSpec:
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
         sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axis("kv_heads", mesh), None, None))
         shape = (sizes.num_blocks, num_heads, sizes.block_size, self.head_dim)
-        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        return PagedKV(pool, pool)
+        pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=sharding)
+        scales: Any = None
+        if self.dtype is not None:
+            of_heads = sizes.num_blocks, num_heads, 2, sizes.block_size
+            scales = jax.ShapeDtypeStruct(of_heads, jnp.float32, sharding=sharding)
+        return PagedKV(pool, pool, scales)
 
     def describe(self) -> str:
         """Return the number of heads and their size."""
         return f"KV heads: {self.num_kv_heads} of {self.head_dim}"
 
 
-def attend_over_pages(q: Float[Array, "T H D"], pages: Pages, batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
+def attend_over_pages(
+    q: Float[Array, "T H D"], pages: Pages, batch: Batch, scores: Scores, *, kernels: Kernels
+) -> Float[Array, "T H D"]:
     """Attend with a step's queries, of one device's heads, over what its rows have in pages, this step's tokens too.
 
     Rows with one token and rows with more of them have a kernel each.
@@ -123,7 +136,7 @@ def attend_over_pages(q: Float[Array, "T H D"], pages: Pages, batch: Batch, scor
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
         scores=scores,
         room=num_tokens,
-        implementation=batch.kernels,
+        implementation=kernels,
     )
     if num_tokens == 1 or batch.is_decode_only:  # no row has more
         return out[:, 0]
@@ -137,5 +150,5 @@ def attend_over_pages(q: Float[Array, "T H D"], pages: Pages, batch: Batch, scor
         first_row=batch.num_decode_rows,
         num_rows=batch.num_rows,
         scores=scores,
-        implementation=batch.kernels,
+        implementation=kernels,
     )

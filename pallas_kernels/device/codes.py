@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.code_values import E2M1, FP4, NF4
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
-Code = Literal["int8", "fp8", "int4", "uint4", "e2m1", "nf4", "fp4"]
-"""fp8 is e4m3 without infinities; int4 is stored with 8 added to it; uint4 has zero points or minimums; nf4 and fp4 are
+Code = Literal["int8", "fp8", "e5m2", "int4", "uint4", "e2m1", "nf4", "fp4"]
+"""fp8 is e4m3 without infinities, e5m2 is taken to have none; int4 is stored with 8 added to it; uint4 has zero points or minimums; nf4 and fp4 are
 indices of tables.
 """
 E2M1_EXPONENT = 126
@@ -37,11 +37,14 @@ _NIBBLES = {
     "int4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; mov.b32 m, 0x43084308; sub.bf16x2 $0, a, m; }",
     "uint4": "lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea; sub.bf16x2 $0, a, $2; }",
 }
-# PTX that makes a pair of bfloat16, $0, of two bytes of a: the odd ones for fp8, the even ones for int8.
+# PTX that makes a pair of bfloat16, $0, of two bytes of a: the odd ones for floats, the even ones for int8.
 _BYTES = {
     # Sign and the other 7 bits, then times 2^120.
     "fp8": "and.b32 s, a, 0x80008000; shr.u32 a, a, 4; lop3.b32 a, a, 0x07f007f0, s, 0xea; "
     "mov.b32 m, 0x7b807b80; mul.bf16x2 $0, a, m; }",
+    # The same, times 2^112.
+    "e5m2": "and.b32 s, a, 0x80008000; shr.u32 a, a, 3; lop3.b32 a, a, 0x0fe00fe0, s, 0xea; "
+    "mov.b32 m, 0x77807780; mul.bf16x2 $0, a, m; }",
     # 128 + the lowest 7 bits, less 128 or, if the sign is set, 256.
     "int8": "lop3.b32 m, a, 0x00800080, 0x43004300, 0xea; lop3.b32 a, a, 0x007f007f, 0x43004300, 0xea; "
     "sub.bf16x2 $0, a, m; }",
@@ -49,6 +52,7 @@ _BYTES = {
 # What brings the even or the odd bytes of a word, $1, to where these are read.
 _BYTES_TO = {
     "fp8": ("shl.b32 a, $1, 8; ", "mov.b32 a, $1; "),
+    "e5m2": ("shl.b32 a, $1, 8; ", "mov.b32 a, $1; "),
     "int8": ("mov.b32 a, $1; ", "shr.u32 a, $1, 8; "),
 }
 

@@ -2,7 +2,7 @@
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import Implementation, rope_and_write_kv
-from pallas_kernels.kv_write.xla import norm_and_rotate, rotate, write_kv, write_pages
+from pallas_kernels.kv_write.xla import norm_and_rotate, rotate, write_kv, write_latents
 
 __all__ = [
     "HeadNorms",
@@ -11,5 +11,5 @@ __all__ = [
     "rope_and_write_kv",
     "rotate",
     "write_kv",
-    "write_pages",
+    "write_latents",
 ]

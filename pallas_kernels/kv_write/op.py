@@ -35,7 +35,8 @@ def rope_and_write_kv(
     computed in float32, and the result is rounded once, unlike in transformers' models, which also round in between.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
-    are dropped. Values are cast to the dtype of the pages. Pages are changed in place if the caller donates them.
+    are dropped. Values are cast to the dtype of the pages; in 8 bits each key and value is rounded with a
+    scale of its own. Pages are changed in place if the caller donates them.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, a head without queries or gains that differ from a head in size; NotImplementedError for dtypes and

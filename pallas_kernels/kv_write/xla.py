@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
-from pallas_kernels.paging import Pages
+from pallas_kernels.paging import Pages, round_vectors
 
 
 def write_kv(
@@ -17,9 +17,26 @@ def write_kv(
     """Write T tokens' keys and values to their pages, in place if the caller donates them.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
-    are dropped. Values are cast to the dtype of the pages.
+    are dropped. Values are cast to the dtype of the pages, those of 8 bits by `round_vectors`, each head by itself.
     """
-    return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
+    if pages.scales is None:
+        return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
+    (k, k_scales), (v, v_scales) = round_vectors(k, pages.k.dtype), round_vectors(v, pages.v.dtype)
+    return Pages(
+        write_pages(pages.k, k, write_index),
+        write_pages(pages.v, v, write_index),
+        _write_scales(pages.scales, jnp.stack([k_scales, v_scales], axis=-1), write_index),
+    )
+
+
+def write_latents(pages: Pages, latents: Float[Array, "T D"], write_index: Int[Array, " T"]) -> Pages:
+    """Write T tokens' vectors, which are keys and values of one head, as `write_kv` does."""
+    if pages.scales is None:
+        written = write_pages(pages.k, latents[:, None], write_index)
+        return Pages(written, written)
+    latents, scales = round_vectors(latents, pages.k.dtype)
+    written = write_pages(pages.k, latents[:, None], write_index)
+    return Pages(written, written, _write_scales(pages.scales, scales[:, None, None], write_index))
 
 
 def write_pages(
@@ -29,6 +46,13 @@ def write_pages(
     page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
     # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).
     return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
+
+
+def _write_scales(
+    scales: Float[Array, "P K kinds S"], of_tokens: Float[Array, "T K kinds"], write_index: Int[Array, " T"]
+) -> Float[Array, "P K kinds S"]:
+    page, offset = write_index // scales.shape[3], write_index % scales.shape[3]
+    return scales.at[page, :, :, offset].set(of_tokens, mode="drop", unique_indices=True)
 
 
 def rope_and_write_kv_xla(

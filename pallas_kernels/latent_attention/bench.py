@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.latent_attention.op import Implementation, latent_attention
+from pallas_kernels.paging import Pages
 from pallas_kernels.timing import MIN_CALLS, Row, floor, measure, on_gpu
 
 
@@ -97,4 +98,5 @@ def _arrays(step: _Step, seed: int) -> tuple[jax.Array, jax.Array]:
     num_blocks = sum(math.ceil(context / step.block_size) for _, context in step.chunks)
     shapes = (step.num_tokens, step.num_heads, step.size), (num_blocks, 1, step.block_size, step.size)
     q_key, pages_key = jax.random.split(jax.random.key(seed))
-    return jax.random.normal(q_key, shapes[0], dtype), jax.random.normal(pages_key, shapes[1], dtype)
+    pool = jax.random.normal(pages_key, shapes[1], dtype)
+    return jax.random.normal(q_key, shapes[0], dtype), Pages(pool, pool)

@@ -6,13 +6,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.latent_attention.sm90 import latent_attention_sm90
 from pallas_kernels.latent_attention.xla import latent_attention_xla
+from pallas_kernels.paging import Pages
 
 Implementation = Literal["xla", "sm90"]
 
 
 def latent_attention(
     q: Float[Array, "T H D"],
-    pages: Float[Array, "P 1 S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -26,9 +27,9 @@ def latent_attention(
 ) -> Float[Array, "T H R"]:
     """Compute causal attention of T tokens of B sequences, ragged, over vectors that are keys and, in part, values.
 
-    For each position, pages hold one vector for all heads: a latent of size `latent_size` R, then the rotated key. The
-    whole vector is the position's key, the latent alone its value; queries are absorbed accordingly (Liu et al. 2024,
-    arXiv:2405.04434). Row b owns the tokens [query_starts[b], query_starts[b + 1]): the first `num_decode_rows` rows
+    For each position, pages hold one vector for all heads, as `k` and as `v`: a latent of size `latent_size` R, then
+    the rotated key. The whole vector is the position's key, the latent alone its value; queries are absorbed
+    accordingly (Liu et al. 2024, arXiv:2405.04434). Row b owns the tokens [query_starts[b], query_starts[b + 1]): the first `num_decode_rows` rows
     have one token each, followed by others up to `num_rows`. A row's context is its first `seq_lens[b]` positions (this
     step's tokens included), with page `block_tables[b, n]` holding the positions [n * S, (n + 1) * S). Its query i has
     position seq_lens[b] - query_len[b] + i and attends to that position and those before it; `scale` multiplies the

@@ -3,10 +3,12 @@
 import numpy as np
 from jaxtyping import Float, Int
 
+from pallas_kernels.paging import Pages
+
 
 def latent_attention_reference(
     q: Float[np.ndarray, "T H D"],
-    pages: Float[np.ndarray, "P 1 S D"],
+    pages: Pages,
     *,
     block_tables: Int[np.ndarray, "B N"],
     seq_lens: Int[np.ndarray, " B"],
@@ -20,7 +22,10 @@ def latent_attention_reference(
     for row in range(num_rows):
         tokens = slice(int(query_starts[row]), int(query_starts[row + 1]))
         seq_len, num_queries = int(seq_lens[row]), tokens.stop - tokens.start
-        held = pages[block_tables[row, : -(-seq_len // pages.shape[2])]]
+        used = block_tables[row, : -(-seq_len // pages.k.shape[2])]
+        held = np.asarray(pages.k, np.float64)[used]
+        if pages.scales is not None:
+            held = held * np.asarray(pages.scales, np.float64)[used, :, 0, :, None]
         context = held.reshape(-1, q.shape[2])[:seq_len].astype(np.float64)
         scores = q[tokens].astype(np.float64) @ context.T * scale
         is_seen = np.arange(seq_len)[None] <= np.arange(seq_len - num_queries, seq_len)[:, None]

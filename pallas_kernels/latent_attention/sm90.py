@@ -19,6 +19,7 @@ from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
 from pallas_kernels.latent_attention.merge import NUM_CTAS, WARPGROUPS, merge
 from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
+from pallas_kernels.paging import Pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def heuristic(size: int) -> Config:
 
 def latent_attention_sm90(
     q: Float[Array, "T H D"],
-    pages: Float[Array, "P 1 S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -68,13 +69,13 @@ def latent_attention_sm90(
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
     del num_decode_rows  # rows with one token are as all others
-    _check(q, pages, latent_size, scale)
+    _check(q, pages.k, latent_size, scale)
     num_tokens, num_heads, size = q.shape
     config = config or heuristic(size)
     problem = Problem(
         num_heads=num_heads,
         latent_size=latent_size,
-        block_size=pages.shape[2],
+        block_size=pages.k.shape[2],
         block_kv=config.block_kv,
         stages=config.stages,
         num_splits=config.num_ctas,
@@ -95,7 +96,7 @@ def latent_attention_sm90(
     )
     queries = q.reshape(num_tokens * num_heads, size)
     queries = jnp.pad(queries, ((0, max(0, ROWS - len(queries))), (0, 0)))  # a copy takes that many at least
-    out = _call(queries, pages, block_tables, plan, problem=problem)
+    out = _call(queries, pages.k, block_tables, plan, problem=problem)
     return out[: num_tokens * num_heads].reshape(num_tokens, num_heads, latent_size)
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 def latent_attention_xla(
     q: Float[Array, "T H D"],
-    pages: Float[Array, "P 1 S D"],
+    pages: Pages,
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
@@ -23,14 +23,13 @@ def latent_attention_xla(
 ) -> Float[Array, "T H R"]:
     """See `latent_attention`."""
     num_tokens, max_rows = q.shape[0], seq_lens.shape[0]
-    both = Pages(pages, pages)
     scores = Scores(scale=scale)
     # Row b of those with one token is token b.
     decodes = slice(0, min(num_tokens, max_rows))
     is_decode = jnp.arange(decodes.stop) < num_decode_rows
     out, _ = paged_attention(
         q[decodes, None],
-        both,
+        pages,
         block_tables=block_tables[decodes],
         seq_lens=jnp.where(is_decode, seq_lens[decodes], 0),
         room=num_tokens,
@@ -39,7 +38,7 @@ def latent_attention_xla(
     if not is_decode_only and num_tokens > 1:
         out = ragged_prefill_attention(
             q,
-            both,
+            pages,
             out[:, 0],
             block_tables=block_tables,
             seq_lens=seq_lens,

@@ -80,7 +80,7 @@ def _calls(step: _Step) -> dict[str, Callable[..., jax.Array]]:
 
     def triton(q: jax.Array, pages: Pages, *, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
         # It expects [K, P, S, D]: with the axes' names swapped, heads are read with other strides than its own.
-        k, v = (pool.reshape(step.num_kv_heads, -1, *pool.shape[2:]) for pool in pages)
+        k, v = (pool.reshape(step.num_kv_heads, -1, *pool.shape[2:]) for pool in pages[:2])
         columns = math.ceil(max(step.lens) / step.block_size)
         splits = max(1, min(16, 256 // len(step.lens)))
         tables = block_tables[:, : -(-columns // splits) * splits]

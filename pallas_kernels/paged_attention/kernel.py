@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import counters
+from pallas_kernels.device import counters, vectors_of_8_bits
 from pallas_kernels.paged_attention import query_columns, query_rows
 from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
 
@@ -70,6 +70,13 @@ def copy(problem, split, refs, scratch):
                     )
 
             copy_pages(refs.k, scratch.k, scratch.k_free, scratch.k_full)
+            if problem.has_scales:  # their place is free with that of the keys
+                for i, page in enumerate(pages):
+                    plgpu.copy_gmem_to_smem(
+                        refs.scales.at[page, head, :, pl.ds(offset, rows_per_copy)],
+                        scratch.scales.at[slot, i],
+                        scratch.k_full.at[slot],
+                    )
             copy_pages(refs.v, scratch.v, scratch.v_free, scratch.v_full)
 
         lax.fori_loop(tile.first, tile.end, copy_block, None)
@@ -179,16 +186,27 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     acc, maximum, total = state
     slot = scratch.stream * problem.config.stages + lax.rem(index, jnp.int32(problem.config.stages))
     first_held = _first_held(problem, tile)
+    values = scratch.converted if problem.has_scales else scratch.v.at[slot]
     if is_masked:
         plgpu.barrier_wait(scratch.v_full.at[slot])
+        if problem.has_scales:
+            _convert(problem, scratch, slot)
         is_cut = (block * block_kv < first_held) | ((block + 1) * block_kv > tile.seq_len)
 
         @pl.when(is_cut)
         def _():
-            _clear_outside(problem, scratch.v.at[slot], block, first_held, tile.seq_len)
+            _clear_outside(problem, values, block, first_held, tile.seq_len)
 
     plgpu.barrier_wait(scratch.k_full.at[slot])
     scores = form.scores(problem, scratch.k.at[slot], scratch)
+    if problem.has_scales:
+        k_scales, v_scales = (
+            vectors_of_8_bits.scales(
+                scratch.scales.at[slot], kind, scores.shape, axis=form.KEYS, interpret=problem.interpret
+            )
+            for kind in (0, 1)
+        )
+        scores = scores * k_scales
     plgpu.barrier_arrive(scratch.k_free.at[slot])
 
     if problem.soft_cap is None:
@@ -216,13 +234,27 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     weights = jnp.exp2(scores - form.spread(problem, new_maximum, scores.shape))
     total = form.add_weights(problem, total, keep, weights)
     acc = acc * form.spread(problem, keep, acc.shape)
-    weights = weights.astype(scratch.v.dtype)
+    if problem.has_scales:
+        weights = weights * v_scales
+        if is_masked:  # scales outside the context may be NaN
+            weights = jnp.where(allowed, weights, 0.0)
+    weights = weights.astype(values.dtype)
 
     if not is_masked:
         plgpu.barrier_wait(scratch.v_full.at[slot])
-    acc = form.add_values(problem, acc, weights, scratch.v.at[slot], scratch)
-    plgpu.barrier_arrive(scratch.v_free.at[slot])
+        if problem.has_scales:
+            _convert(problem, scratch, slot)
+    acc = form.add_values(problem, acc, weights, values, scratch)
+    if not problem.has_scales:
+        plgpu.barrier_arrive(scratch.v_free.at[slot])
     return acc, new_maximum, total
+
+
+def _convert(problem, scratch, slot):
+    """Convert a block of values; wgmma, which takes none of 8 bits whose rows are keys, reads them from there."""
+    vectors_of_8_bits.convert(scratch.converted, scratch.v.at[slot], interpret=problem.interpret)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.v_free.at[slot])
 
 
 def _query_position(problem, tile, key):
@@ -300,6 +332,7 @@ class Refs(NamedTuple):
     arrivals: Any
     sinks: Any
     alibi_slopes: Any
+    scales: Any
     out: Any
     lse: Any
     parts: Any
@@ -316,6 +349,9 @@ class Scratch(NamedTuple):
     out: Any
     weights: Any
     exchanged: Any
+    scales: Any
+    """[slots, pages, 2, keys a page], and of `converted` a block a stream; None for pages of 16 bits."""
+    converted: Any
     q_full: Any
     q_free: Any
     k_full: Any

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.device.registers import written
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paging.tiles import LOWEST, ROWS
@@ -38,12 +39,17 @@ def take_queries(problem, scratch):
 def scores(problem, keys, scratch):
     """Return a score for each key and query: [keys, columns]."""
     if problem.interpret:
-        result = jnp.dot(keys[...].astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
+        held = vectors_of_8_bits.as_operand(keys, interpret=True) if problem.has_scales else keys[...]
+        result = jnp.dot(held.astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
         plgpu.commit_smem()
         return result
 
     def product(scores_ref):
-        plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))
+        if problem.has_scales:  # the queries are in the same order
+            keys_in_registers = vectors_of_8_bits.as_operand(keys, interpret=False)
+            plgpu.wgmma(scores_ref, keys_in_registers, scratch.q.transpose((1, 0)))
+        else:
+            plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))
         return written(scores_ref[...])
 
     return pl.run_scoped(product, plgpu.ACC((keys.shape[0], problem.columns), jnp.float32))

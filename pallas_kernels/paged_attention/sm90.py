@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.paged_attention import device
 from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
@@ -23,6 +24,15 @@ from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import ROWS, Config, Problem, part_rows
+
+_COMPUTING = {
+    (False, 1): 256,
+    (False, 2): 216,
+    (True, 1): 256,
+    (True, 2): 200,
+    (True, 3): 112,
+}
+"""Registers of a computing thread, by whether pages have scales and the number of streams."""
 
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
@@ -38,6 +48,15 @@ def heuristic(head_dim: int, num_tiles: int) -> Config:
     for streams, block_kv, stages in (*few, (2, 64, 4), (2, 64, 3), (2, 64, 2), (1, 64, 2)):
         config = Config(block_kv=block_kv, stages=stages, streams=streams)
         if config.shared_memory(head_dim) <= SHARED_MEMORY:
+            return config
+    raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
+
+
+def heuristic_of_8_bits(head_dim: int, width: int) -> Config:
+    """Return the first of the configurations that fits, for pages of 8 bits and tiles of `width` queries."""
+    for streams, block_kv, stages in ((2, 64, 4), (2, 64, 3), (2, 64, 2), (1, 64, 3), (1, 64, 2)):
+        config = Config(block_kv=block_kv, stages=stages, streams=streams)
+        if config.shared_memory_of_8_bits(head_dim, width) <= SHARED_MEMORY:
             return config
     raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
 
@@ -64,10 +83,15 @@ def paged_attention_sm90(
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
     tiles_per_head = -(-head_rows // ROWS)
-    config = config or heuristic(head_dim, num_rows * num_kv_heads * tiles_per_head)
     tile_rows = head_rows if tiles_per_head == 1 else ROWS
     columns = -(-tile_rows // 8) * 8 if head_dim % 64 == 0 and tile_rows <= MAX_COLUMNS else 0
     width = columns or ROWS
+    has_scales = pages.scales is not None
+    if has_scales and not columns:
+        raise NotImplementedError(f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {tile_rows}")
+    if config is None:
+        num_tiles = num_rows * num_kv_heads * tiles_per_head
+        config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)
     problem = Problem(
         config=config,
         head_dim=head_dim,
@@ -82,6 +106,7 @@ def paged_attention_sm90(
         sliding_window=scores.sliding_window,
         soft_cap=scores.soft_cap,
         interpret=interpret,
+        has_scales=has_scales,
     )
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, num_queries)
@@ -93,6 +118,8 @@ def paged_attention_sm90(
         block_kv=config.block_kv,
         sliding_window=scores.sliding_window,
     )
+    if has_scales:
+        q = vectors_of_8_bits.permuted(q)
     # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
@@ -108,7 +135,8 @@ def paged_attention_sm90(
         rows = jnp.pad(rows, ((0, 0), (0, tiles_per_head * width - head_rows)))
         return rows.reshape(problem.num_tiles, width)
 
-    operands = [tiles, *pages, block_tables, *plan, by_row(scores.sinks), by_row(scores.alibi_slopes)]
+    operands = [tiles, pages.k, pages.v, block_tables, *plan, by_row(scores.sinks)]
+    operands += [by_row(scores.alibi_slopes), pages.scales]
     num_out_rows = max(tiles.shape[0], room * num_kv_heads * padded_rows)
     out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, q.dtype, operands)
 
@@ -134,6 +162,8 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, jnp.int32(config.streams))
         own = {"q_in": scratch.q_in, "q": scratch.q, "out": scratch.out}
+        if problem.has_scales:
+            own |= {"converted": scratch.converted}
         if problem.columns:
             own |= {"weights": scratch.weights, "exchanged": scratch.exchanged}
         scratch = scratch._replace(stream=stream, **{name: ref.at[stream] for name, ref in own.items()})
@@ -143,11 +173,11 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
             return config.num_splits - 1 - (lax.axis_index("cta") * config.streams + stream)
 
         def computing(split):
-            plgpu.set_max_registers(216 if config.streams > 1 else 256, action="increase")
+            plgpu.set_max_registers(_COMPUTING[problem.has_scales, config.streams], action="increase")
             compute(problem, split, gmem, scratch)
 
         def copying(split):
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(56 if problem.has_scales else 40, action="decrease")
             copy(problem, split, gmem, scratch)
 
         if problem.num_queries == 1:
@@ -173,7 +203,18 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         shape = streams, problem.columns, config.block_kv
         weights = plgpu.SMEM(shape, dtype, transforms=device.SWIZZLED)
         exchanged = plgpu.SMEM((streams, device.EXCHANGED), jnp.float32)
-    full = plgpu.Barrier(num_barriers=slots, num_arrivals=pages_per_block)
+    full = k_full = plgpu.Barrier(num_barriers=slots, num_arrivals=pages_per_block)
+    scales = converted = None
+    if problem.has_scales:
+        blocks = plgpu.SMEM(
+            (slots, config.block_kv, head_dim),
+            operands[1].dtype,
+            transforms=vectors_of_8_bits.transforms(head_dim, itemsize=1),
+        )
+        rows_per_copy = config.block_kv // pages_per_block
+        scales = plgpu.SMEM((slots, pages_per_block, 2, rows_per_copy), jnp.float32)
+        converted = plgpu.SMEM((streams, config.block_kv, head_dim), dtype, transforms=transforms)
+        k_full = plgpu.Barrier(num_barriers=slots, num_arrivals=2 * pages_per_block)
     free = plgpu.Barrier(num_barriers=slots)
     scratch = Scratch(
         q_in=rows,
@@ -183,9 +224,11 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         out=rows,
         weights=weights,
         exchanged=exchanged,
+        scales=scales,
+        converted=converted,
         q_full=plgpu.Barrier(num_barriers=streams),
         q_free=plgpu.Barrier(num_barriers=streams),
-        k_full=full,
+        k_full=k_full,
         k_free=free,
         v_full=full,
         v_free=free,

@@ -1,8 +1,15 @@
 """Pages: the keys and values of a layer's tokens, with the scales of both if they are held in 8 bits."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+"""The dtypes of 8 bits in which vectors are held, and the number that the largest value of a vector becomes."""
+
+SMALLEST = 1e-30
+"""Vectors whose largest value is less are held as if it were this: their scale must not be 0."""
 
 
 class Pages(NamedTuple):
@@ -10,3 +17,22 @@ class Pages(NamedTuple):
 
     k: Float[Array, "P K S D"]
     v: Float[Array, "P K S D"]
+    scales: Float[Array, "P K kinds S"] | None = None
+    """The float32 factors of each token's key, then of its value, in each head; one factor if keys are values too. None
+    if the pages hold keys and values as they are.
+    """
+
+
+def has_scales(dtype: Any) -> bool:
+    """Return true if vectors are held in this dtype together with a scale."""
+    return jnp.dtype(dtype).name in LARGEST
+
+
+def round_vectors(x: Float[Array, "... D"], dtype: Any) -> tuple[Any, Float[Array, "..."]]:
+    """Return vectors in a dtype of 8 bits, and for each the float32 scale by which they are multiplied to have them
+    back. A vector with NaN or infinity has the scale NaN or infinity, which shows in all that attends to it.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), SMALLEST) / LARGEST[jnp.dtype(dtype).name]
+    x = x / scales[..., None]
+    return (jnp.round(x) if jnp.dtype(dtype) == jnp.int8 else x).astype(dtype), scales

@@ -2,6 +2,8 @@
 with.
 """
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -21,7 +23,7 @@ def attend_reference(
     denominator.
     """
     num_queries, num_heads, _ = q.shape
-    keys, values = (_context(pool, block_table, seq_len) for pool in pages)
+    keys, values = (_context(pages, kind, block_table, seq_len) for kind in range(2))
     queries_per_head = num_heads // keys.shape[1]
     keys, values = np.repeat(keys, queries_per_head, axis=1), np.repeat(values, queries_per_head, axis=1)
 
@@ -44,9 +46,11 @@ def attend_reference(
     return np.einsum("hqc,chd->qhd", weights / total, values), (np.log(total) + maximum)[..., 0].T
 
 
-def _context(
-    pages: Float[np.ndarray, "P K S D"], block_table: Int[np.ndarray, " N"], seq_len: int
-) -> Float[np.ndarray, "C K D"]:
-    num_pages = -(-seq_len // pages.shape[2])
-    held = pages[block_table[:num_pages]].astype(np.float64)
-    return held.transpose(0, 2, 1, 3).reshape(-1, pages.shape[1], pages.shape[3])[:seq_len]
+def _context(pages: Pages, kind: int, block_table: Int[np.ndarray, " N"], seq_len: int) -> Float[np.ndarray, "C K D"]:
+    """Return the keys (kind 0) or values (1) of a row."""
+    pool: Any = pages[kind]
+    used = block_table[: -(-seq_len // pool.shape[2])]
+    held = pool[used].astype(np.float64)
+    if pages.scales is not None:
+        held = held * np.asarray(pages.scales, np.float64)[used, :, -1 if kind else 0, :, None]
+    return held.transpose(0, 2, 1, 3).reshape(-1, pool.shape[1], pool.shape[3])[:seq_len]

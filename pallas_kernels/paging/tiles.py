@@ -45,6 +45,12 @@ class Config:
         queries_and_result = 3 * ROWS * head_dim * 2
         return self.streams * (queries_and_result + 2 * self.stages * self.block_kv * head_dim * 2)
 
+    def shared_memory_of_8_bits(self, head_dim: int, width: int) -> int:
+        """Bytes a CTA for pages of 8 bits and tiles of `width` queries: a block of values is converted too."""
+        queries, weights = 3 * width * head_dim * 2, width * self.block_kv * 2 + 1024
+        blocks = self.stages * self.block_kv * (2 * head_dim + 8)
+        return self.streams * (queries + weights + self.block_kv * head_dim * 2 + blocks) + 1024
+
 
 class Problem(NamedTuple):
     """Compile-time parameters of the kernel."""
@@ -66,6 +72,8 @@ class Problem(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     interpret: bool
+    has_scales: bool = False
+    """Keys and values have 8 bits, and a scale each."""
 
     def cast(self, x, layout):
         """With a layout, which the interpreter has none of; so are the next two."""

@@ -79,7 +79,7 @@ def attend(
         column = jnp.minimum(i * pages_per_chunk + jnp.arange(pages_per_chunk), block_tables.shape[1] - 1)
         index = jnp.take(block_tables, column, axis=1, mode="clip")
         key_position = i * chunk + jnp.arange(chunk)
-        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(pages.k, index), precision=EXACT)
+        logits = jnp.einsum("gkqd,gkcd->gkqc", q, _gather(pages, 0, index), precision=EXACT)
         if scores.soft_cap is not None:
             logits = scores.soft_cap * jnp.tanh(logits / scores.soft_cap)
         if scores.alibi_slopes is not None:
@@ -91,7 +91,7 @@ def attend(
         keep = jnp.exp(maximum - new_maximum)
         # Values outside the context may be NaN, which a weight of 0 would not remove.
         is_held = (key_position[None] < lens[:, None]) & (key_position[None] >= oldest[:, None])
-        values = jnp.where(is_held[:, None, :, None], _gather(pages.v, index), 0.0)
+        values = jnp.where(is_held[:, None, :, None], _gather(pages, 1, index), 0.0)
         acc = acc * keep + jnp.einsum("gkqc,gkcd->gkqd", weights, values, precision=EXACT)
         return new_maximum, total * keep + jnp.sum(weights, axis=-1, keepdims=True), acc
 
@@ -126,12 +126,20 @@ def _may_attend(
     return allowed
 
 
-def _gather(pages: Float[Array, "P K S D"], index: Int[Array, "G M"]) -> Float[Array, "G K C D"]:
-    """Pages of G rows, joined along their positions; one gather does the transposition to heads first too."""
-    num_pages, num_kv_heads, block_size, head_dim = pages.shape
-    tiles = pages.reshape(num_pages * num_kv_heads, block_size, head_dim)
+def _gather(pages: Pages, kind: int, index: Int[Array, "G M"]) -> Float[Array, "G K C D"]:
+    """Keys (kind 0) or values (1) in pages of G rows, joined along their positions; one gather does the transposition
+    to heads first too.
+    """
+    num_pages, num_kv_heads, _, head_dim = pages.k.shape
     index = index[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None, :, None]
-    gathered = tiles.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+
+    def joined(pool: Array) -> Array:
+        tiles = pool.reshape(num_pages * num_kv_heads, *pool.shape[2:])
+        return tiles.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+
+    gathered = joined(pages[kind])
+    if pages.scales is not None:
+        gathered = gathered * joined(pages.scales)[:, :, :, -1 if kind else 0, :, None]
     return gathered.reshape(*index.shape[:2], -1, head_dim)
 
 

@@ -145,7 +145,7 @@ def _call(
 
     num_pages = max(1, problem.block_kv // problem.block_size)
     out_ref = jax.new_ref(out)  # changed in place by the kernel
-    operands = (q, *pages, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
+    operands = (q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):

@@ -77,7 +77,7 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
 
 def layer(qkv, k_pages, v_pages, batch):
     out, cache = PagedKV(k_pages, v_pages).attend(qkv, batch, SCORES, rotation=None, head_norms=None)
-    return out, *cache
+    return out, cache.k, cache.v
 
 
 MIXES = {

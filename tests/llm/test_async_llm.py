@@ -140,7 +140,7 @@ def test_options_of_vllm_that_need_nothing_are_taken_and_logged(owner, options, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: 'fp8' is not supported: keys and values"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype: 'nvfp4' is not supported: keys and values"),
         ({"load_format": "pt"}, "load_format: 'pt' is not supported: convert it to safetensors"),
         ({"data_parallel_size": 2}, "data_parallel_size: 2 is not supported; only 1"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend: 'ray' is not supported; only mp, uni"),

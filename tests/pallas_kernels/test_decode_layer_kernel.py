@@ -70,7 +70,7 @@ def reference(case, scale):
     floats = {
         name: to_float(value) for name, value in case.items() if name not in ("write_index", "block_tables", "seq_lens")
     }
-    qkv, k_pages, v_pages = floats["qkv"], *(pool.copy() for pool in floats["pages"])
+    qkv, k_pages, v_pages = floats["qkv"], *(pool.copy() for pool in floats["pages"][:2])
     T, K, members, D = qkv.shape
     S = k_pages.shape[2]
     c, s = (x[:, None, None] for x in floats["rotation"])
@@ -110,7 +110,7 @@ def check(got, case, scale, tolerance=1e-2):
         result, expected = to_float(result)[used], expected[used]
         error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
         assert error <= tolerance, error
-    for result, expected in zip(got[2], want[2], strict=True):
+    for result, expected in zip(got[2][:2], want[2][:2], strict=True):
         np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
 
 

@@ -30,7 +30,7 @@ def test_the_definition():
     (q, pages), layout, options, want = make_case(CASES["chunks"]["chunks"], heads=3, sizes=(8, 6), dtype=jnp.float32)
     row, start, seq_len = 1, 1, 150
     table = np.asarray(layout["block_tables"])[row]
-    vectors = [np.asarray(pages, np.float64)[table[i // 16], 0, i % 16] for i in range(seq_len)]
+    vectors = [np.asarray(pages.k, np.float64)[table[i // 16], 0, i % 16] for i in range(seq_len)]
     for token, head in ((0, 0), (7, 2), (39, 1)):
         query = np.asarray(q, np.float64)[start + token, head]
         seen = vectors[: seq_len - 40 + token + 1]

@@ -1,10 +1,12 @@
 """Cases of latent attention, their results in float64, and the tolerances of implementations."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from poisoned_pages import make_pages
 
 from pallas_kernels.latent_attention.reference import latent_attention_reference
+from pallas_kernels.paging import Pages
 
 # Relative to the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4, jnp.float32: 2e-6}
@@ -27,13 +29,14 @@ def make_case(chunks, *, heads, sizes, num_tokens=None, max_rows=None, block_siz
     q = rng.standard_normal((num_tokens or starts[-1], heads, size)).astype(np.float32)
     q[starts[-1] :] = np.nan
     q, pages = (jnp.asarray(x).astype(dtype) for x in (q, pages))
+    pages = Pages(pages, pages)
     layout = {
         "block_tables": tables,
         "seq_lens": np.array(lens, np.int32),
         "query_starts": np.pad(starts, (0, len(lens) - num_rows), mode="edge").astype(np.int32),
     }
     options = {"latent_size": sizes[0], "scale": size**-0.5}
-    in_float = [np.asarray(x.astype(jnp.float32)) for x in (q, pages)]
+    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), (q, pages))
     want = latent_attention_reference(*in_float, **layout, num_rows=num_rows, **options)
     layout = {name: jnp.asarray(x) for name, x in layout.items()}
     layout |= {"num_decode_rows": jnp.int32(counts.count(1)), "num_rows": jnp.int32(num_rows)}

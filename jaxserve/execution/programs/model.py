@@ -16,6 +16,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.layers import launch
 from jaxserve.layers.batch import Kernels, KVCache
+from jaxserve.layers.cache import KV_DTYPES, hold_in
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
@@ -48,6 +49,7 @@ class StepModel:
         config = family.Config.from_hf(spec.model)
         self.family = family
         self.dtype = jnp.dtype(spec.dtype)
+        self.kv_dtype = KV_DTYPES.get(spec.kv_cache_dtype, self.dtype)
         # Weights are declared for the context that the model was made for; from here on it is the one that is served,
         # which decides how some rotations stretch.
         specs = with_schemes(family.param_specs(config), spec.schemes, dtype=self.dtype)
@@ -63,7 +65,8 @@ class StepModel:
         is_limited = 0 <= spec.max_logprobs < self.vocab_size
         self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
-        self.layout = kv_layout(family.kv_specs(self.config), max_model_len=spec.max_model_len)
+        kept = hold_in(family.kv_specs(self.config), KV_DTYPES.get(spec.kv_cache_dtype))
+        self.layout = kv_layout(kept, max_model_len=spec.max_model_len)
         num_groups = len(self.layout.windows)
         max_blocks = math.ceil(spec.max_model_len / spec.block_size)
         self.table_sizes = {"num_slots": spec.max_num_seqs, "max_blocks": max_blocks, "num_groups": num_groups}

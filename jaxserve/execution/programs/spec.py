@@ -60,6 +60,8 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         has_peers: whether devices that add up partial sums reach each other's memory, as the kernels for that require.
+        kv_cache_dtype: the dtype of 8 bits in which keys and values are held, by its name in `layers.cache`; "auto" for
+            that of activations.
         max_logprobs: the number of most likely tokens whose log probabilities are computed where a row wants some; -1
             for all tokens.
         schemes: how quantized weights are stored, by path in the tree of weights.
@@ -76,6 +78,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_peers: bool
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     schemes: dict[str, Scheme] = {}
+    kv_cache_dtype: str = "auto"
 
 
 class MeshSpec(msgspec.Struct, frozen=True):

@@ -1,0 +1,196 @@
+"""Keys and values of 8 bits in shared memory, as the attention kernels multiply by them: in bfloat16, with their scales.
+
+Each operation is executed by one warpgroup; `interpret` replaces it for the interpreter. Blocks of [rows, D] are tiled
+and swizzled as `transforms` says. bfloat16 represents every number of 8 bits exactly.
+"""
+
+from typing import Any, Literal, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.codes import Code, pair_of_bytes, rearranged
+from pallas_kernels.device.mlir import REF, const_i32, inline, thread, vector_of
+from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
+
+CODES: dict[str, Code] = {"float8_e4m3fn": "fp8", "float8_e5m2": "e5m2", "int8": "int8"}
+"""The codes of the dtypes of pages."""
+
+_LAYOUT = plgpu.Layout.WGMMA
+_LANES = 8
+"""Lanes whose accesses of 16 bytes to shared memory are one transaction."""
+
+
+def swizzle_of(num_columns: int, *, itemsize: int) -> int:
+    """Return the widest swizzle in bytes that divides a row."""
+    return next(width for width in (128, 64, 32) if num_columns * itemsize % width == 0)
+
+
+def transforms(num_columns: int, *, itemsize: int) -> tuple[Any, Any]:
+    """Return the transforms of an array of rows in shared memory: tiles of 8 rows of up to 128 bytes."""
+    width = swizzle_of(num_columns, itemsize=itemsize)
+    return cast(Any, plgpu.TilingTransform)((8, width // itemsize)), cast(Any, plgpu.SwizzleTransform)(width)
+
+
+def permuted(columns: Any) -> Any:
+    """Return columns [..., D] in the order of those of `as_operand`: of each 16, the even ones, then the odd ones."""
+    *rest, size = columns.shape
+    return columns.reshape(*rest, size // 16, 8, 2).swapaxes(-1, -2).reshape(*rest, size)
+
+
+def as_operand(ref: Any, *, interpret: bool) -> Any:
+    """Return [rows, D] in bfloat16 in registers, as wgmma takes its first operand, the columns `permuted`."""
+    rows, size = ref.shape
+    if interpret:
+        return permuted(ref[...].astype(jnp.bfloat16))
+    code = CODES[jnp.dtype(ref.dtype).name]
+
+    def run(_: Any, ref: Any) -> Any:
+        row, quarter = row_and_quarter()
+        registers = np.empty((rows // 64, size // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        for tile in range(rows // 64):
+            for half in range(2):
+                own = arith.addi(row, const_i32(64 * tile + 8 * half))
+                for chunk in range(size // 16):
+                    offset = _offset(size, 1, own, chunk)
+                    word = _load(ref, arith.addi(offset, arith.muli(quarter, const_i32(4))), 1)
+                    for index in range(2):
+                        pair = utils.bitcast(pair_of_bytes(word, index, code), _pair())
+                        registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct((rows, size), jnp.bfloat16, layout=_LAYOUT)
+    return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
+
+
+def convert(target: Any, source: Any, *, interpret: bool) -> None:
+    """Copy [rows, D], converted to bfloat16, once all threads have arrived here; `commit_smem` shows it to wgmma."""
+    rows, size = source.shape
+    if interpret:
+        target[...] = source[...].astype(jnp.bfloat16)
+        return
+    code = CODES[jnp.dtype(source.dtype).name]
+
+    def run(_: Any, target: Any, source: Any) -> None:
+        utils.warpgroup_barrier()  # nobody reads what is there any more
+        chunks = size // 16
+        per_step = 128 // chunks if 128 % chunks == 0 else 0
+        own = thread()
+        for step in range(-(-rows * chunks // 128)):
+            number = arith.addi(own, const_i32(128 * step))
+            if chunks == 8:  # whole rows of 128 bytes: no two lanes of a transaction use the same bank
+                row, chunk = _without_conflicts(number)
+            else:
+                row, chunk = arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks))
+
+            def move(row: Any = row, chunk: Any = chunk) -> None:
+                words = _load(source, _offset(size, 1, row, chunk), 4)
+                for part in range(2):
+                    values = []
+                    for i in range(2):
+                        word = vector.extract(words, [], [2 * part + i])
+                        even, odd = pair_of_bytes(word, 0, code), pair_of_bytes(word, 1, code)
+                        values += [rearranged(even, odd, "0x5410"), rearranged(even, odd, "0x7632")]
+                    at = arith.addi(arith.muli(chunk, const_i32(2)), const_i32(part))
+                    _store(target, _offset(size, 2, row, at), vector_of(values))
+
+            if per_step or (step + 1) * 128 <= rows * chunks:
+                move()
+            else:
+                with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, const_i32(rows * chunks))):
+                    move()
+
+    inline(run, plgpu.RefType(transforms(size, itemsize=2)), plgpu.RefType(transforms(size, itemsize=1)))(
+        target, source
+    )
+
+
+def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, interpret: bool) -> Any:
+    """Return the factors of keys (kind 0) or values (1) along an axis of a float32 matrix in WGMMA layout.
+
+    `ref` is [pages, 2, S] in shared memory, the scales of all keys of a block.
+    """
+    _, _, block = ref.shape
+    if interpret:
+        of_keys = ref[:, kind].reshape(-1)
+        return jnp.broadcast_to(of_keys[:, None] if axis == 0 else of_keys[None], shape)
+
+    def run(_: Any, ref: Any) -> Any:
+        f32 = ir.F32Type.get()
+        row, quarter = row_and_quarter()
+        registers = np.empty((shape[0] // 64, shape[1] // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+
+        def load(key: Any, number: int) -> Any:
+            page, token = arith.divui(key, const_i32(block)), arith.remui(key, const_i32(block))
+            offset = arith.addi(arith.muli(page, const_i32(2 * block)), arith.addi(token, const_i32(kind * block)))
+            pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], f32)
+            return llvm.load(ir.VectorType.get((number,), f32), pointer, alignment=4 * number)
+
+        for tile, group in np.ndindex(registers.shape[:2]):
+            for half in range(2):
+                index = tile, group, 0, 0, half, 0, 0, 0, 0
+                if axis == 0:
+                    if group == 0:
+                        one = vector.extract(load(arith.addi(row, const_i32(64 * tile + 8 * half)), 1), [], [0])
+                        registers[index] = vector_of([one, one])
+                    else:
+                        registers[index] = registers[tile, 0, 0, 0, half, 0, 0, 0, 0]
+                elif half == 0 and tile == 0:
+                    registers[index] = load(arith.addi(arith.muli(quarter, const_i32(2)), const_i32(8 * group)), 2)
+                else:
+                    registers[index] = registers[0, group, 0, 0, 0, 0, 0, 0, 0]
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return inline(run, REF, out=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_LAYOUT))(ref)
+
+
+def _without_conflicts(number: Any) -> tuple[Any, Any]:
+    """Return the row and the chunk of 16 values, of 8 in a row, of an access.
+
+    Eight lanes have the chunks of a half of two rows whose numbers differ in bits 0 and 2: neither these bytes nor
+    twice as many of the converted row have a bank in common.
+    """
+
+    def bits(value: Any, first: int, count: int) -> Any:
+        return arith.andi(arith.shrui(value, const_i32(first)), const_i32((1 << count) - 1))
+
+    column, other = bits(number, 0, 2), bits(number, 2, 1)
+    pair, half = bits(number, 3, 2), bits(number, 5, 1)
+    within = arith.xori(pair, arith.muli(other, const_i32(5)))
+    row = arith.addi(arith.muli(arith.shrui(number, const_i32(6)), const_i32(8)), within)
+    return row, arith.addi(column, arith.muli(half, const_i32(4)))
+
+
+def _offset(size: int, itemsize: int, row: Any, chunk: Any) -> Any:
+    """Return the offset in bytes of a chunk of 16 bytes of a row in a tiled and swizzled array of rows."""
+    width = swizzle_of(size, itemsize=itemsize)
+    lanes, num_tiles = width // 16, size * itemsize // width
+    if isinstance(chunk, int):
+        tile, column = const_i32(chunk // lanes), const_i32(chunk % lanes)
+    else:
+        tile, column = arith.divui(chunk, const_i32(lanes)), arith.remui(chunk, const_i32(lanes))
+    within = arith.andi(row, const_i32(7))
+    column = arith.xori(column, arith.divui(within, const_i32(8 // lanes)))
+    tile = arith.addi(arith.muli(arith.shrui(row, const_i32(3)), const_i32(num_tiles)), tile)
+    row_offset = arith.addi(arith.muli(tile, const_i32(8 * width)), arith.muli(within, const_i32(width)))
+    return arith.addi(row_offset, arith.muli(column, const_i32(16)))
+
+
+def _pair() -> Any:
+    return ir.VectorType.get((2,), ir.BF16Type.get())
+
+
+def _load(ref: Any, offset: Any, words: int) -> Any:
+    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], i8)
+    found = llvm.load(i32 if words == 1 else ir.VectorType.get((words,), i32), pointer, alignment=4 * words)
+    return found
+
+
+def _store(ref: Any, offset: Any, words: Any) -> None:
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], ir.IntegerType.get_signless(8))
+    llvm.store(words, pointer, alignment=16)
