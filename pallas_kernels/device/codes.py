@@ -17,8 +17,8 @@ from pallas_kernels.device.code_values import E2M1, FP4, NF4
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 Code = Literal["int8", "fp8", "e5m2", "int4", "uint4", "e2m1", "nf4", "fp4"]
-"""fp8 is e4m3 without infinities, e5m2 is taken to have none; int4 is stored with 8 added to it; uint4 has zero points or minimums; nf4 and fp4 are
-indices of tables.
+"""fp8 is e4m3 without infinities, e5m2 is taken to have none; int4 is stored with 8 added to it; uint4 has zero points
+or minimums; nf4 and fp4 are indices of tables.
 """
 E2M1_EXPONENT = 126
 """The bias of bfloat16's exponent less that of e2m1."""
@@ -170,6 +170,11 @@ def times(pair: Any, factors: Any, minimums: Any = None) -> Any:
     if minimums is None:
         return _asm([pair, factors], "mul.bf16x2 $0, $1, $2;")
     return _asm([pair, factors, minimums], "{ .reg .b32 m; neg.bf16x2 m, $3; fma.rn.bf16x2 $0, $1, $2, m; }")
+
+
+def times_sum(pair: Any, high: Any, low: Any) -> Any:
+    """Return in a register the products of two pairs of bfloat16, the second of which is a sum, rounded once."""
+    return _asm([pair, high, low], "{ .reg .b32 m; mul.bf16x2 m, $1, $3; fma.rn.bf16x2 $0, $1, $2, m; }")
 
 
 def _asm(operands: list[Any], text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in shared memory, as the attention kernels multiply by them: in bfloat16, with their scales.
+"""Keys and values of 8 bits in shared memory, as the attention kernels multiply by them, in bfloat16, and scales.
 
 Each operation is executed by one warpgroup; `interpret` replaces it for the interpreter. Blocks of [rows, D] are tiled
 and swizzled as `transforms` says. bfloat16 represents every number of 8 bits exactly.
@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import Code, pair_of_bytes, rearranged
+from pallas_kernels.device.codes import Code, pair_of_bytes, rearranged, times_sum
 from pallas_kernels.device.mlir import REF, const_i32, inline, thread, vector_of
 from pallas_kernels.device.registers import row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
@@ -67,15 +67,21 @@ def as_operand(ref: Any, *, interpret: bool) -> Any:
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 
-def convert(target: Any, source: Any, *, interpret: bool) -> None:
-    """Copy [rows, D], converted to bfloat16, once all threads have arrived here; `commit_smem` shows it to wgmma."""
+def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1] = 0, *, interpret: bool) -> None:
+    """Copy [rows, D], converted to bfloat16, once all threads have arrived here; `commit_smem` shows it to wgmma.
+
+    With `scales_ref`, [pages, 2, S], rows are multiplied by their scales of this kind.
+    """
     rows, size = source.shape
     if interpret:
-        target[...] = source[...].astype(jnp.bfloat16)
+        found = source[...].astype(jnp.float32)
+        if scales_ref is not None:
+            found = found * scales_ref[:, kind].reshape(-1, 1)
+        target[...] = found.astype(jnp.bfloat16)
         return
     code = CODES[jnp.dtype(source.dtype).name]
 
-    def run(_: Any, target: Any, source: Any) -> None:
+    def run(_: Any, target: Any, source: Any, scales_ref: Any = None) -> None:
         utils.warpgroup_barrier()  # nobody reads what is there any more
         chunks = size // 16
         per_step = 128 // chunks if 128 % chunks == 0 else 0
@@ -89,11 +95,14 @@ def convert(target: Any, source: Any, *, interpret: bool) -> None:
 
             def move(row: Any = row, chunk: Any = chunk) -> None:
                 words = _load(source, _offset(size, 1, row, chunk), 4)
+                factors = None if scales_ref is None else _factors(_scale(scales_ref, kind, row, 1))
                 for part in range(2):
                     values = []
                     for i in range(2):
                         word = vector.extract(words, [], [2 * part + i])
                         even, odd = pair_of_bytes(word, 0, code), pair_of_bytes(word, 1, code)
+                        if factors is not None:
+                            even, odd = (times_sum(pair, *factors) for pair in (even, odd))
                         values += [rearranged(even, odd, "0x5410"), rearranged(even, odd, "0x7632")]
                     at = arith.addi(arith.muli(chunk, const_i32(2)), const_i32(part))
                     _store(target, _offset(size, 2, row, at), vector_of(values))
@@ -104,9 +113,11 @@ def convert(target: Any, source: Any, *, interpret: bool) -> None:
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, const_i32(rows * chunks))):
                     move()
 
-    inline(run, plgpu.RefType(transforms(size, itemsize=2)), plgpu.RefType(transforms(size, itemsize=1)))(
-        target, source
-    )
+    kinds = [plgpu.RefType(transforms(size, itemsize=itemsize)) for itemsize in (2, 1)]
+    if scales_ref is None:
+        inline(run, *kinds)(target, source)
+    else:
+        inline(run, *kinds, REF)(target, source, scales_ref)
 
 
 def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, interpret: bool) -> Any:
@@ -114,38 +125,52 @@ def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, 
 
     `ref` is [pages, 2, S] in shared memory, the scales of all keys of a block.
     """
-    _, _, block = ref.shape
     if interpret:
         of_keys = ref[:, kind].reshape(-1)
         return jnp.broadcast_to(of_keys[:, None] if axis == 0 else of_keys[None], shape)
 
     def run(_: Any, ref: Any) -> Any:
-        f32 = ir.F32Type.get()
         row, quarter = row_and_quarter()
         registers = np.empty((shape[0] // 64, shape[1] // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-
-        def load(key: Any, number: int) -> Any:
-            page, token = arith.divui(key, const_i32(block)), arith.remui(key, const_i32(block))
-            offset = arith.addi(arith.muli(page, const_i32(2 * block)), arith.addi(token, const_i32(kind * block)))
-            pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], f32)
-            return llvm.load(ir.VectorType.get((number,), f32), pointer, alignment=4 * number)
 
         for tile, group in np.ndindex(registers.shape[:2]):
             for half in range(2):
                 index = tile, group, 0, 0, half, 0, 0, 0, 0
                 if axis == 0:
                     if group == 0:
-                        one = vector.extract(load(arith.addi(row, const_i32(64 * tile + 8 * half)), 1), [], [0])
+                        one = vector.extract(
+                            _scale(ref, kind, arith.addi(row, const_i32(64 * tile + 8 * half)), 1), [], [0]
+                        )
                         registers[index] = vector_of([one, one])
                     else:
                         registers[index] = registers[tile, 0, 0, 0, half, 0, 0, 0, 0]
                 elif half == 0 and tile == 0:
-                    registers[index] = load(arith.addi(arith.muli(quarter, const_i32(2)), const_i32(8 * group)), 2)
+                    first = arith.addi(arith.muli(quarter, const_i32(2)), const_i32(8 * group))
+                    registers[index] = _scale(ref, kind, first, 2)
                 else:
                     registers[index] = registers[0, group, 0, 0, 0, 0, 0, 0, 0]
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return inline(run, REF, out=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_LAYOUT))(ref)
+
+
+def _scale(ref: Any, kind: int, key: Any, number: int) -> Any:
+    """Return the scales of keys in a row, of [pages, 2, S]."""
+    f32 = ir.F32Type.get()
+    _, _, block = ref.type.shape
+    page, token = arith.divui(key, const_i32(block)), arith.remui(key, const_i32(block))
+    offset = arith.addi(arith.muli(page, const_i32(2 * block)), arith.addi(token, const_i32(kind * block)))
+    pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], f32)
+    return llvm.load(ir.VectorType.get((number,), f32), pointer, alignment=4 * number)
+
+
+def _factors(scale: Any) -> tuple[Any, Any]:
+    """Return a scale as the sum of two bfloat16, each twice in a register."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    scale = vector.extract(scale, [], [0])
+    high = llvm.inline_asm(i32, [scale], "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f")
+    rest = arith.subf(scale, utils.bitcast(arith.shli(high, const_i32(16)), f32))
+    return high, llvm.inline_asm(i32, [rest], "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f")
 
 
 def _without_conflicts(number: Any) -> tuple[Any, Any]:
@@ -187,8 +212,7 @@ def _pair() -> Any:
 def _load(ref: Any, offset: Any, words: int) -> Any:
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     pointer = utils.getelementptr(utils.memref_ptr(ref), [offset], i8)
-    found = llvm.load(i32 if words == 1 else ir.VectorType.get((words,), i32), pointer, alignment=4 * words)
-    return found
+    return llvm.load(i32 if words == 1 else ir.VectorType.get((words,), i32), pointer, alignment=4 * words)
 
 
 def _store(ref: Any, offset: Any, words: Any) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.paging import Pages
+from pallas_kernels.paging.pages import codes_of, scale_of
 
 _WARPGROUP = 128
 
@@ -43,8 +44,9 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
     """
     tokens = 16
     if num_tokens > 512:
+        # A third byte is that of a code.
         room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
-        bytes_per_vector = tokens * (head_dim + 8) * 2
+        bytes_per_vector = tokens * (head_dim + 8) * 3
         return Config(tokens=tokens, vectors=members if members * bytes_per_vector <= room else 1)
     for fewer in (8, 4):
         is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 128 == 0
@@ -53,10 +55,13 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
     return Config(tokens=tokens, vectors=1)
 
 
-def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps):
-    """Run one CTA. `refs` are the gains of queries and keys, if there are any, and `q` in global memory, then arrays in
-    shared memory, of which `halves` is [vectors, 2, tokens, half].
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps, has_scales):
+    """Run one CTA. `refs` are the scales of pages of 8 bits, if they are, the gains of queries and keys, if there are
+    any, and `q` in global memory, then arrays in shared memory, of which `halves` is [vectors, 2, tokens, half].
     """
+    codes = code_rests = of_tokens = scales = None
+    if has_scales:
+        scales, *refs, codes, code_rests, of_tokens = refs
     *gains, q = refs[:-6]
     halves, rests, cosines, sines, write_indices, full = refs[-6:]
     num_tokens, _, members, head_dim = qkv.shape
@@ -113,7 +118,24 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
         for part, ref in zip(parts, smem, strict=True):
             plgpu.copy_smem_to_gmem(ref, q.at[tokens, head, part])
 
-    def write(pages, kv_head, smem):
+    def round_to_codes(i, smem):
+        """Round the keys or values of a vector; return where they are now."""
+        layouts = [_layout_in_warps(tile_size, ref.shape[1]) for ref in smem]
+        values = list(map(_load, smem, layouts))
+        first, second, *rest = (jnp.max(jnp.abs(value), axis=1) for value in values)
+        scale = scale_of(functools.reduce(jnp.maximum, rest, jnp.maximum(first, second)), k_pages.dtype)
+        of_tokens.at[i, pl.ds(0, tile_size)][...] = scale
+        held = [codes.at[i, 0], codes.at[i, 1], code_rests.at[i]][: len(parts)]
+        for ref, value, its_layout in zip(held, values, layouts, strict=True):
+            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, value.shape, (0,)), its_layout)
+            ref[...] = codes_of(value, spread, k_pages.dtype)
+        plgpu.commit_smem()
+        return held
+
+    def write(pages, kind, vector, kv_head, smem):
+        if has_scales:
+            smem = round_to_codes(vector, smem)
+
         def one_token(i, _):
             index = write_indices[i]
 
@@ -122,13 +144,15 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps)
                 page, offset = lax.div(index, int32(block_size)), lax.rem(index, int32(block_size))
                 for part, ref in zip(parts, smem, strict=True):
                     plgpu.copy_smem_to_gmem(ref.at[i], pages.at[page, kv_head, offset, part])
+                if has_scales:
+                    scales[page, kv_head, kind, offset] = of_tokens[vector, i]
 
         lax.fori_loop(int32(0), lax.min(num_tokens - first, int32(tile_size)), one_token, None)
 
-    for kv_head, member, smem in vectors:
+    for i, (kv_head, member, smem) in enumerate(vectors):
         pl.when(member < members - 2)(functools.partial(copy_queries, kv_head, member, smem))
-        pl.when(member == members - 2)(functools.partial(write, k_pages, kv_head, smem))
-        pl.when(member == members - 1)(functools.partial(write, v_pages, kv_head, smem))
+        pl.when(member == members - 2)(functools.partial(write, k_pages, 0, i, kv_head, smem))
+        pl.when(member == members - 1)(functools.partial(write, v_pages, 1, i, kv_head, smem))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory must stay valid until then
 
 
@@ -181,12 +205,15 @@ def rope_and_write_kv_sm90(
     config: Config | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == pages.k.dtype == pages.v.dtype:
+    held = (qkv.dtype, qkv.dtype) if pages.scales is not None else (pages.k.dtype, pages.v.dtype)
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == held[0] == held[1]:
         raise NotImplementedError(
             f"qkv and pages must all be bfloat16 or all float16, got {qkv.dtype}, {pages.k.dtype} and {pages.v.dtype}"
         )
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
+    if pages.scales is not None and (half % 16 or head_dim % 16):
+        raise NotImplementedError(f"head_dim and half must be multiples of 16 in 8 bits, got {head_dim} and {half}")
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
     config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
@@ -209,12 +236,23 @@ def _call(
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
     k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)  # changed in index by the kernel
+    has_scales = pages.scales is not None
+    scales = (jax.new_ref(pages.scales),) if has_scales else ()
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
     angles = plgpu.SMEM((config.tokens, half), jnp.float32)
+    of_codes = ()
+    if has_scales:
+        of_codes = (
+            plgpu.SMEM(shape, pages.k.dtype),
+            plgpu.SMEM((config.vectors, config.tokens, num_rest or 16), pages.k.dtype),
+            plgpu.SMEM((config.vectors, 32), jnp.float32),
+        )
     q = plgpu.kernel(
-        functools.partial(_kernel, is_turned=is_turned, eps=None if head_norms is None else head_norms.eps),
+        functools.partial(
+            _kernel, is_turned=is_turned, eps=None if head_norms is None else head_norms.eps, has_scales=has_scales
+        ),
         kernel_name="rope_and_write_kv",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
         scratch_types=(
@@ -224,11 +262,12 @@ def _call(
             angles,
             plgpu.SMEM((pl.cdiv(config.tokens, 32) * 32,), jnp.int32),  # a copy is 128 bytes or more
             plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 1 + 2 * is_turned),
+            *of_codes,
         ),
         grid=(num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)),
         grid_names=("vector", "tile"),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(qkv, cos, sin, write_index, k_ref, v_ref, *gains)
-    return q, Pages(jax.freeze(k_ref), jax.freeze(v_ref))
+    )(qkv, cos, sin, write_index, k_ref, v_ref, *scales, *gains)
+    return q, Pages(jax.freeze(k_ref), jax.freeze(v_ref), *map(jax.freeze, scales))

@@ -30,7 +30,7 @@ _COMPUTING = {
     (False, 2): 216,
     (True, 1): 256,
     (True, 2): 200,
-    (True, 3): 112,
+    (True, 3): 104,
 }
 """Registers of a computing thread, by whether pages have scales and the number of streams."""
 
@@ -54,7 +54,9 @@ def heuristic(head_dim: int, num_tiles: int) -> Config:
 
 def heuristic_of_8_bits(head_dim: int, width: int) -> Config:
     """Return the first of the configurations that fits, for pages of 8 bits and tiles of `width` queries."""
-    for streams, block_kv, stages in ((2, 64, 4), (2, 64, 3), (2, 64, 2), (1, 64, 3), (1, 64, 2)):
+    # Keys of more than 128 numbers take so many registers that only one stream has enough.
+    two = ((2, 64, 4), (2, 64, 3), (2, 64, 2)) if head_dim <= 128 else ()
+    for streams, block_kv, stages in (*two, (1, 64, 4), (1, 64, 3), (1, 64, 2)):
         config = Config(block_kv=block_kv, stages=stages, streams=streams)
         if config.shared_memory_of_8_bits(head_dim, width) <= SHARED_MEMORY:
             return config
@@ -88,7 +90,9 @@ def paged_attention_sm90(
     width = columns or ROWS
     has_scales = pages.scales is not None
     if has_scales and not columns:
-        raise NotImplementedError(f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {tile_rows}")
+        raise NotImplementedError(
+            f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {tile_rows}"
+        )
     if config is None:
         num_tiles = num_rows * num_kv_heads * tiles_per_head
         config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)

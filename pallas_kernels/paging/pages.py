@@ -33,6 +33,16 @@ def round_vectors(x: Float[Array, "... D"], dtype: Any) -> tuple[Any, Float[Arra
     back. A vector with NaN or infinity has the scale NaN or infinity, which shows in all that attends to it.
     """
     x = x.astype(jnp.float32)
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), SMALLEST) / LARGEST[jnp.dtype(dtype).name]
-    x = x / scales[..., None]
-    return (jnp.round(x) if jnp.dtype(dtype) == jnp.int8 else x).astype(dtype), scales
+    scales = scale_of(jnp.max(jnp.abs(x), axis=-1), dtype)
+    return codes_of(x, scales[..., None], dtype), scales
+
+
+def scale_of(largest: Any, dtype: Any) -> Any:
+    """Return the scale of a vector whose largest magnitude this is; kernels call it too, as the next."""
+    return jnp.maximum(largest, SMALLEST) * (1 / LARGEST[jnp.dtype(dtype).name])
+
+
+def codes_of(x: Any, scale: Any, dtype: Any) -> Any:
+    """Return float32 values divided by a scale that has as many axes, in a dtype of 8 bits."""
+    x = x * (1 / scale)
+    return (jnp.round(x) if jnp.dtype(dtype) == jnp.int8 else x).astype(dtype)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
@@ -46,18 +47,25 @@ class Config:
         rows = self.q_slots * 2 * ROWS + (self.k_stages + self.v_stages) * self.block_kv
         return rows * head_dim * 2
 
+    def shared_memory_of_8_bits(self, head_dim: int) -> int:
+        """Return the shared memory of a CTA in bytes for pages of 8 bits, of which a block each is converted."""
+        return self.shared_memory(head_dim) + 2 * self.block_kv * (head_dim + 8) + 1024
 
-def heuristic(head_dim: int) -> Config:
+
+def heuristic(head_dim: int, *, has_scales: bool = False) -> Config:
     """Return the first of the configurations, from fast to slow, that fits."""
     for block_kv, k_stages, v_stages, q_slots in (
         (128, 4, 4, 2),
         (128, 3, 3, 2),
         (128, 3, 2, 2),
+        *([(128, 2, 2, 2)] if has_scales else []),
         (64, 3, 2, 2),
         (64, 3, 2, 1),
+        *([(64, 2, 2, 1)] if has_scales else []),
     ):
         config = Config(block_kv=block_kv, k_stages=k_stages, v_stages=v_stages, q_slots=q_slots)
-        if config.shared_memory(head_dim) <= SHARED_MEMORY:
+        needed = config.shared_memory_of_8_bits(head_dim) if has_scales else config.shared_memory(head_dim)
+        if needed <= SHARED_MEMORY:
             return config
     raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
 
@@ -84,7 +92,8 @@ def ragged_prefill_attention_sm90(
     if scores.scale <= 0:
         raise NotImplementedError(f"scale must be positive, got {scores.scale}")
     num_tokens, num_heads, head_dim = q.shape
-    config = config or heuristic(head_dim)
+    has_scales = pages.scales is not None
+    config = config or heuristic(head_dim, has_scales=has_scales)
     problem = Problem(
         num_heads=num_heads,
         num_kv_heads=pages.k.shape[1],
@@ -99,6 +108,7 @@ def ragged_prefill_attention_sm90(
         sliding_window=scores.sliding_window,
         soft_cap=scores.soft_cap,
         interpret=interpret,
+        has_scales=has_scales,
     )
     tiles = plan(
         seq_lens,
@@ -145,18 +155,29 @@ def _call(
 
     num_pages = max(1, problem.block_kv // problem.block_size)
     out_ref = jax.new_ref(out)  # changed in place by the kernel
-    operands = (q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes, out_ref)
+    operands = (q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes)
+    operands += (pages.scales, out_ref)
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):
         inputs, shared = iter(refs[: len(given)]), refs[len(given) :]
-        (queries, q_boxes), tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned = shared
+        (queries, q_boxes), *others = shared
+        others += [None] * (len(Shared._fields) - 2 - len(others))
         if problem.interpret:  # in which views do not alias
             q_boxes = queries
         gmem = Global._make(None if operand is None else next(inputs) for operand in operands)
-        smem = Shared(queries, q_boxes, tile, k, v, q_full, q_free, k_full, k_free, v_full, v_free, cleaned)
+        smem = Shared(queries, q_boxes, *others)
         kernel(problem, gmem, smem)
 
+    staged = ()
+    if problem.has_scales:
+        by_bytes = vectors_of_8_bits.transforms(head_dim, itemsize=1)
+        staged = (
+            plgpu.SMEM((2, problem.block_kv, head_dim), pages.k.dtype, transforms=by_bytes),
+            plgpu.SMEM((2, num_pages, 2, problem.block_kv // num_pages), jnp.float32),
+            plgpu.Barrier(num_arrivals=2 * num_pages),
+            plgpu.Barrier(num_arrivals=num_pages),
+        )
     plgpu.kernel(
         body,
         kernel_name="ragged_prefill_attention",
@@ -168,11 +189,12 @@ def _call(
             array(problem.v_stages, problem.block_kv, head_dim),
             barriers(2 * num_parts + 1, problem.q_slots),
             barriers(2, problem.q_slots),
-            barriers(num_pages, problem.k_stages),
+            barriers(1 if problem.has_scales else num_pages, problem.k_stages),
             barriers(2, problem.k_stages),
-            barriers(num_pages, problem.v_stages),
+            barriers(1 if problem.has_scales else num_pages, problem.v_stages),
             barriers(2, problem.v_stages),
             plgpu.Barrier(num_arrivals=2),
+            *staged,
         ),
         grid=(problem.num_ctas,),
         grid_names=("cta",),

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.registers import written
+from pallas_kernels.device.vectors_of_8_bits import convert
 from pallas_kernels.ragged_prefill_attention.device import (
     clear_rows,
     mask_after,
@@ -57,6 +58,8 @@ class Problem(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     interpret: bool
+    has_scales: bool
+    """Keys and values have 8 bits, and a scale each: the copying warpgroup converts them."""
 
     @property
     def heads(self) -> int:
@@ -85,7 +88,8 @@ class Problem(NamedTuple):
         All three warpgroups together have what the CTA is launched with, 3 * 168 per thread: with more it would wait
         forever.
         """
-        return (56, 224) if self.head_dim <= 64 or self.block_size < 16 else (40, 232)
+        needs_more = self.head_dim <= 64 or self.block_size < 16 or self.has_scales
+        return (56, 224) if needs_more else (40, 232)
 
     def first_key(self, tile: "Tile") -> Any:
         """Return the first position that a token of the tile attends to."""
@@ -108,6 +112,7 @@ class Global(NamedTuple):
     num_tiles: Any
     sinks: Any
     alibi_slopes: Any
+    scales: Any
     out: Any
 
 
@@ -130,6 +135,11 @@ class Shared(NamedTuple):
     v_full: Any
     v_free: Any
     cleaned: Any
+    staged: Any
+    scales: Any
+    staged_k_full: Any
+    staged_v_full: Any
+    """Blocks of 8 bits before they are converted, scales of two blocks, and barriers; None for 16 bits."""
 
 
 class Tile(NamedTuple):
@@ -226,7 +236,8 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
     chunk = min(problem.block_kv, problem.block_size)
     first, last = problem.key_blocks(tile)
 
-    def one_block(j, _):
+    def pages_of(j):
+        """Return the pages of a block of keys, and the offset in them."""
         position = (last - 1 - j) * problem.block_kv
         pages = [
             gmem.block_tables[row, lax.clamp(first_page, lax.div(position + key, _int(problem.block_size)), last_page)]
@@ -235,6 +246,14 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
         offset = 0
         if problem.block_size > chunk:
             offset = pl.multiple_of(lax.rem(position, _int(problem.block_size)), chunk)
+        return pages, offset
+
+    if problem.has_scales:
+        _copy_and_convert(problem, gmem, smem, kv_head, pages_of, chunk, n, last - first)
+        return n + last - first
+
+    def one_block(j, _):
+        pages, offset = pages_of(j)
         for source, target, full, free, stages in (
             (gmem.k_pages, smem.k, smem.k_full, smem.k_free, problem.k_stages),
             (gmem.v_pages, smem.v, smem.v_full, smem.v_free, problem.v_stages),
@@ -250,6 +269,46 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
 
     lax.fori_loop(_int(0), last - first, one_block, None)
     return n + last - first
+
+
+def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, kv_head, pages_of, chunk, n, num_blocks):
+    """Copy blocks of 8 bits, and convert each, multiplied by its scales, while the next one is on its way."""
+    kinds = (
+        (gmem.k_pages, smem.staged_k_full, smem.k, smem.k_full, smem.k_free, problem.k_stages),
+        (gmem.v_pages, smem.staged_v_full, smem.v, smem.v_full, smem.v_free, problem.v_stages),
+    )
+
+    def scales_of(j):
+        return smem.scales.at[lax.rem(n + j, _int(2))]
+
+    def begin(j, kind):
+        pages, offset = pages_of(j)
+        pool, arrived, *_ = kinds[kind]
+        for i, page in enumerate(pages):
+            keys = pl.ds(offset, chunk)
+            staged = smem.staged.at[kind, pl.ds(i * chunk, chunk)]
+            plgpu.copy_gmem_to_smem(pool.at[page, kv_head, keys], staged, arrived)
+            if kind == 0:  # they are there before the keys are used, and until the values are
+                scales = gmem.scales.at[page, kv_head, :, keys]
+                plgpu.copy_gmem_to_smem(scales, scales_of(j).at[i], arrived)
+
+    def end(j, kind):
+        _, arrived, target, full, free, stages = kinds[kind]
+        slot = lax.rem(n + j, _int(stages))
+        plgpu.barrier_wait(arrived)
+        plgpu.barrier_wait(free.at[slot])
+        convert(target.at[slot], smem.staged.at[kind], scales_of(j), kind, interpret=problem.interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(full.at[slot])
+
+    def one_block(j, _):
+        begin(j, 1)
+        end(j, 0)
+        pl.when(j + 1 < num_blocks)(lambda: begin(j + 1, 0))
+        end(j, 1)
+
+    pl.when(num_blocks > 0)(lambda: begin(_int(0), 0))
+    lax.fori_loop(_int(0), num_blocks, one_block, None)
 
 
 def _own_part(problem: Problem, wg) -> tuple[Any, Any]:
