@@ -30,10 +30,10 @@ def latent_attention(
     For each position, pages hold one vector for all heads, as `k` and as `v`: a latent of size `latent_size` R, then
     the rotated key. The whole vector is the position's key, the latent alone its value; queries are absorbed
     accordingly (Liu et al. 2024, arXiv:2405.04434). Row b owns the tokens [query_starts[b], query_starts[b + 1]): the
-    first `num_decode_rows` rows have one token each, followed by others up to `num_rows`. A row's context is its first `seq_lens[b]` positions (this
-    step's tokens included), with page `block_tables[b, n]` holding the positions [n * S, (n + 1) * S). Its query i has
-    position seq_lens[b] - query_len[b] + i and attends to that position and those before it; `scale` multiplies the
-    scores. `is_decode_only`: T is B, and no row has more than one token.
+    first `num_decode_rows` rows have one token each, followed by others up to `num_rows`. A row's context is its first
+    `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b, n]` holding the positions [n * S,
+    (n + 1) * S). Its query i has position seq_lens[b] - query_len[b] + i and attends to that position and those before
+    it; `scale` multiplies the scores. `is_decode_only`: T is B, and no row has more than one token.
 
     Scores and softmax are float32 whatever the dtype of q and the pages; the result has q's dtype. Tokens of no row get
     0. Pages and positions outside a row's context never affect its result, whatever they contain (NaN too). Cost
