@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
-from jaxserve.layers.context import Kernels, StepContext, result
+from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axis
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
