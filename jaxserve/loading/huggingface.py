@@ -7,9 +7,10 @@ On the host there is never more than the tensors of one weight.
 import contextlib
 import dataclasses
 import json
+import logging
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -29,8 +30,9 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.bounds import NEXT_TOKEN_LAYERS
 from jaxserve.loading.classifier import HEAD, is_classifier
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config, read_object
 from jaxserve.loading.model_types import check_model_type
+from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.quantized import QuantizedMatrix, join_parts
@@ -38,6 +40,8 @@ from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
@@ -117,13 +121,13 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
-    fields = read_object(directory / "config.json")
+    fields = read_config(directory / "config.json")
     check_model_type(fields, directory / "config.json")
     stored_formats(directory, fields)
     if is_classifier(fields):  # which has no LM head
         return fields | {"tie_word_embeddings": True}
     is_tied = fields.get("tie_word_embeddings")
-    if (is_tied is None or is_tied is True) and has_own_head(directory):
+    if (is_tied is None or is_tied is True) and has_own_head(directory, is_wrapped=TEXT_OF in fields):
         fields["tie_word_embeddings"] = False
     return fields
 
@@ -175,7 +179,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
 def is_quantized(path: str | pathlib.Path) -> bool:
     """Report whether a directory's config says that some of its matrices are stored as codes."""
     directory = pathlib.Path(path)
-    return bool(_formats(directory)) or bool(read_object(directory / "config.json").get("quantization_config"))
+    return bool(_formats(directory)) or bool(read_config(directory / "config.json").get("quantization_config"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +291,7 @@ class _Opened:
 
     tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix]
     problems: list[str]
-    lost: set[str]
+    lost: Set[str]
 
 
 def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: contextlib.ExitStack) -> _Opened:
@@ -316,12 +320,26 @@ def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: conte
     if twice:
         problems.append(f"in several files: {', '.join(sorted(twice))}")
     lost = {tensor for tensor, file in shard_of.items() if file in unreadable}
-    return _Opened(join_parts(mxfp4.join_pairs(tensors), _formats(directory)), problems, lost)
+    fields = _fields(directory)
+    # Quantizers name modules as they are stored.
+    joined = join_parts(mxfp4.join_pairs(tensors), _formats(directory))
+    if TEXT_OF not in fields:
+        return _Opened(joined, problems, lost)
+    joined, left = without_towers(joined)
+    if left:
+        parts = ", ".join(f"{count} of {part}" for part, count in sorted(left.items()))
+        logger.info("%s is served for text only; tensors left out: %s", fields[TEXT_OF], parts)
+    return _Opened(joined, problems, without_towers(dict.fromkeys(lost))[0].keys())
+
+
+def _fields(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    return read_config(path) if path.is_file() else {}
 
 
 def _formats(directory: pathlib.Path) -> tuple[Format, ...]:
-    path = directory / "config.json"
-    return stored_formats(directory, read_object(path)) if path.is_file() else ()
+    fields = _fields(directory)
+    return stored_formats(directory, fields) if fields else ()
 
 
 def read_bytes(path: pathlib.Path, name: str) -> np.ndarray:
@@ -405,14 +423,12 @@ def _check(
 
 
 def _is_classifier(directory: pathlib.Path) -> bool:
-    path = directory / "config.json"
-    return path.exists() and is_classifier(read_object(path))
+    return is_classifier(_fields(directory))
 
 
 def _further_layers(directory: pathlib.Path) -> range:
     """Return the layers after the last one that predict further tokens, by any name of their number."""
-    path = directory / "config.json"
-    fields = read_object(path) if path.exists() else {}
+    fields = _fields(directory)
     first, counts = fields.get("num_hidden_layers"), [fields.get(name) for name in NEXT_TOKEN_LAYERS]
     count = max((count for count in counts if isinstance(count, int)), default=0)
     return range(first, first + count) if isinstance(first, int) else range(0)
