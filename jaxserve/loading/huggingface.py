@@ -61,7 +61,7 @@ KNOWN_EXTRAS = (
     "embed_out.weight",
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
-FURTHER_PREFIXES = ("mtp.", "model.mtp.")
+FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
 
@@ -110,6 +110,20 @@ class _Stored:
         if found == shape and dtype in FLOAT_TYPES:
             return None
         return f"is {dtype} {list(found)} and not a float of {list(shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turned:
+    """A tensor of matrices that a file has the other way round: outputs before inputs."""
+
+    stored: _Stored
+
+    def read(self) -> np.ndarray:
+        return self.stored.read().swapaxes(-1, -2)
+
+    def complaint(self, shape: tuple[int, ...]) -> str | None:
+        *rest, inputs, outputs = shape
+        return self.stored.complaint((*rest, outputs, inputs))
 
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -172,6 +186,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
         tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
+        tensors = _with_inputs_first(tensors, specs)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
@@ -393,6 +408,26 @@ def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, 
     if head is None or embedding is None or embedding in tensors or any(map(is_head, expected)):
         return tensors
     return tensors | {embedding: tensors[head]}
+
+
+def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]:
+    """Return the tensors, those of all experts with inputs before outputs where a weight has them so: transformers
+    writes either, and reads them by their shapes.
+    """
+    shapes = {
+        name: shape
+        for spec in jax.tree.leaves(specs)
+        if spec.is_transposed and spec.expert_size is not None
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+    turned = {
+        name: _Turned(tensor)
+        for name, shape in shapes.items()
+        if isinstance(tensor := tensors.get(name), _Stored)
+        and tensor.complaint(shape) is not None
+        and _Turned(tensor).complaint(shape) is None
+    }
+    return tensors | turned
 
 
 def _check(
