@@ -26,12 +26,14 @@ class Wrapper:
         key: the name of the language model's config.
         is_flat: older configs have the fields of the language model beside the others.
         is_tied: the default of tie_word_embeddings; None if the language model's counts.
+        defaults: the language model's fields that differ from its family's defaults.
     """
 
     text: str
     key: str = "text_config"
     is_flat: bool = False
     is_tied: bool | None = None
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def family(self) -> str:
@@ -65,7 +67,20 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "smolvlm": Wrapper(text="llama"),
     "video_llama_3": Wrapper(text="qwen2"),
     "vipllava": Wrapper(text="llama"),
-    "voxtral": Wrapper(text="llama"),
+    "voxtral": Wrapper(
+        text="llama",
+        defaults={
+            "vocab_size": 131072,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 100000000.0,
+            "head_dim": 128,
+        },
+    ),
 }
 """Model types whose text is served: without images the language model computes as it does alone."""
 
@@ -157,7 +172,7 @@ def text_fields(fields: Fields) -> Fields:
     shared |= _quantization(fields, inner, wrapper.key)
     is_tied = _is_tied(fields, inner, wrapper)
     text = {name: value for name, value in inner.items() if name not in _DTYPES or not shared.keys() & {*_DTYPES}}
-    text = text | shared | {TEXT_OF: fields["model_type"]}
+    text = {**wrapper.defaults, **text, **shared, TEXT_OF: fields["model_type"]}
     text = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
     return _as_family(text, wrapper) | ({} if is_tied is None else {"tie_word_embeddings": is_tied})
 
