@@ -450,6 +450,8 @@ def _check(
         and not _is_extra(name, further_layers)
         and not _is_bias_of_zeros(name, tensors)
     ]
+    if further := [name for name in tensors if name not in expected and _is_further(name, further_layers)]:
+        logger.info("left out: %d tensors of layers that predict further tokens, such as %s", len(further), further[0])
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
@@ -471,9 +473,13 @@ def _further_layers(directory: pathlib.Path) -> range:
 
 def _is_extra(name: str, further_layers: range) -> bool:
     """Return true if checkpoints contain such a tensor though no model reads it."""
+    return _is_further(name, further_layers) or name.endswith(KNOWN_EXTRAS)
+
+
+def _is_further(name: str, further_layers: range) -> bool:
+    """Return true if such a tensor is of layers that predict further tokens."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    is_further = name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
-    return is_further or name.endswith(KNOWN_EXTRAS)
+    return name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -63,7 +63,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_audio": Wrapper(text="qwen2"),
     "qwen2_vl": Wrapper(text="qwen2_vl_text", is_flat=True),
     "qwen3_vl": Wrapper(text="qwen3_vl_text"),
-    "qwen3_vl_moe": Wrapper(text="qwen3_vl_moe_text"),
+    "qwen3_vl_moe": Wrapper(text="qwen3_vl_moe_text", is_tied=False),
     "smolvlm": Wrapper(text="llama"),
     "video_llama_3": Wrapper(text="qwen2"),
     "vipllava": Wrapper(text="llama"),

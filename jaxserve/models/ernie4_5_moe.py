@@ -61,7 +61,10 @@ class Config(DecoderConfig):
         if (least := hf_config.number(fields, "moe_norm_min")) > MAX_NORM_MIN:
             raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}, got {least:g}")
         expert_size = hf_config.integer(fields, "moe_intermediate_size")
-        fields |= {"num_local_experts": fields["moe_num_experts"], "num_experts_per_tok": fields["moe_k"]}
+        fields |= {
+            "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
+            "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
+        }
         return cls(
             **hf_config.as_llama(fields),
             use_bias=hf_config.flag(fields, "use_bias"),

@@ -43,7 +43,7 @@ class Config(deepseek_v3.Config):
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"head_dim": "qk_rope_head_dim"})
         return cls(
             **deepseek_v2.common(fields),
             mlp_bias=False,

@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "num_experts": 60,
     "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 

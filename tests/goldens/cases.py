@@ -4,7 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
-from cases_of_later_experts import LATER_EXPERTS, WRAPPED
+from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 
 FAMILIES = {
@@ -315,7 +315,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

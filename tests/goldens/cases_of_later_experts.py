@@ -57,20 +57,6 @@ LATER_EXPERTS = {
             "rope_parameters": SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
-    "kimi_k2_one_group": (
-        "kimi_k2",
-        (4, 4, 4),
-        DEEPSEEK
-        | {
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 7,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 2.827,
-            "rope_parameters": SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
     "ernie4_5_moe_biases": (
         "ernie4_5_moe",
         (4, 2, 10),
@@ -294,3 +280,21 @@ WRAPPED = {
     ),
 }
 """Multimodal models."""
+
+RENAMED = {
+    "kimi_k2_one_group": (
+        "kimi_k2",
+        (4, 4, 4),
+        DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 7,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+}
+"""Families that transformers has under another name."""
