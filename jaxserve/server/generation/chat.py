@@ -20,7 +20,7 @@ from jaxserve.server.generation.grammars import Grammars
 from jaxserve.server.generation.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.generation.running import Runner, UsageCounter
 from jaxserve.server.generation.served_model import ServedModel
-from jaxserve.server.generation.template import render_chat, thinks_first
+from jaxserve.server.generation.template import may_think, render_chat, thinks_first
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -118,6 +118,7 @@ def _prepare(
         max_tokens=defaults.get("max_tokens") if body.token_limit is None else body.token_limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        vocab_size=model.frontend.client.info.vocab_size,
     )
     text = render_chat(model.frontend.tokenizer, model.message_style, body)
     model.check_text_length(text, may_exceed=body.truncate_prompt_tokens is not None)
@@ -128,6 +129,7 @@ def _prepare(
         is_parallel=_is_parallel(body),
         answer=answer,
         budget=_budget(model, body),
+        may_think=may_think(model.frontend.tokenizer, body, prompt=text, syntax=model.syntax),
         continues_message=bool(body.continue_final_message),
     )
     return model.frontend.prepare(

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
 from jaxserve.engine import process
-from jaxserve.engine.subprocesses import Child
+from jaxserve.engine.subprocesses import Child, exit_words
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
 from jaxserve.server.process.listening import bind
@@ -38,6 +38,12 @@ MAX_RESTARTS = 5
 RESTART_PERIOD = 60.0
 END_TIMEOUT = 10.0
 """Seconds for a process to end that has nothing left to do."""
+
+LAST_WORDS_TIMEOUT = 2.0
+"""Seconds for the engine's process to say why the engine has died; one that was killed says nothing."""
+
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "MemoryError")
+"""Texts in the errors of a device or of Python that lacks memory."""
 
 MAX_FOLDER_LENGTH = 80
 """Maximum bytes of the folder's path: a Unix socket's address has room for 107, including its name."""
@@ -228,10 +234,10 @@ class Supervisor:
 
     async def _lose_engine(self, engine: Child, workers: list[_Worker]) -> int:
         """Let the workers report the engine's death to their clients, and end."""
-        how = f"ended with code {engine.ended.result()}" if engine.ended.done() else "gone silent"
-        logger.error("the engine's process has %s", how)
         await self._tell(workers, "engine died")
         await asyncio.wait([asyncio.create_task(_ends(workers))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+        reason = await engine.last_words(timeout=LAST_WORDS_TIMEOUT)
+        logger.error("%s", how_it_ended(reason, engine.ended.result() if engine.ended.done() else None))
         return 1
 
     async def _tell(self, workers: list[_Worker], command: str) -> None:
@@ -286,6 +292,17 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
         seed=engine.seed,
     )
     return asyncio.run(supervisor.run_last())
+
+
+def how_it_ended(reason: str | None, code: int | None) -> str:
+    """Return a sentence about the engine's end: from the reason that it has given, else from the exit code of its
+    process, None while that runs.
+    """
+    if reason is not None and any(mark in reason for mark in OUT_OF_MEMORY):
+        return f"the engine has run out of memory: {reason.splitlines()[0]}"
+    if reason is not None:
+        return f"the engine's process has given up: {reason.splitlines()[0]}"
+    return f"the engine's process has {'gone silent' if code is None else exit_words(code)}"
 
 
 async def _open(workers: list[_Worker]) -> None:

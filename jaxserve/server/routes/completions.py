@@ -82,6 +82,7 @@ def _checked(
         max_tokens=body.output_limit,
         logprobs=body.logprobs,
         prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
+        vocab_size=model.frontend.client.info.vocab_size,
     )
     groups = []
     for index, prompt in enumerate(while_wanted_by_client(prompts, gone)):
