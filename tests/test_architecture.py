@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
-    "jaxserve": "llm async_llm request",
+    "jaxserve": "llm async_llm request engine",  # BeamSearchParams
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
     "arguments": "vllm_flags",
@@ -126,7 +126,10 @@ NO_JAX = (
     "jaxserve.engine.output",
     "jaxserve.engine.process",
     "jaxserve.engine.prompts",
+    "jaxserve.engine.beam_search",
     "jaxserve.engine.remote",
+    "jaxserve.engine.replicas",
+    "jaxserve.engine.router",
     "jaxserve.engine.scoring",
     "jaxserve.engine.sizing",
     "jaxserve.engine.stream",
@@ -394,8 +397,8 @@ def test_import_is_cheap(command):
 
 
 def test_exported_names():
-    names = ["AsyncLLM", "CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
-    assert sorted(jaxserve.__all__) == names
+    names = "AsyncLLM BeamSearchParams CompletionOutput LLM RequestOutput SamplingParams StructuredOutputs generate"
+    assert sorted(jaxserve.__all__) == names.split()
     for name in jaxserve.__all__:
         assert getattr(jaxserve, name).__name__ == name
         assert name in dir(jaxserve)

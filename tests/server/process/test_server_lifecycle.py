@@ -20,7 +20,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
 from jaxserve.server import bind
 from jaxserve.server.process import lifecycle
-from jaxserve.server.process.supervisor import how_it_ended
+from jaxserve.server.process.endings import how_it_ended
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -182,7 +182,7 @@ def test_death_of_the_engine(started, silently):
     ],
 )
 def test_the_last_line_says_how_the_engine_ended(reason, code, said):
-    line = how_it_ended(reason, code)
+    line = how_it_ended("the engine", reason, code)
     assert said in line
     assert "\n" not in line
 
