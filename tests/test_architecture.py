@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ray_serve": f"{PLAIN} jaxserve server engine",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
-    "jaxserve": "llm async_llm request engine",  # BeamSearchParams
+    "jaxserve": "llm async_llm request",
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
     "arguments": "vllm_flags",

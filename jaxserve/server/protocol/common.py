@@ -100,6 +100,9 @@ class GenerationRequest(AnswerRequest, kw_only=True):
 
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     request_id: str | None = None
