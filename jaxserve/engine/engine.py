@@ -112,7 +112,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self.seconds["schedule"] += time.perf_counter() - start
         if plan is not None:
-            for request in plan.admitted:
+            for row in plan.admitted:
+                request = row.request
                 if request.queue_seconds is None:
                     request.queue_seconds = time.monotonic() - request.request.arrival_time
             failed: dict[Request, str] = {}

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxserve.execution.slots import Slots
 from jaxserve.layers.batch import Batch, Kernels, Launch, Tables
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,8 @@ class Bucket:
             "header": 4,  # num_rows, num_decode_rows, feature bits of the sampler, rows that want prompt logprobs
             "token_ids": self.num_tokens,  # -1: the last token of the row's slot, which the host has not seen yet
             "slots": self.num_rows,
-            "starts": self.num_rows,
             "num_tokens": self.num_rows,
             "samples": self.num_rows,
-            "num_output_tokens": self.num_rows,  # generated before this step, pending ones included
             "next_token_ids": self.num_rows,  # the prompt token after the row's last one, for prompt logprobs
             "new_block_index": self.num_new_blocks,  # (group * num_slots + slot) * max_blocks + index in the table
             "new_block_ids": self.num_new_blocks,
@@ -119,11 +118,8 @@ def pack(
     rows = slice(0, len(plan.rows))
     requests, slots, starts, counts, samples, new_counts = zip(*plan.rows, strict=True)
     view["slots"][rows] = slots
-    view["starts"][rows] = starts
     view["num_tokens"][rows] = counts
     view["samples"][rows] = samples
-    num_prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int32)
-    view["num_output_tokens"][rows] = view["starts"][rows] + view["num_tokens"][rows] - num_prompt_tokens
 
     decodes = slice(0, plan.num_decode_rows)
     known = [request.token_ids for request in requests]
@@ -139,7 +135,7 @@ def pack(
     new_index: list[int] = []
     new_ids: list[int] = []
     if any(new_counts):
-        admitted = {request.slot for request in plan.admitted}
+        admitted = {row.slot for row in plan.admitted}
         for request, slot, num_new in zip(requests, slots, new_counts, strict=True):
             if num_new and slot not in admitted:
                 for group, table in enumerate(request.block_tables):
@@ -151,11 +147,11 @@ def pack(
     view["new_block_ids"][: len(new_ids)] = new_ids
 
     num_prompt_logprob_rows = 0
-    for index in np.flatnonzero(view["starts"][rows] < num_prompt_tokens).tolist():
-        if requests[index].request.params.prompt_logprobs is not None:
+    for index, row in enumerate(plan.rows):
+        if _has_prompt_logprobs(row):
             num_prompt_logprob_rows += 1
-            following = starts[index] + counts[index]
-            if following < requests[index].num_prompt_tokens:
+            following = row.start + row.num_tokens
+            if following < row.request.num_prompt_tokens:
                 view["next_token_ids"][index] = known[index][following]
     view["header"][:] = (len(plan.rows), plan.num_decode_rows, features, num_prompt_logprob_rows)
     return packed
@@ -163,10 +159,11 @@ def pack(
 
 def wants_prompt_logprobs(plan: StepPlan) -> bool:
     """Return true if some row computes prompt tokens and its request wants their log probabilities."""
-    return any(
-        row.request.request.params.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens
-        for row in plan.rows
-    )
+    return any(map(_has_prompt_logprobs, plan.rows))
+
+
+def _has_prompt_logprobs(row: Row) -> bool:
+    return row.start < row.request.num_prompt_tokens and row.request.request.params.prompt_logprobs is not None
 
 
 def _views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
@@ -180,8 +177,7 @@ def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array
 
 def make_batch(
     pieces: dict[str, jax.Array],
-    last_tokens: Int[Array, " N"],
-    block_tables: Int[Array, "G N M"],
+    slots: Slots,
     *,
     group_of_layer: tuple[int, ...],
     block_size: int,
@@ -190,15 +186,16 @@ def make_batch(
     launch: Launch,
     kernels: Kernels,
 ) -> Batch:
-    """Return the Batch of a step, from its uploaded pieces and the slots' last tokens and block tables. Runs inside a
-    program.
+    """Return the Batch of a step, from its uploaded pieces and the slots: each row continues where its slot is. Runs
+    inside a program.
 
     `group_of_layer` matters only if there are several KV groups.
     """
     num_rows, num_decode_rows = pieces["header"][0], pieces["header"][1]
     token = jnp.arange(pieces["token_ids"].shape[0], dtype=jnp.int32)
-    slots, starts = pieces["slots"], pieces["starts"]
-    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32)])
+    slot_ids, num_tokens = pieces["slots"], pieces["num_tokens"]
+    starts = slots.num_computed.at[slot_ids].get(mode="fill", fill_value=0)
+    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
     is_padding = token >= query_starts[-1]
     if is_decode_only:
         row, positions = token, starts  # 0 in padding rows
@@ -207,22 +204,22 @@ def make_batch(
         row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.where(is_padding, 0, row)
         positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
-    token_ids = jnp.where(pieces["token_ids"] < 0, last_tokens[slots[row]], pieces["token_ids"])
+    token_ids = jnp.where(pieces["token_ids"] < 0, slots.last_tokens[slot_ids[row]], pieces["token_ids"])
 
     def of_group(group: int) -> Tables:
-        tables = block_tables[group].at[slots].get(mode="fill", fill_value=0)
+        tables = slots.block_tables[group].at[slot_ids].get(mode="fill", fill_value=0)
         write_index = tables[row, positions // block_size] * block_size + positions % block_size
         return Tables(jnp.where(is_padding, num_blocks * block_size + token, write_index), tables)
 
-    groups = tuple(map(of_group, range(block_tables.shape[0])))
+    groups = tuple(map(of_group, range(slots.block_tables.shape[0])))
     batch = Batch(
         token_ids=token_ids,
         positions=positions,
         write_index=groups[0].write_index,
         query_starts=query_starts,
-        seq_lens=starts + pieces["num_tokens"],
+        seq_lens=starts + num_tokens,
         block_tables=groups[0].block_tables,
-        slots=slots,
+        slots=slot_ids,
         num_decode_rows=num_decode_rows,
         num_rows=num_rows,
         is_decode_only=is_decode_only,

@@ -28,11 +28,11 @@ from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, Drawn
 from jaxserve.layers.peers import allocate_peers
-from jaxserve.request import Request, TokenLogprobs
+from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import pack_extras
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 _LAUNCHING = threading.Lock()
 """Held while a program of several devices is launched. The devices wait for each other in such programs (see
@@ -292,9 +292,9 @@ class Runner:
         does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
-        for request in plan.admitted:
-            self._features[request.slot] = features(request.request)
-            self._may_want_prompt_logprobs[request.slot] = request.request.params.prompt_logprobs is not None
+        for row in plan.admitted:
+            self._features[row.slot] = features(row.request.request)
+            self._may_want_prompt_logprobs[row.slot] = row.request.request.params.prompt_logprobs is not None
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
@@ -372,25 +372,25 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
+    def _admit(self, rows: Sequence[Row], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
         """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
         those.
         """
         carried = forward.carries_admissions(self.model)
-        rest = requests[ADMISSION_ROWS:] if carried else requests
+        rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
             self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
-        for request in requests:
+        for request, slot, *_ in rows:
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
-                self._run(AdmitExtras(), np.int32(request.slot), extras)
+                self._run(AdmitExtras(), np.int32(slot), extras)
         if not carried:
             return ()
-        if not requests:  # the block tables of eight rows may take megabytes
+        if not rows:  # the block tables of eight rows may take megabytes
             return (self._no_admissions,)
-        return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
+        return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
         program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)

@@ -198,7 +198,9 @@ def read_plan(
     block_size: int,
     num_blocks: int,
 ) -> tuple[Slots, Batch, DrawingRows]:
-    """Return the slots with the plan's new blocks, its Batch, without peers, and what `draw` must know of its rows."""
+    """Return the slots with the plan's new blocks and tokens, its Batch, without peers, and what `draw` must know of
+    its rows.
+    """
     pieces = unpack(packed, reading.bucket)
     block_tables = (
         slots.block_tables.reshape(-1)
@@ -206,10 +208,10 @@ def read_plan(
         .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
         .reshape(slots.block_tables.shape)
     )
+    slots = dataclasses.replace(slots, block_tables=block_tables)
     batch = make_batch(
         pieces,
-        slots.last_tokens,
-        block_tables,
+        slots,
         group_of_layer=reading.group_of_layer,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -217,13 +219,15 @@ def read_plan(
         launch=reading.launch,
         kernels=reading.kernels,
     )
+    slot_ids = pieces["slots"]
     rows = DrawingRows(
-        slots=pieces["slots"],
+        slots=slot_ids,
         draws=pieces["samples"] > 0,
-        num_output_tokens=pieces["num_output_tokens"],
+        num_output_tokens=batch.seq_lens - slots.num_prompt_tokens.at[slot_ids].get(mode="clip"),
         features=pieces["header"][2],
     )
-    return dataclasses.replace(slots, block_tables=block_tables), batch, rows
+    num_computed = slots.num_computed.at[slot_ids].set(batch.seq_lens, mode="drop")
+    return dataclasses.replace(slots, num_computed=num_computed), batch, rows
 
 
 def draw(
@@ -321,11 +325,12 @@ def embed(
     has the sums and maxima of prompts that come in chunks. `bucket` is static.
     """
     pieces = unpack(packed, bucket)
+    ends = slots.num_computed.at[pieces["slots"]].get(mode="fill", fill_value=0)
     pooled, embeddings = pool(
         hidden,
         slots.pooled,
         slot_ids=pieces["slots"],
-        starts=pieces["starts"],
+        starts=ends - pieces["num_tokens"],
         num_tokens=pieces["num_tokens"],
         row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
         features=pieces["header"][2],

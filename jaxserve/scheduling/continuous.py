@@ -49,7 +49,7 @@ class _Step:
         self.budget = budget
         self.single_rows: list[Row] = []
         self.chunk_rows: list[Row] = []
-        self.admitted: list[Request] = []
+        self.admitted: list[Row] = []
         self.has_preempted = False
 
 
@@ -162,8 +162,8 @@ class ContinuousScheduler(Scheduler):
         self._pool.forget_evictable()
         return True
 
-    def _extend(self, request: Request, step: _Step) -> None:
-        """Add a row for a running request: all tokens that it has and the budget allows, with blocks for them.
+    def _extend(self, request: Request, step: _Step) -> Row | None:
+        """Add and return a row for a running request: all tokens that it has and the budget allows, and their blocks.
 
         If blocks run out, preempt the running request with the greatest key, repeatedly; if that is this request, it
         gets no row.
@@ -171,14 +171,14 @@ class ContinuousScheduler(Scheduler):
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         if num_tokens == request.max_total_tokens:
-            return  # its last token is in flight
+            return None  # its last token is in flight
         end = min(num_tokens, start + step.budget)
         tables = request.block_tables
         num_new_blocks = self._num_blocks(end) - len(tables[0])
         while self._pool.num_free < num_new_blocks * len(tables):
             victim = self._preempt_worst(step)
             if victim is request:
-                return
+                return None
         for group, table in enumerate(tables):
             table += self._pool.allocate(num_new_blocks, group)
         request.num_computed_tokens = end
@@ -187,7 +187,9 @@ class ContinuousScheduler(Scheduler):
         self._index_blocks(request)
         step.budget -= end - start
         rows = step.single_rows if end - start == 1 else step.chunk_rows
-        rows.append(Row(request, request.slot, start, end - start, samples, num_new_blocks))
+        row = Row(request, request.slot, start, end - start, samples, num_new_blocks)
+        rows.append(row)
+        return row
 
     def _preempt_worst(self, step: _Step) -> Request:
         """Preempt the running request with the greatest key. It has no row in this step yet, as rows are added in key
@@ -316,8 +318,9 @@ class ContinuousScheduler(Scheduler):
             self._num_prefix_queries += request.num_prompt_tokens
             self._num_prefix_hits += request.num_computed_tokens
         request.status = RequestStatus.RUNNING
-        step.admitted.append(request)
-        self._extend(request, step)
+        row = self._extend(request, step)
+        assert row is not None, "a request that was admitted has room"
+        step.admitted.append(row)
 
     # Prefix sharing
 

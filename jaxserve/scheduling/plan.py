@@ -24,13 +24,13 @@ class StepPlan(NamedTuple):
     """One step of the device.
 
     `rows` begins with the requests that compute exactly one token (`num_decode_rows` of them). `admitted` are the
-    requests (also in `rows`) that have just got their slot: their whole slot state, including the block table, must be
-    written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except under the
-    static scheduler, which pays for its padding.
+    rows (also in `rows`) of requests that have just got their slot: their whole slot state, including the block table,
+    must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except
+    under the static scheduler, which pays for its padding.
     """
 
     rows: list[Row]
     num_decode_rows: int
     num_tokens: int
-    admitted: list[Request]
+    admitted: list[Row]
     padded_tokens: int = 0

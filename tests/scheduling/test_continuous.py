@@ -256,7 +256,7 @@ def test_long_prompt_that_waits_is_admitted_as_soon_as_it_fits():
     simulation.add(never_stops("b", 40, 2))
     while first.finish_reason is None:
         assert len(simulation.step(0).rows) == 1
-    assert simulation.step(0).admitted[0].request_id == "b"
+    assert simulation.step(0).admitted[0].request.request_id == "b"
     simulation.drain()
 
 

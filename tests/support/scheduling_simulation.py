@@ -142,7 +142,7 @@ class Device:
         """Steps of one token a row in which the budget left a chunk no more than that."""
 
     def execute(self, plan: StepPlan, poisoned_requests: set[Request]) -> tuple[list[int], list[bool]]:
-        for request in plan.admitted:
+        for request, *_ in plan.admitted:
             assert request.num_computed_tokens > 0, "admitted without a row"
             self.owners[request.slot] = request
             self.tables[request.slot] = [list(table) for table in request.block_tables]
@@ -151,7 +151,7 @@ class Device:
         for row in plan.rows:
             assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
             for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):
-                if row.request not in plan.admitted and row.num_new_blocks:
+                if row not in plan.admitted and row.num_new_blocks:
                     mine += table[-row.num_new_blocks :]
                 # A block that was given back stays in the device's table.
                 assert len(mine) == len(table), "the device's block table is stale"
@@ -268,7 +268,9 @@ class Simulation:
             assert self.in_flight or not self.scheduler.has_work, "nothing in flight, work to do, and no plan"
         else:
             if isinstance(self.scheduler, ContinuousScheduler):
-                assert set(plan.admitted) <= resumable, "admitted although it was running when the step began"
+                assert {row.request for row in plan.admitted} <= resumable, (
+                    "admitted although it was running when the step began"
+                )
             tokens, ok = self.device.execute(plan, self.poisoned_requests)
             self.in_flight.append((plan, tokens, ok))
         self.check()
