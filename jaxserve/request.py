@@ -207,6 +207,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     arrival_time: float = msgspec.field(default_factory=time.monotonic)
 
+    @property
+    def may_take_drafts(self) -> bool:
+        """True if several of its tokens can be drawn in one step: what a draw depends on besides the logits does not
+        change with each token.
+        """
+        return not (self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling)
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities at one position: the token itself with its rank (1 = most likely), then the top-k, in order.
@@ -295,10 +302,12 @@ class Request:
     Invariants (checked by `Scheduler.check_integrity`):
 
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
-      device, or will be by a step in flight, and `num_tokens` counts both.
-    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each KV group has a
-      block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the first
-      `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
+      device, or will be by a step in flight, and `num_tokens` counts both. Each of the `num_pending_drafts` in flight
+      that is accepted makes the sequence one token longer than that.
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight; for that of accepted
+      drafts, too. Each KV group has a block table that covers these positions and those of all drafts in flight:
+      ceil(num_computed_tokens / block_size) ids if there have been no drafts, and a few more if some were rejected. The
+      first `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
     - `slot` is -1 unless RUNNING.
     """
 
@@ -313,6 +322,7 @@ class Request:
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_pending",
+        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -321,11 +331,13 @@ class Request:
         "request_id",
         "slot",
         "status",
+        "takes_drafts",
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1):
+    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1, takes_drafts: bool = False):
         self.request = request
+        self.takes_drafts = takes_drafts  # whether its rows may verify drafts
         self.request_id = request.request_id
         self.priority = request.priority
         self.arrival = arrival  # submission order, which breaks ties in priority
@@ -333,6 +345,7 @@ class Request:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_pending = 0
+        self.num_pending_drafts = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
@@ -347,7 +360,9 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the sequence, including those that only the device knows yet."""
+        """Number of tokens of the sequence, including those that only the device knows yet; the least it can be while
+        drafts are in flight.
+        """
         return len(self.token_ids) + self.num_pending
 
     @property

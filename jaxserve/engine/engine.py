@@ -202,7 +202,7 @@ class Engine:
                 token_ids, is_corrupted = step.token_ids(), step.is_corrupted()
                 for index in indices:
                     if not is_corrupted[index]:
-                        drawn.setdefault(step.plan.rows[index].request.request_id, []).append(token_ids[index])
+                        drawn.setdefault(step.plan.rows[index].request.request_id, []).extend(token_ids[index])
         waited = time.perf_counter()
         words, reasons = self._matchers.masks(requests, drawn)
         failed.update(reasons)
@@ -237,7 +237,7 @@ class Engine:
         self.seconds["update"] += time.perf_counter() - waited
         return outputs
 
-    def _update(self, pending: PendingStep, token_ids: list[int], is_corrupted: list[bool]) -> list[EngineOutput]:
+    def _update(self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool]) -> list[EngineOutput]:
         plan = pending.plan
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
         outcomes = self.scheduler.update(plan, token_ids, ok)
@@ -247,13 +247,13 @@ class Engine:
         outputs = []
         first_token = 0
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
-        for index, (row, outcome, token_id) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
+        for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
             if outcome is one_token:  # nearly every row of nearly every step
                 outputs.append(
                     EngineOutput(
                         request_id=request.request_id,
-                        new_token_ids=[token_id],
+                        new_token_ids=drawn,
                         num_cached_tokens=request.num_cached_tokens,
                         queue_seconds=request.queue_seconds or 0.0,
                     )
@@ -287,16 +287,20 @@ class Engine:
                 if params.prompt_logprobs is not None and prompt_logprobs is not None:
                     of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token) or None
                 if outcome is not RowOutcome.CHUNK or of_prompt:
-                    new_token_ids = [] if outcome is RowOutcome.CHUNK else [token_id]
+                    new_token_ids = [] if outcome is RowOutcome.CHUNK else drawn
                     if params.logprobs is not None and logprobs is not None and new_token_ids:
                         asked = params.logprob_token_ids or ()
-                        of_token = [logprobs.entry(index, token_id, params.logprobs, asked=asked)]
+                        first = index * pending.num_columns
+                        of_token = [
+                            logprobs.entry(first + column, token_id, params.logprobs, asked=asked)
+                            for column, token_id in enumerate(new_token_ids)
+                        ]
                     outputs.append(
                         EngineOutput(
                             request_id=request.request_id,
                             new_token_ids=new_token_ids,
                             finish_reason=request.finish_reason,
-                            stop_reason=token_id if request.finish_reason == "stop" else None,
+                            stop_reason=drawn[-1] if request.finish_reason == "stop" else None,
                             logprobs=of_token,
                             prompt_logprobs=of_prompt,
                             num_cached_tokens=request.num_cached_tokens,

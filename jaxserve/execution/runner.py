@@ -26,7 +26,7 @@ from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
-from jaxserve.execution.step import CORRUPTED, Drawn
+from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
 from jaxserve.layers.peers import allocate_peers
 from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
@@ -69,8 +69,9 @@ class StepOutputs(NamedTuple):
     requested.
     """
 
-    token_ids: Int[Array, " R"]
+    token_ids: Int[Array, "R Q"]
     logprobs: Logprobs | None
+    """One entry for each column of each row."""
     prompt_logprobs: Logprobs | None
     """One entry per token of the step: the log probability of the prompt token that follows it."""
     embeddings: Float[Array, "R E"] | None
@@ -82,16 +83,27 @@ class PendingStep(NamedTuple):
     plan: StepPlan
     outputs: StepOutputs
 
-    def token_ids(self) -> list[int]:
-        """Return the sampled token of each row; undefined for a corrupted row."""
-        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)].tolist()
+    def token_ids(self) -> list[list[int]]:
+        """Return the sampled tokens of each row; undefined for a corrupted row."""
+        token_ids = self._token_ids().tolist()
+        if self.num_columns > 1:
+            token_ids = [row[: row.index(NOTHING)] if row[-1] == NOTHING else row for row in token_ids]
+        return token_ids
 
     def is_corrupted(self) -> list[bool]:
-        """Return for each row whether its logits contained NaN."""
-        return (np.asarray(self.outputs.token_ids)[: len(self.plan.rows)] == CORRUPTED).tolist()
+        """Return for each row whether logits that it drew from contained NaN."""
+        return (self._token_ids() == CORRUPTED).any(axis=1).tolist()
+
+    def _token_ids(self) -> np.ndarray:
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of tokens that a row may draw; of entries in `logprobs` for each."""
+        return self.outputs.token_ids.shape[1]
 
     def logprobs(self) -> HostLogprobs | None:
-        """Return the log probabilities, one entry per row, if some row requested them."""
+        """Return the log probabilities, `num_columns` entries per row, if some row requested them."""
         return _on_host(self.outputs.logprobs)
 
     def prompt_logprobs(self) -> HostLogprobs | None:

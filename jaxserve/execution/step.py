@@ -28,6 +28,9 @@ from jaxserve.sampling.state import unpack_rows
 CORRUPTED = -1
 """The token id of a row whose logits contain NaN."""
 
+NOTHING = -2
+"""The token id of a column behind the first draft of its row that was not accepted."""
+
 PROMPT_LOGPROBS_CHUNK = 128
 """Tokens whose logits are alive at once while prompt log probabilities are computed."""
 
@@ -72,12 +75,14 @@ class Forwarded:
 @no_type_check
 @flax.struct.dataclass
 class Drawn:
-    """What the host reads of a step, one entry per row. `logprobs` is None if no row can request any, and zeros if none
-    does.
+    """What the host reads of a step. `logprobs`, with an entry for each column of each row, is None if no row can
+    request any, and zeros if none does.
     """
 
-    token_ids: Int[Array, " R"]
-    """CORRUPTED where logits were no numbers. In memory of the host, if the program is to copy them there."""
+    token_ids: Int[Array, "R Q"]
+    """A token in the first column, and one more in those behind it for each draft of the row that was accepted, then
+    NOTHING. CORRUPTED where logits were no numbers. In memory of the host, if the program is to copy them there.
+    """
     logprobs: Logprobs | None
 
 
@@ -278,7 +283,7 @@ def draw(
     written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
     last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
     slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
-    token_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids)
+    token_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids)[:, None]
     if has_tokens_on_host:
         # After everything else: XLA leaves copies to the host out of command buffers, and one in the middle would split
         # them.

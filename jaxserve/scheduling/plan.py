@@ -9,7 +9,9 @@ class Row(NamedTuple):
     """One request's part of a step: its tokens [start, start + num_tokens) are computed.
 
     `samples` is true if they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is the
-    number of ids at the end of each of its block tables that were allocated for this step.
+    number of ids at the end of each of its block tables that were allocated for this step. A row that samples and has
+    one token may also verify up to `num_drafts` drafts, and draws a token more for each that is accepted. While such
+    rows are in flight, `start` is the least position at which the request's next row can begin.
     """
 
     request: Request
@@ -18,6 +20,7 @@ class Row(NamedTuple):
     num_tokens: int
     samples: bool
     num_new_blocks: int
+    num_drafts: int = 0
 
 
 class StepPlan(NamedTuple):
