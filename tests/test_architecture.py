@@ -18,7 +18,7 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request values"
+PLAIN = "errors config request speculation values"
 
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors unsupported values",
-    "config": "errors request values",
+    "config": "errors request speculation values",
+    "speculation": "errors",
     "values": "errors",
     "cpus": "",
     "interrupts": "",

@@ -56,6 +56,10 @@ class Engine:
         self._preemption_counts = [0] * (len(PREEMPTIONS) + 1)
         self._num_ended_preemptions = 0
         self.num_output_tokens = 0
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        drafting = runner.model.drafting
+        self._num_accepted_per_position = [0] * (0 if drafting is None else drafting.proposer.num_drafts)
         self._bandwidth = bandwidth or BandwidthMeter(weight_bytes=0, bytes_per_position=0, peak=None)
         self.seconds = {"schedule": 0.0, "wait": 0.0, "masks": 0.0, "update": 0.0, "total": 0.0}
 
@@ -175,6 +179,10 @@ class Engine:
             hbm_bandwidth_utilization=self._bandwidth.ratio(
                 num_steps=self._num_steps, seconds=self.seconds["total"], num_positions=scheduler.kv_tokens_held
             ),
+            spec_decode_num_drafts=self._num_drafts,
+            spec_decode_num_draft_tokens=self._num_draft_tokens,
+            spec_decode_num_accepted_tokens=sum(self._num_accepted_per_position),
+            spec_decode_num_accepted_tokens_per_pos=tuple(self._num_accepted_per_position),
         )
 
     def _add_compiled(self) -> list[EngineOutput]:
@@ -240,6 +248,8 @@ class Engine:
     def _update(self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool]) -> list[EngineOutput]:
         plan = pending.plan
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
+        if pending.num_columns > 1:
+            self._count_drafts(pending.num_drafts(), token_ids)
         outcomes = self.scheduler.update(plan, token_ids, ok)
         logprobs = pending.logprobs()
         prompt_logprobs = pending.prompt_logprobs()
@@ -312,6 +322,14 @@ class Engine:
                     self._forget(request)
             first_token += row.num_tokens
         return outputs
+
+    def _count_drafts(self, num_drafts: list[int], token_ids: list[list[int]]) -> None:
+        for count, drawn in zip(num_drafts, token_ids, strict=True):
+            if count:
+                self._num_drafts += 1
+                self._num_draft_tokens += count
+                for position in range(len(drawn) - 1):
+                    self._num_accepted_per_position[position] += 1
 
     def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs]:
         """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption."""

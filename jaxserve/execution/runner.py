@@ -20,7 +20,7 @@ from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
-from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Begin, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Admit, AdmitExtras, AdmitTokens, Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
@@ -69,7 +69,8 @@ class StepOutputs(NamedTuple):
     requested.
     """
 
-    token_ids: Int[Array, "R Q"]
+    token_ids: Int[Array, "R columns"]
+    """See `Drawn`."""
     logprobs: Logprobs | None
     """One entry for each column of each row."""
     prompt_logprobs: Logprobs | None
@@ -95,12 +96,18 @@ class PendingStep(NamedTuple):
         return (self._token_ids() == CORRUPTED).any(axis=1).tolist()
 
     def _token_ids(self) -> np.ndarray:
-        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)]
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), : self.num_columns]
 
     @property
     def num_columns(self) -> int:
         """Number of tokens that a row may draw; of entries in `logprobs` for each."""
-        return self.outputs.token_ids.shape[1]
+        return max(1, self.outputs.token_ids.shape[1] - 1)
+
+    def num_drafts(self) -> list[int]:
+        """Return how many drafts each row has verified."""
+        if self.num_columns == 1:
+            return [0] * len(self.plan.rows)
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), -1].tolist()
 
     def logprobs(self) -> HostLogprobs | None:
         """Return the log probabilities, `num_columns` entries per row, if some row requested them."""
@@ -345,6 +352,7 @@ class Runner:
             max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
             is_decode_only=plan.num_decode_rows == len(plan.rows),
+            num_columns=1 + max(row.num_drafts for row in plan.rows) if self.model.drafting is not None else 0,
             has_logprobs=bool(needed & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
             has_embeddings=bool(needed & Feature.POOLING),
@@ -393,6 +401,10 @@ class Runner:
         for some in itertools.batched(rest, ADMISSION_ROWS):
             self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
         for request, slot, *_ in rows:
+            if self.model.drafting is not None:
+                known = np.zeros(self.model.max_model_len, np.int32)
+                known[: len(request.token_ids)] = request.token_ids
+                self._run(AdmitTokens(), np.int32(slot), known)
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size

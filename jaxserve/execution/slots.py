@@ -7,7 +7,7 @@ length, and `draw` writes the sampled token, so that the next step needs neither
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Int32, UInt32
 from jaxserve.sampling import state as sampling_state
 from jaxserve.sampling.state import Extras, SamplingState
 from jaxserve.scheduling.plan import Row
+from jaxserve.speculative import Proposer
 
 
 class Masks(NamedTuple):
@@ -35,6 +36,16 @@ NUM_LENGTHS = 4
 
 @no_type_check
 @flax.struct.dataclass
+class Drafts:
+    """What the next step of N slots may verify: up to k tokens each, and what their proposer keeps."""
+
+    token_ids: Int[Array, "N k"]
+    counts: Int[Array, " N"]
+    proposer: Any
+
+
+@no_type_check
+@flax.struct.dataclass
 class Slots:
     """Device state of N slots, each with a block table of M entries for each of G KV groups; donated."""
 
@@ -48,10 +59,26 @@ class Slots:
     sampling: SamplingState
     pooled: Float[Array, "N E"]
     """Float32 sums or maxima of the hidden states so far, of those that want one of all tokens (`pooling`)."""
+    drafts: Drafts | None = None
+    """None without speculation."""
 
 
-def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: int, hidden_size: int) -> Slots:
-    """Empty slots."""
+def init_slots(
+    *,
+    num_slots: int,
+    max_blocks: int,
+    num_groups: int,
+    vocab_size: int,
+    hidden_size: int,
+    proposer: Proposer | None = None,
+    max_length: int = 0,
+) -> Slots:
+    """Return empty slots. A proposer keeps sequences of up to `max_length` tokens."""
+    drafts = proposer and Drafts(
+        token_ids=jnp.zeros((num_slots, proposer.num_drafts), jnp.int32),
+        counts=jnp.zeros(num_slots, jnp.int32),
+        proposer=proposer.init_state(num_slots=num_slots, max_length=max_length),
+    )
     return Slots(
         last_tokens=jnp.zeros(num_slots, jnp.int32),
         num_computed=jnp.zeros(num_slots, jnp.int32),
@@ -60,6 +87,7 @@ def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: 
         block_tables=jnp.zeros((num_groups, num_slots, max_blocks), jnp.int32),
         sampling=sampling_state.init_state(num_slots, vocab_size),
         pooled=jnp.zeros((num_slots, hidden_size), jnp.float32),
+        drafts=drafts,
     )
 
 
@@ -101,6 +129,17 @@ def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
 def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
     """Write what only processors need of a newly admitted request. In graph, `slots` donated."""
     return dataclasses.replace(slots, sampling=sampling_state.admit_extras(slots.sampling, slot, extras))
+
+
+def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"], *, proposer: Proposer) -> Slots:
+    """Give a proposer the tokens of a newly admitted request, which has no drafts yet. In graph, `slots` donated."""
+    assert slots.drafts is not None
+    drafts = dataclasses.replace(
+        slots.drafts,
+        counts=slots.drafts.counts.at[slot].set(0, mode="drop"),
+        proposer=proposer.admit(slots.drafts.proposer, slot, token_ids),
+    )
+    return dataclasses.replace(slots, drafts=drafts)
 
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:

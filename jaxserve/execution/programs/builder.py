@@ -61,6 +61,7 @@ class StepBuilder:
             self.model.buckets,
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
+            verifying=None if self.model.drafting is None else self.model.verifying_buckets,
         )
 
     @property
@@ -71,7 +72,8 @@ class StepBuilder:
         """
         largest, model = self.shapes.largest.bucket, self.model
         chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4
-        logits = largest.num_rows * model.vocab_size * 4 + chunk
+        num_logits = max([largest.num_rows, *(bucket.num_tokens for bucket in model.verifying_buckets)])
+        logits = num_logits * model.vocab_size * 4 + chunk
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
         activations = COPIES_OF_HIDDEN * hidden
         if not model.has_kernels:
@@ -90,7 +92,11 @@ class StepBuilder:
 
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
-        programs = [each for each in self.shapes.programs if isinstance(each, PlainDecode | Forward | Begin)]
+        programs = [
+            each
+            for each in self.shapes.programs
+            if isinstance(each, PlainDecode | Forward | Begin) and not each.bucket.num_columns
+        ]
         (layers, ends), peers = self._shapes, self.model.peers
         steps = [(self._step_shape(each), each.bucket.num_rows) for each in programs]
         with self.model.on_mesh():
@@ -104,7 +110,12 @@ class StepBuilder:
             return True
         layers, ends = self._shapes
         with self.model.on_mesh():
-            return multiplies_by_xla(layers, self._step_shape(program), ends, num_logits=program.bucket.num_rows)
+            return multiplies_by_xla(
+                layers,
+                self._step_shape(program),
+                ends,
+                num_logits=program.bucket.num_rows * (program.bucket.num_columns or 1),
+            )
 
     @functools.cached_property
     def _shapes(self) -> tuple[Sequence[LayerShape], Ends]:
@@ -120,8 +131,7 @@ class StepBuilder:
             num_rows=program.bucket.num_tokens,
             dtype=model.dtype,
             kernels=model.kernels,
-            is_decode_only=isinstance(program, PlainDecode)
-            or (isinstance(program, Forward) and program.is_decode_only),
+            is_decode_only=isinstance(program, PlainDecode | Forward) and program.is_decode_only,
             peers=None if model.peers is None else model.peers.sums,
         )
 
