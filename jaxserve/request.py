@@ -92,7 +92,8 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
     than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
     ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
-    whatever else is in the batch.
+    whatever else is in the batch. `speculative_decoding=False` has no drafts verified for this request, if the engine
+    has some: that changes when tokens come, not which.
 
     Numbers, flags and lists may be those of NumPy. Fields of vLLM that are not here are taken if they ask for nothing.
     Raises InvalidRequest, naming the field, when a value is of a wrong type or out
@@ -129,6 +130,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    speculative_decoding: bool = True
 
     @classmethod
     def accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -209,10 +211,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_take_drafts(self) -> bool:
-        """True if several of its tokens can be drawn in one step: what a draw depends on besides the logits does not
-        change with each token.
+        """True if several of its tokens can be drawn in one step, because what a draw depends on besides the logits
+        does not change with each token, and if its caller allows it.
         """
-        return not (self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling)
+        if self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling:
+            return False
+        return self.params.speculative_decoding
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

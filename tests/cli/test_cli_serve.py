@@ -34,7 +34,8 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--speculative-config {}", "--speculative-config: not supported"),
+        ("--speculative-config {}", "speculative_config: method is missing: there is ngram"),
+        ('-sc {"method":"eagle3","model":"x"}', "speculative_config: method 'eagle3' is not supported yet"),
         ("--enable-lora", "--enable-lora: instead: merge the adapter"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported: keys and values have the dtype"),
         ("--load-format pt", "--load-format: 'pt' is not supported: convert it to safetensors"),
