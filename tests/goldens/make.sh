@@ -7,6 +7,7 @@ cd "$(dirname "$0")/../.."
 seed=${1:-0}
 only=${2:-}
 venv=.venv-goldens
+export PYTHONPATH=tests/support:tests/goldens
 
 find_python() {
     for candidate in python3.11 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python; do

@@ -15,13 +15,13 @@ from collections.abc import Callable
 import uvloop
 
 from jaxserve import logs
+from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.server.process import early
 from jaxserve.server.process.lifecycle import Server
 from jaxserve.server.process.settings import ENGINE_DIED, Settings
-from jaxserve.server.template import served_tokenizer
 from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer
 
