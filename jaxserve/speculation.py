@@ -16,11 +16,6 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
-DEFAULT_MAX_ROWS = 64
-"""Rows of a step up to which drafts are verified, unless `num_speculative_tokens_per_batch_size` says otherwise: up to
-some 64 rows a step is bound by reading the weights, and further tokens cost little.
-"""
-
 METHODS = ("ngram",)
 """The methods that there are; `speculative.PROPOSERS` has their implementations."""
 
@@ -44,7 +39,7 @@ class Speculation(msgspec.Struct, frozen=True):
     Attributes:
         num_drafts: most tokens drafted for a row.
         drafts_by_rows: pairs of a largest number of rows and the drafts of each row up to there, ascending; steps of
-            more rows have none.
+            more rows have none. Empty: as is best for the device.
         acceptance_rates: if not empty, the fraction of steps in which at least 1, 2, ... drafts are accepted, by
             chance: for measurements only, the text is not the model's.
     """
@@ -60,6 +55,12 @@ class Speculation(msgspec.Struct, frozen=True):
     def widths(self) -> list[int]:
         """The numbers of tokens a row of steps that verify drafts, ascending."""
         return sorted({1 + num_drafts for _, num_drafts in self.drafts_by_rows if num_drafts})
+
+    def up_to(self, max_rows: int) -> "Speculation":
+        """Return the options with drafts for steps of up to `max_rows` rows, unless they say for which."""
+        if self.drafts_by_rows:
+            return self
+        return msgspec.structs.replace(self, drafts_by_rows=((max_rows, self.num_drafts),))
 
     def max_rows(self, width: int) -> int:
         """Return the most rows of a step of `width` tokens a row."""
@@ -154,7 +155,7 @@ def _by_rows(table: list[tuple[int, int, int]] | None, num_drafts: int) -> tuple
     """Return the table by the last number of rows of each range."""
     name = "num_speculative_tokens_per_batch_size"
     if table is None:
-        return ((DEFAULT_MAX_ROWS, num_drafts),)
+        return ()
     last, by_rows = 0, []
     for first, end, count in table:
         if first != last + 1 or end < first:

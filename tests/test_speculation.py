@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import DEFAULT_MAX_ROWS, parse_speculation
+from jaxserve.speculation import parse_speculation
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -16,7 +16,7 @@ def test_what_is_not_given():
     assert options == parse_speculation('{"model": "ngram", "num_speculative_tokens": 4}')
     assert options == parse_speculation(NGRAM | {"method": "ngram_gpu"})
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == (5, 5)
-    assert options.drafts_by_rows == ((DEFAULT_MAX_ROWS, 4),)
+    assert options.up_to(7).drafts_by_rows == ((7, 4),)
     assert options.acceptance_rates == ()
     assert parse_speculation(None) is None
 
@@ -31,7 +31,7 @@ def test_bounds_of_lookup(bounds, expected):
 
 def test_drafts_by_the_number_of_rows():
     options = parse_speculation(NGRAM | {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2], [17, 99, 0]]})
-    assert options.drafts_by_rows == ((4, 4), (16, 2), (99, 0))
+    assert options.up_to(7).drafts_by_rows == ((4, 4), (16, 2), (99, 0))
     assert options.widths == [3, 5]
     assert [options.max_rows(width) for width in options.widths] == [16, 4]
 
