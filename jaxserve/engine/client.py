@@ -145,7 +145,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    """Of the first, second, ... draft of a row; empty without speculation."""
+    """Accepted first, second, ... drafts of a row; empty without speculation."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

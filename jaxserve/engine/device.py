@@ -32,7 +32,7 @@ bound by reading the weights, and further tokens cost little.
 """
 
 MAX_DRAFTING_ROWS_ON_CPU = 4
-"""The same on a CPU, which is bound by arithmetic with fewer rows."""
+"""Rows of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer rows."""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 

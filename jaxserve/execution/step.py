@@ -50,7 +50,7 @@ class DrawingRows:
     features: Int[Array, ""]
     """The bits of `Feature` that some row needs."""
     num_valid: Int[Array, " R"] | None = None
-    """Of rows that verify drafts: one, and the number of these."""
+    """One and the number of drafts, of rows that verify some; 0 if the request has reached its last token."""
     drafts: Int[Array, "R Q-1"] | None = None
 
 

@@ -127,7 +127,7 @@ def test_step_that_verifies_drafts(num_rows, num_drafts):
     builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 2}, speculation=options)
     bucket = next(bucket for bucket in builder.model.verifying_buckets if bucket.num_rows == num_rows)
     program = compile_program(builder, PlainDecode(bucket))
-    assert program.thunks == DRAWING
+    assert {name: count for name, count in program.thunks.items() if name != "kCopy"} == DRAWING
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == program.copies_of((256, 8192)) == []
     kernels = {kernel.name for kernel in program.kernels}

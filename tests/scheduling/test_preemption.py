@@ -52,7 +52,7 @@ def test_request_may_finish_while_it_is_preempted():
     simulation.scheduler.schedule()  # the first one needs a fifth block
     assert second.status is RequestStatus.PREEMPTED
     assert second.num_pending == 1
-    assert simulation.scheduler.update(plan, [1, STOP]) == [RowOutcome.TOKEN, RowOutcome.LAST_TOKEN]
+    assert simulation.scheduler.update(plan, [[1], [STOP]]) == [RowOutcome.TOKEN, RowOutcome.LAST_TOKEN]
     assert second.finish_reason == "stop"
     assert first.status is RequestStatus.RUNNING
     assert simulation.scheduler.stats().num_waiting == 0
