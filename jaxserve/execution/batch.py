@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.slots import Slots
-from jaxserve.layers.batch import Batch, Kernels, Launch, Tables
+from jaxserve.layers.batch import Batch, Launch, Tables
+from jaxserve.layers.context import Kernels
 from jaxserve.scheduling.plan import Row, StepPlan
 
 

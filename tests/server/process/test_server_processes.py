@@ -14,7 +14,6 @@ from server_processes import client, load, metric, stream
 from serving import assert_error
 from waiting import PATIENCE, until, wait_until
 
-from jaxserve.config import ServerConfig
 from jaxserve.server.process import supervisor
 
 
@@ -142,7 +141,9 @@ def test_the_end_of_the_engine(start, how):
     assert status == 503
     assert_error(whole, 503, None, "service_unavailable_error")
     assert server.wait() == 1
-    assert "the engine's process has ended with code" in server.rest_of_log()
+    killed = "'s process has been killed (SIGKILL: by hand, or by the system for lack of memory)"
+    why = killed if how == "kill" else " has given up: the engine has stopped: a bug in the engine"
+    assert server.rest_of_log().endswith(f"the engine{why}\n")
 
 
 @pytest.mark.slow
@@ -211,6 +212,47 @@ def test_a_signal_while_a_worker_is_being_replaced(start):
 
 
 def test_workers_that_keep_dying_are_not_replaced_for_ever():
-    parent = supervisor.Supervisor(ServerConfig(), start_engine=lambda _: None, model_path="", tokenizer="", seed=0)
-    assert [parent._may_restart(float(now)) for now in range(supervisor.MAX_RESTARTS + 1)] == [True] * 5 + [False]
-    assert parent._may_restart(supervisor.RESTART_PERIOD + supervisor.MAX_RESTARTS)
+    restarts = supervisor.Restarts()
+    assert [restarts.may_follow(float(now)) for now in range(supervisor.MAX_RESTARTS + 1)] == [True] * 5 + [False]
+    assert restarts.may_follow(supervisor.RESTART_PERIOD + supervisor.MAX_RESTARTS)
+
+
+@pytest.mark.slow
+def test_engines_behind_one_server_and_the_death_of_one(start):
+    """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
+    and for one that was replaced.
+    """
+    server = start("--data-parallel-size", "2", "--api-workers", "2").wait_until_serving()
+
+    async def run():
+        async with client() as http:
+            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
+            assert answers == [(200, "aaa", None)] * 16
+            running = await load(http, server.url, 12, max_tokens=100)
+            engine, *_ = server.engines
+            engine.kill()
+            ended = await asyncio.gather(*running, return_exceptions=True)
+            failed = [answer for answer in ended if answer != (200, "a" * 100, None)]
+            assert 0 < len(failed) < len(ended), ended
+            assert all("the engine has stopped" in str(answer) for answer in failed)
+            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
+            assert answers == [(200, "aaa", None)] * 8
+            await asyncio.to_thread(server.read_log_until, "engine . is there again")
+            server.wait_for_children(4)
+            server.workers[0].kill()
+            await asyncio.to_thread(server.read_log_until, "API worker . is there again")
+            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
+            assert answers == [(200, "aaa", None)] * 16
+            assert (await http.get(f"{server.url}/health")).status_code == 200
+
+    asyncio.run(run())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+@pytest.mark.slow
+def test_the_death_of_all_engines_ends_the_server(start):
+    server = start("--data-parallel-size", "2").wait_until_serving()
+    for engine in server.engines:
+        engine.kill()
+    assert server.wait() == 1
