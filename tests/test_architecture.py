@@ -18,7 +18,7 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request values"
+PLAIN = "errors config request speculation values"
 
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
@@ -63,7 +63,8 @@ MAY_IMPORT = {
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors unsupported values",
-    "config": "errors request values",
+    "config": "errors request speculation values",
+    "speculation": "errors",
     "values": "errors",
     "cpus": "",
     "interrupts": "",
@@ -175,6 +176,7 @@ NO_JAX = (
     *(f"jaxserve.quantization.{name}" for name in QUANTIZATION),
     "jaxserve.request",
     "jaxserve.scheduling",
+    "jaxserve.speculation",
     "jaxserve.server",
     "jaxserve.structured",
     "jaxserve.token_pieces",
@@ -193,6 +195,7 @@ MAY_START_AN_ENGINE = {
     "jaxserve.engine.early": {"jax"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},
+    "jaxserve.bench.speculation": {"jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},

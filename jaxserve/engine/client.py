@@ -144,6 +144,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_ended_preemptions: int = 0
     """Preemptions of these requests."""
     hbm_bandwidth_utilization: float = 0.0
+    spec_decode_num_drafts: int = 0
+    """Times that the drafts of a row were verified."""
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Accepted first, second, ... drafts of a row; empty without speculation."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,14 @@ SM90 = "9.0"
 FIRST_WITH_BFLOAT16 = 8.0
 """Compute capability of Ampere GPUs. On those before, such as T4, XLA computes bfloat16 in float32."""
 
+MAX_DRAFTING_ROWS = 64
+"""Rows of a step up to which drafts are verified on a GPU, unless the options say so: up to some 64 rows a step is
+bound by reading the weights, and further tokens cost little.
+"""
+
+MAX_DRAFTING_ROWS_ON_CPU = 4
+"""Rows of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer rows."""
+
 MEMINFO = pathlib.Path("/proc/meminfo")
 
 
@@ -42,6 +50,11 @@ class Devices(NamedTuple):
     def is_cpu(self) -> bool:
         """True if the devices are the host itself."""
         return self.platform == "cpu"
+
+    @property
+    def max_drafting_rows(self) -> int:
+        """Rows of a step up to which it verifies drafts, unless the options say so."""
+        return MAX_DRAFTING_ROWS_ON_CPU if self.is_cpu else MAX_DRAFTING_ROWS
 
     @property
     def first(self) -> Any:

@@ -93,6 +93,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    speculative_decoding: bool | None = None
 
 
 class GenerationRequest(AnswerRequest, kw_only=True):
