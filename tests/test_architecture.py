@@ -158,6 +158,7 @@ NO_JAX = (
     "jaxserve.loading.json_files",
     "jaxserve.loading.mistral_pattern",
     "jaxserve.loading.model_types",
+    "jaxserve.loading.multimodal",
     "jaxserve.loading.overrides",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",

@@ -224,6 +224,12 @@ def not_supported(param: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
 
 
+def content_not_supported(param: str, kind: Any) -> InvalidRequest:
+    """Return the error for a part of a message that is no text: images, sound, video, files."""
+    message = f"content of type {str(kind)[:40]!r} is not supported: only text is served"
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
+
+
 def sampling_params(
     body: GenerationRequest,
     defaults: Mapping[str, Any],
