@@ -35,7 +35,7 @@ from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
-from jaxserve.loading.quantized import QuantizedMatrix, join_parts
+from jaxserve.loading.quantized import StoredMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
@@ -246,7 +246,7 @@ class SourceWeight:
         """Return the order in which codes have the inputs, None if all sources have no order or not the same one."""
         tensors = (self.tensors[name] for name in self.spec.source)
         orders = [
-            order for tensor in tensors if isinstance(tensor, QuantizedMatrix) and (order := tensor.order()) is not None
+            order for tensor in tensors if isinstance(tensor, StoredMatrix) and (order := tensor.order()) is not None
         ]
         is_one = len(orders) == len(self.spec.source) and all(np.array_equal(orders[0], order) for order in orders)
         return orders[0] if is_one else None
@@ -254,7 +254,7 @@ class SourceWeight:
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, why it has none, or None if it is of floats."""
         tensors = [self.tensors[name] for name in self.spec.source]
-        if self.spec.is_transposed and any(isinstance(tensor, QuantizedMatrix) for tensor in tensors):
+        if self.spec.is_transposed and any(isinstance(tensor, StoredMatrix) for tensor in tensors):
             return ["its inputs stand before its outputs"]
         return [tensor.scheme() if isinstance(tensor, QuantizedTensor) else None for tensor in tensors]
 
@@ -272,7 +272,7 @@ class SourceWeight:
         tensors = (self.tensors[name] for name in self.spec.source)
         is_exact = self.spec.is_exact
         return (
-            tensor.read_in_float32() if is_exact and isinstance(tensor, QuantizedMatrix) else tensor.read()
+            tensor.read_in_float32() if is_exact and isinstance(tensor, StoredMatrix) else tensor.read()
             for tensor in tensors
         )
 
@@ -304,7 +304,7 @@ def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: 
 class _Opened:
     """The tensors of a directory, each in its open file; what is wrong with files; and the tensors lost with them."""
 
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix]
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix]
     problems: list[str]
     lost: Set[str]
 
@@ -433,7 +433,7 @@ def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]
 def _check(
     directory: pathlib.Path,
     expected: Mapping[str, tuple[int, ...]],
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix],
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix],
     opened: _Opened,
 ) -> None:
     """Raise CheckpointError with everything that is wrong; a tensor lost with its file is not reported as missing
@@ -487,7 +487,7 @@ def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     not.
     """
     module, _, leaf = name.rpartition(".")
-    is_quantized = isinstance(tensors.get(f"{module}.weight"), QuantizedMatrix)
+    is_quantized = isinstance(tensors.get(f"{module}.weight"), StoredMatrix)
     return leaf == "bias" and is_quantized and not tensors[name].read().any()
 
 
