@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig, WarmUp
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
 from jaxserve.engine.client import EngineInfo
-from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16, reaches_peers
+from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
@@ -56,7 +56,7 @@ def start_engine(
     devices = choose_devices(config, mesh)
     builder, specs = declare_steps(config, checkpoint, devices)
     if config.max_model_len == "auto":
-        checkpoint, builder = fit_context(config, checkpoint, devices, builder)
+        checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free_memory(devices.mesh))
     sizing = size(config, devices, builder)
     num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
     warmup: WarmUp = config.warmup or "background"
@@ -111,7 +111,7 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_num_seqs=devices.max_num_seqs,
         max_num_batched_tokens=devices.max_num_batched_tokens,
         traits=devices.traits,
-        has_peers=kernels != "xla" and reaches_peers(mesh),
+        has_peers=kernels != "xla" and devices.reach_peers(mesh),
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
     )
@@ -141,11 +141,13 @@ def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing
 
 
 def fit_context(
-    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder
+    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder, *, free: int
 ) -> tuple[Checkpoint, StepBuilder]:
-    """Return the checkpoint with the longest context that memory holds, at most its own, and the steps of that."""
+    """Return the checkpoint with the longest context that `free` bytes of each device hold, at most its own, and the
+    steps of that.
+    """
     sizing = size(config, devices, builder)
-    longest = sizing.longest_context(free_memory(devices.mesh), builder.expected_step_memory)
+    longest = sizing.longest_context(free, builder.expected_step_memory)
     if not 0 < longest < checkpoint.max_model_len:
         return checkpoint, builder
     logger.info("max_model_len is %d: memory does not hold the model's %d", longest, checkpoint.max_model_len)
