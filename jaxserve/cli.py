@@ -22,7 +22,7 @@ from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
-from jaxserve.planning.commands import add_plan, run_plan
+from jaxserve.planning.commands import add_compile, add_plan, run_compile, run_plan
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def _parser() -> Parser:
          _parse, _add_parse),
         ("convert", "SRC DST [options]", "write a model directory whose weights need no conversion",
          _convert, _add_convert),
+        ("compile", "[MODEL] --device GPU -o FOLDER [options]",
+         "compile an engine's programs for a GPU that is not there, for serve --programs FOLDER", run_compile, add_compile),
         ("bench", "BENCHMARK [options]", "measure the engine", None, add_bench_commands),
         ("completion", "SHELL", "print a script that completes commands and flags in a shell",
          _completion, _add_completion),

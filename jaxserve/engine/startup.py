@@ -25,6 +25,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.shipped import Shipped, open_shipped
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
@@ -59,14 +60,20 @@ def start_engine(
         checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free_memory(devices.mesh))
     sizing = size(config, devices, builder)
     num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
+    shipped = None if config.programs is None else open_shipped(config.programs, builder)
+    if shipped is not None:
+        num_blocks = blocks_of_programs(shipped, num_blocks)
     warmup: WarmUp = config.warmup or "background"
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
-        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers)
+        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers, shipped=shipped)
         on_error.callback(lowering.close)
         laps.lap("preparing")
         runner = Runner(builder, lowering=lowering)
         on_error.callback(runner.close)  # a traceback that is kept, as notebooks do, would keep the weights
+        if shipped is not None:
+            load_programs(runner, shipped)
+            laps.lap("programs")
         with compiling_meanwhile(runner, lowering, num_blocks, warmup):
             runner.set_params(load(config, checkpoint, specs, builder, progress=progress))
             matchers = make_matchers(config, checkpoint, warmup)
@@ -91,7 +98,7 @@ def start_engine(
             scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)
         )
         if warmup == "background":
-            compile_rest(runner, folder=folder)
+            compile_rest(runner, folder=folder, shipped=shipped)
         on_error.pop_all()
     return engine, info
 
@@ -172,19 +179,44 @@ def begin_to_lower(
     *,
     folder: pathlib.Path | None,
     workers: Sequence[Worker],
+    shipped: Shipped | None = None,
 ) -> Lowering:
     """Return what lowers steps. Where there are kernels, other processes begin with it while the weights load: it takes
     seconds a program. Without kernels they would take longer to start than this process to lower the first programs.
+    Those of `shipped` are found there.
     """
+    found = None if shipped is None else shipped.lowered
     if warmup == "none":
-        return Lowering(builder, folder=None, num_workers=0, early=workers)
+        return Lowering(builder, folder=None, num_workers=0, early=workers, shipped=found)
+    folder = folder and folder / "steps"
     if not builder.model.has_kernels:
-        return Lowering(builder, folder=folder and folder / "steps", num_workers=0, early=workers)
-    programs = programs_of(builder, warmup)
-    lowering = Lowering(builder, folder=folder and folder / "steps", max_workers=len(programs), early=workers)
+        return Lowering(builder, folder=folder, num_workers=0, early=workers, shipped=found)
+    loaded = set() if shipped is None else shipped.executables
+    programs = [program for program in programs_of(builder, warmup) if program not in loaded]
+    lowering = Lowering(builder, folder=folder, max_workers=len(programs), early=workers, shipped=found)
     for program in programs:
         lowering.prepare(program, num_blocks)
     return lowering
+
+
+def blocks_of_programs(shipped: Shipped, num_blocks: int) -> int:
+    """Return the number of blocks that shipped programs are for. Raises ConfigError if memory holds `num_blocks` only,
+    which are fewer.
+    """
+    if shipped.num_blocks > num_blocks:
+        raise ConfigError(
+            f"programs: they are for a KV cache of {shipped.num_blocks} blocks, but the device's memory holds "
+            f"{num_blocks}: compile them with a lower --gpu-memory-utilization, or with --kv-cache-memory"
+        )
+    if shipped.num_blocks < num_blocks:
+        logger.info("the KV cache has %d blocks, as the programs have, of %d", shipped.num_blocks, num_blocks)
+    return shipped.num_blocks
+
+
+def load_programs(runner: Runner, shipped: Shipped) -> None:
+    """Load what was compiled ahead of time."""
+    runner.set_num_blocks(shipped.num_blocks)
+    logger.info("%d programs were loaded, not compiled", shipped.load_into(runner.steps))
 
 
 def programs_of(builder: StepBuilder, warmup: WarmUp) -> list[Program]:
@@ -242,7 +274,7 @@ def compile_steps(
     than was expected, for fewer.
     """
     with naming_unsupported(), naming_out_of_memory("compiling the steps"):
-        if runner.num_blocks != num_blocks:  # else they were compiled meanwhile
+        if not runner.steps.is_warm:  # else they were compiled meanwhile
             warm_up(runner, lowering, num_blocks, warmup, progress=progress)
         if sizing.is_measured:
             needed = runner.step_memory()
@@ -269,11 +301,12 @@ def allocate(runner: Runner, devices: Devices, warmup: WarmUp) -> None:
             runner.run_empty_steps()
 
 
-def compile_rest(runner: Runner, *, folder: pathlib.Path | None) -> None:
+def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shipped | None = None) -> None:
     """Compile all other programs while the engine serves, lowered by processes of their own: lowering holds the GIL."""
     num_workers = None if runner.model.has_kernels else 1
     folder = folder and folder / "steps"
-    lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True)
+    found = None if shipped is None else shipped.lowered
+    lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True, shipped=found)
     runner.warm_up_rest(lowering, on_end=give_memory_back)
 
 

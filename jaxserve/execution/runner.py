@@ -382,10 +382,10 @@ class Runner:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowering: Lowering | None, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
-        """Return the kernels to compile before a program; none if programs were found lowered, since they are found
-        compiled, too.
+        """Return the kernels to compile before a program; none if programs were found that an earlier start has lowered,
+        since they are found compiled, too.
         """
-        if not self.model.has_kernels or (lowering is not None and not lowering.num_made):
+        if not self.model.has_kernels or (lowering is not None and lowering.were_compiled):
             return frozenset()
         return kernels_of(lowered)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -82,6 +83,31 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args.json else plan_text(plan))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def add_compile(parser: Parser) -> None:
+    """Add the flags of `jaxserve compile`."""
+    _add_model(parser)
+    add_config_flags(parser, EngineConfig, only=("warmup",))
+    parser.add_flag(
+        "plan", "-o", "--output", type=pathlib.Path, required=True, metavar="FOLDER", help="the folder to write"
+    )
+
+
+def run_compile(args: argparse.Namespace) -> None:
+    """Write a folder of programs."""
+    gpu = find_gpu(args.device)
+    with _model_of(args) as (config, name):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # as above
+        from jaxserve.planning.ahead import compile_ahead
+
+        config = dataclasses.replace(config, **given(args, ("warmup",)))
+        told = functools.partial(_tell, f"compiling for {gpu.kind}:")
+        written = compile_ahead(config, gpu, args.output, name=name, progress=told)
+    print(
+        f"{args.output}: {written.num_executables} programs compiled for {gpu.kind} and {written.num_lowered} lowered, "
+        f"{written.num_bytes / 2**20:.1f} MiB, for {written.num_blocks} KV blocks"
+    )
 
 
 @contextlib.contextmanager
