@@ -66,14 +66,14 @@ class Gpu:
         return SUSTAINED_FLOPS * (self.peak_flops_8 if in_8_bits else self.peak_flops)
 
 
-def _hopper(kind: str, *, memory: int, peak: float, bandwidth: float | None, l2: int, share: float = 1.0) -> Gpu:
+def _hopper(kind: str, *, memory: int, peak: float, bandwidth: float, l2: int) -> Gpu:
     return Gpu(
         kind=kind,
         memory=memory,
         peak_bandwidth=peak,
         bandwidth=bandwidth,
-        peak_flops=989.4e12 * share,
-        peak_flops_8=1978.9e12 * share,
+        peak_flops=989.4e12,
+        peak_flops_8=1978.9e12,
         peer_bandwidth=450e9,
         capability=HOPPER,
         num_cores=132,
@@ -128,7 +128,7 @@ def _on_pcie(
 # fmt: off
 GPUS: Mapping[str, Gpu] = {
     "h200": _hopper("NVIDIA H200", memory=150_109_880_320, peak=4.8e12, bandwidth=4.3e12, l2=62_914_560),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", memory=84_942_979_072, peak=3.35e12, bandwidth=3.0e12, l2=52_428_800),
+    "h100": _hopper("NVIDIA H100 80GB HBM3", memory=85_018_542_080, peak=3.35e12, bandwidth=3.0e12, l2=52_428_800),
     "a100": _ampere("NVIDIA A100-SXM4-80GB", memory=85_100_068_864, peak=2.039e12),
     "a100-40gb": _ampere("NVIDIA A100-SXM4-40GB", memory=42_331_013_120, peak=1.555e12),
     "l40s": _on_pcie("NVIDIA L40S", gib=44.4, peak=0.864e12, flops=362e12, capability="8.9", num_cores=142,

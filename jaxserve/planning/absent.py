@@ -16,6 +16,9 @@ from pallas_kernels.deviceless import TARGET_CONFIG, absent_mesh, is_available
 RESERVED_SHARED_MEMORY = 1024
 """Bytes of a multiprocessor's shared memory that no block gets."""
 
+PART_OF_MEMORY = 0.8
+"""The part of the memory that XLA plans with for devices that are not there."""
+
 _TARGET = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -73,7 +76,7 @@ def absent_devices(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Devic
     """
     shape, axes = (config.tensor_parallel_size,), ("tensor",)
     if to_compile:
-        mesh: Any = with_explicit_axes(absent_mesh(target_config(gpu), shape, axes))
+        mesh: Any = with_explicit_axes(absent_mesh(target_config(gpu, usable=usable_memory(config, gpu)), shape, axes))
         first = mesh.devices.flat[0]
     else:
         mesh = MeshSpec(axes, shape, gpu.kind, "gpu", gpu.num_cores).mesh()
@@ -85,14 +88,24 @@ def _always(_: Mesh) -> bool:
     return True
 
 
-def target_config(gpu: Gpu) -> str:
-    """Return XLA's description of a GPU. Those of Hopper are alike but for their memory and L2 cache."""
+def usable_memory(config: EngineConfig, gpu: Gpu) -> int:
+    """Return the bytes of a GPU that an engine may use."""
+    return int(gpu.memory * config.gpu_memory_utilization)
+
+
+def target_config(gpu: Gpu, *, usable: int) -> str:
+    """Return XLA's description of a GPU. Those of Hopper are alike but for their memory and L2 cache.
+
+    XLA changes a program that needs more than a part of the memory. With a device, that is all that the process may
+    use; the description says so much memory that the part is `usable` without one, too.
+    """
+    memory = round(usable / PART_OF_MEMORY)
     if gpu.has_kernels:
         text = TARGET_CONFIG.read_text()
         for name, value in (
             ("memory_bandwidth", int(gpu.peak_bandwidth)),
             ("l2_cache_size", gpu.l2),
-            ("device_memory_size", gpu.memory),
+            ("device_memory_size", memory),
         ):
             text = re.sub(rf"{name}: \d+", f"{name}: {value}", text)
         return text.replace("NVIDIA H200", gpu.kind)
@@ -107,7 +120,7 @@ def target_config(gpu: Gpu) -> str:
         bandwidth=int(gpu.peak_bandwidth),
         l2=gpu.l2,
         clock=gpu.clock,
-        memory=gpu.memory,
+        memory=memory,
         major=major,
         minor=minor,
     )

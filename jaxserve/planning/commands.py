@@ -65,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--target-tpot must be positive, got {args.target_tpot:g}")
     gpu = find_gpu(args.device)
     with _model_of(args) as (config, name):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
+        _quiet()
         import msgspec
 
         from jaxserve.planning.plan import Load, make_plan
@@ -98,7 +98,7 @@ def run_compile(args: argparse.Namespace) -> None:
     """Write a folder of programs."""
     gpu = find_gpu(args.device)
     with _model_of(args) as (config, name):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # as above
+        _quiet()
         from jaxserve.planning.ahead import compile_ahead
 
         config = dataclasses.replace(config, **given(args, ("warmup",)))
@@ -122,6 +122,12 @@ def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         yield EngineConfig(model=str(path), **options), f"random weights of the shape {args.shape}"
+
+
+def _quiet() -> None:
+    """Choose the CPU, and do without XLA's words about a device that it cannot ask; before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def _tell(start: str, name: str) -> None:

@@ -49,6 +49,12 @@ MEASURED: tuple[Batches, ...] = (
         Run(512, 512, 256, 22.98, 23.405, 5785.3, 4779.98),
         Run(1, 8000, 8, 3.95, 3.759, 203.6, 165.78),
     )),
+    Batches(gpu="h100", shape="llama-3-8b", options="", model_type="llama",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 64, 5.24, 5.029, 9.4, 7.27),
+        Run(16, 512, 64, 5.67, 5.693, 182.7, 150.89),
+        Run(64, 1024, 32, 9.13, 9.169, 1436.8, 1218.12),
+    )),
     Batches(gpu="h200", shape="llama-3-8b", options="--quantization fp8", model_type="llama",
             weights="fp8", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
         Run(1, 128, 256, 3.07, 1.896, 5.6, 3.0),

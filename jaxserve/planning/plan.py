@@ -108,7 +108,7 @@ def make_plan(
     ConfigError for options that the model does not allow; one that does not fit is a plan that says so.
     """
     to_compile = compiling != "none" and can_compile()
-    splits = tuple(_splits(config, gpu, load, num_devices=num_devices))
+    splits = tuple(_splits(config, gpu, load, name=name, num_devices=num_devices))
     common = {
         "model": name,
         "device": gpu.kind,
@@ -120,7 +120,8 @@ def make_plan(
         engine = declare(config, gpu, to_compile=to_compile)
         sizes, num_requests = _sizes(engine, load, compiling=compiling if to_compile else "none", progress=progress)
     except OutOfMemory as error:
-        return Plan(**common, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=str(error))
+        why_not = _named(str(error), config, name)
+        return Plan(**common, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=why_not)
     info = engine.info(sizes.num_blocks)
     counts = sorted({count for count in BATCHES if count < num_requests} | {num_requests} - {0})
     speeds = tuple(speed_of(engine, info, load, num_requests=count) for count in counts)
@@ -233,23 +234,26 @@ def _weights(codes: set[str]) -> str:
     return next(iter(codes)) if len(codes) == 1 else "+".join(sorted(codes))
 
 
-def _splits(config: EngineConfig, gpu: Gpu, load: Load, *, num_devices: int) -> Sequence[Split]:
+def _splits(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, num_devices: int) -> Sequence[Split]:
     """Return the ways to use `num_devices` devices, the fastest first, then those that do not work."""
     ways = [
-        _split(dataclasses.replace(config, tensor_parallel_size=size), gpu, load, replicas=num_devices // size)
+        _split(
+            dataclasses.replace(config, tensor_parallel_size=size), gpu, load, name=name, replicas=num_devices // size
+        )
         for size in NUM_DEVICES
         if size <= num_devices
     ]
     return sorted(ways, key=lambda way: (not way.fits, -way.output_tokens_per_second))
 
 
-def _split(config: EngineConfig, gpu: Gpu, load: Load, *, replicas: int) -> Split:
+def _split(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, replicas: int) -> Split:
     """Return what replicas of an engine would do; sizes are computed, nothing is compiled."""
     size = config.tensor_parallel_size
     try:
         engine = declare(config, gpu, to_compile=False)
     except (OutOfMemory, ConfigError, CheckpointError) as error:
-        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=str(error))
+        why_not = _named(str(error), config, name)
+        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
     info = engine.info(engine.num_blocks)
     num_requests = requests_at_once(engine, load, engine.num_blocks)
     speed = choose(engine, info, load, num_requests=num_requests)
@@ -264,6 +268,11 @@ def _split(config: EngineConfig, gpu: Gpu, load: Load, *, replicas: int) -> Spli
         speed=speed,
         output_tokens_per_second=replicas * speed.output_tokens_per_second,
     )
+
+
+def _named(message: str, config: EngineConfig, name: str) -> str:
+    """Return what an error says, of a model by its name: that of a shape is in a folder of the moment."""
+    return message.replace(config.model, name)
 
 
 def _how_sized(sizes: Sizes, gpu: Gpu, compiling: Compiling) -> str:

@@ -4,6 +4,7 @@ programs are compiled for, or at least traced.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import msgspec
@@ -21,7 +22,7 @@ from jaxserve.execution.programs.memory import memory_of, memory_of_step
 from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.params import Params
-from jaxserve.planning.absent import absent_devices
+from jaxserve.planning.absent import absent_devices, usable_memory
 from jaxserve.planning.work import Model
 from jaxserve.scheduling.block_needs import BlockNeeds
 from pallas_kernels.deviceless import DevicelessExecutable, compile_lowered
@@ -125,14 +126,17 @@ class Absent:
 
 
 def declare(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Absent:
-    """Start an engine up to where it would load weights. Raises StartupError, OutOfMemory if it does not fit among
-    others.
+    """Start an engine up to where it would load weights, of which none need be there. Raises StartupError, OutOfMemory
+    if it does not fit among others.
     """
-    config = dataclasses.replace(config, load_format="dummy" if config.load_format == "auto" else config.load_format)
+    options: dict[str, Any] = {"load_format": "dummy"}
+    if config.kernels == "auto" and not gpu.has_kernels:
+        options["kernels"] = "xla"  # what an engine chooses too, with a warning
+    config = dataclasses.replace(config, **options)
     config, checkpoint = read_checkpoint(config, progress=False)
     devices = absent_devices(config, gpu, to_compile=to_compile)
     builder, specs = declare_steps(config, checkpoint, devices)
-    free = int(gpu.memory * config.gpu_memory_utilization)
+    free = usable_memory(config, gpu)
     if config.max_model_len == "auto":
         checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free)
     num_blocks = count_blocks(size(config, devices, builder), checkpoint, builder, free=free)

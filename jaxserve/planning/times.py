@@ -28,6 +28,9 @@ BETWEEN_MACHINES = 0.04
 WITHOUT_KERNELS = 0.5
 """Error of times in plain XLA, relative: they were measured for one model on one GPU, which has kernels."""
 
+MORE_DEVICES = 0.25
+"""Error of times of more devices than any that were measured, relative: how sums among them scale is assumed."""
+
 ALIKE = 0.25
 """Largest distance of runs that are of the same model in nearly the same batch."""
 
@@ -74,6 +77,8 @@ def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
         return Estimate(seconds, roofline, BETWEEN_MACHINES, source)
     known = [each for each, _ in runs if (each.model_type, each.weights) == (kind.model_type, kind.weights)]
     error = error_among_runs() if known else error_among_models()
+    if kind.num_devices > max(each.num_devices for each, _ in runs):
+        error = max(error, MORE_DEVICES)
     source = f"runs like it, most like {batches.shape} ({batches.weights}) on {_devices(batches)}"
     return Estimate(seconds, roofline, max(error, BETWEEN_MACHINES), source)
 
