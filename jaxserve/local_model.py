@@ -24,6 +24,7 @@ from jaxserve.config import (
     WarmUp,
     convert_option,
 )
+from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, prepare_beams
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import (
     NO_HEAD,
@@ -153,6 +154,7 @@ class LocalModel:
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         warmup: WarmUp = "full",
+        programs: str | None = None,
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
@@ -187,6 +189,7 @@ class LocalModel:
             quantize_activations=quantize_activations,
             max_logprobs=max_logprobs,
             warmup=warmup,
+            programs=programs,
             compilation_cache_dir=compilation_cache_dir,
         )
         # The tokenizer comes first: a directory without one fails before any weight is read.
@@ -306,6 +309,21 @@ class LocalModel:
                 raise
             groups.append(group)
         return groups
+
+    def _prepare_beams(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearch]:
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {params!r:.100}", param="params")
+        return [
+            prepare_beams(
+                self._frontend,
+                prompt.token_ids,
+                params,
+                request_id=self._next_id(),
+                prompt_text=prompt.text,
+                shorten_output=True,
+            )
+            for prompt in tokenize_prompts(prompts, self._frontend.tokenizer)
+        ]
 
     def _prepare_embeddings(
         self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None, prompt_name: str | None = None
