@@ -268,7 +268,8 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["model", f"{model} ({found.model_type})"],
         [
             "assumed",
-            f"{size_text(memory)} a device (default of --memory: an H200's), {found.dtype} (of --dtype: the checkpoint's)",
+            f"{size_text(memory)} a device (default of --memory: an H200's), "
+            f"{found.dtype} (of --dtype: the checkpoint's)",
         ],
         ["layers", found.layers],
         ["positions", found.positions],

@@ -167,9 +167,7 @@ def compile_lowered(
 def _topology(num_devices: int, target_config: str) -> Any:
     if not is_available():
         raise RuntimeError("compiling for an absent GPU needs jax's CUDA plugin: `make deviceless` installs it")
-    return topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{num_devices}", target_config=target_config
-    )
+    return topologies.get_topology_desc(platform="cuda", topology=f"1x1x{num_devices}", target_config=target_config)
 
 
 def _find_plugin() -> None:

@@ -38,7 +38,7 @@ class Devices(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     reach_peers: Callable[[Mesh], bool]
-    """Whether the devices of a mesh reach each other's memory: asked where kernels need it."""
+    """Tells whether the devices of a mesh reach each other's memory; asked where kernels need that."""
 
     @property
     def is_cpu(self) -> bool:
@@ -65,9 +65,7 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
     return describe_devices(config, mesh, mesh.devices.flat[0], reach_peers=reaches_peers)
 
 
-def describe_devices(
-    config: EngineConfig, mesh: Mesh, first: Any, *, reach_peers: Callable[[Mesh], bool]
-) -> Devices:
+def describe_devices(config: EngineConfig, mesh: Mesh, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
     """Return the devices of `mesh`, one of which is `first`, with the defaults for their kind."""
     is_cpu = first.platform == "cpu"
     return Devices(

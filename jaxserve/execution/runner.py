@@ -382,8 +382,8 @@ class Runner:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowering: Lowering | None, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
-        """Return the kernels to compile before a program; none if programs were found that an earlier start has lowered,
-        since they are found compiled, too.
+        """Return the kernels to compile before a program; none if an earlier start has lowered the programs, since it
+        has compiled them too.
         """
         if not self.model.has_kernels or (lowering is not None and lowering.were_compiled):
             return frozenset()

@@ -30,8 +30,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 def compile_ahead(
     config: EngineConfig, gpu: Gpu, folder: pathlib.Path, *, name: str, progress: Callable[[str], object] = str
 ) -> Written:
-    """Compile an engine's programs, of `config.warmup` "full" all and otherwise those without which requests would wait,
-    into a folder, which is replaced if it is one of these. Raises StartupError, and ConfigError without a compiler.
+    """Compile an engine's programs into a folder, which is replaced if it is one of these: with `config.warmup` "full"
+    all of them, otherwise those without which requests would wait. Raises StartupError, and ConfigError without a
+    compiler.
     """
     if not can_compile():
         raise ConfigError(
@@ -73,8 +74,8 @@ def compile_ahead(
 
 
 def may_be_shipped(engine: Absent, program: Program) -> bool:
-    """Return true if a program is compiled as well without the device as on it: XLA neither tries out matrix products of
-    it there nor sorts, for which it has no sizes without a device.
+    """Return true if a program is compiled as well without the device as on it: XLA does not try out its matrix
+    products there, and does not sort, for which it has no sizes without a device.
     """
     with_layers = isinstance(program, PlainDecode | Forward | Begin | Finish)
     return with_layers and not engine.builder.is_tuned(program)

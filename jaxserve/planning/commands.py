@@ -49,7 +49,9 @@ def add_plan(plan: Parser) -> None:
 
 
 def _add_model(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="directory (config.json will do), GGUF file, id on the hub")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory (config.json will do), GGUF file, id on the hub"
+    )
     add = functools.partial(parser.add_flag, "plan")
     add("--shape", choices=sorted(SHAPES), help="a model of this shape, in place of MODEL")
     add("--device", required=True, metavar="GPU", help=f"the GPU, which need not be there: {', '.join(GPUS)}")

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: what a model takes of GPUs that are not there, how fast it will be, and how to split it over them."""
+"""`jaxserve plan`: what a model takes of GPUs that are not there, how fast it will be, how to split it over them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Time to the first token, of one prompt alone."""
     prefill_tokens_per_second: float
     output_tokens_per_second: float
-    """Of such batches one after the other, prompts included."""
+    """Rate of such batches one after the other, prompts included."""
     error: float
     """That of tokens a second."""
 
@@ -65,9 +65,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int = 0
     """At once, in all replicas."""
     speed: Speed | None = None
-    """Of one replica."""
+    """Speed of one replica."""
     output_tokens_per_second: float = 0.0
-    """Of all replicas."""
+    """Rate of all replicas."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str | None = None
     sizes: Sizes | None = None
     how_sized: str = ""
-    """Whether step memory is what compiled programs need, or computed."""
+    """Origin of the memory of steps: compiled programs, or a computation."""
     paths: tuple[str, ...] = ()
     num_requests: int = 0
     """Requests of this load that the KV cache holds at once, at most `max_num_seqs`."""
@@ -147,9 +147,7 @@ def make_plan(
     )
 
 
-def _sizes(
-    engine: Absent, load: Load, *, compiling: Compiling, progress: Callable[[str], object]
-) -> tuple[Sizes, int]:
+def _sizes(engine: Absent, load: Load, *, compiling: Compiling, progress: Callable[[str], object]) -> tuple[Sizes, int]:
     """Return the sizes of an engine, and how many requests of the load it holds at once."""
     if compiling == "none":
         sizes = sizes_of(engine)
@@ -280,8 +278,9 @@ def _how_sized(sizes: Sizes, gpu: Gpu, compiling: Compiling) -> str:
         return f"as {len(sizes.programs)} programs need it that were compiled for an absent {gpu.kind} by XLA"
     if compiling == "none":
         return "computed, as an engine expects it before it compiles"
+    version = jax.__version__
     return (
-        "computed, as an engine expects it before it compiles: jax's CUDA plugin, which compiles for absent GPUs, is not "
-        f"installed (pip install jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}; no GPU or "
+        "computed, as an engine expects it before it compiles: jax's CUDA plugin, which compiles for absent GPUs, "
+        f"is not installed (pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}; no GPU or "
         "driver is needed)"
     )

@@ -1,5 +1,5 @@
-"""How much of a GPU that is not there an engine would take: the start of an engine up to its KV cache, with devices that
-programs are compiled for, or at least traced.
+"""How much of a GPU that is not there an engine would take: the start of an engine up to its KV cache, with devices
+that programs are compiled for, or at least traced.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     expected_step_bytes: int
     """`step_bytes` as the engine expects them before any program is compiled."""
     is_compiled: bool
-    """Whether `step_bytes` is what the compiled programs need, or what the engine expects."""
+    """True if `step_bytes` is what compiled programs need; otherwise it is what the engine expects."""
     reserve_bytes: int
     kv_bytes: int
     num_blocks: int

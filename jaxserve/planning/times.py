@@ -109,8 +109,9 @@ def error_among_runs() -> float:
 def error_among_models() -> float:
     """Return the error, root mean square, of runs that are predicted from those of other models, or other weights."""
     return _error(
-        lambda batches, _, other, __: (batches.shape, batches.weights, batches.num_devices)
-        == (other.shape, other.weights, other.num_devices)
+        lambda batches, _, other, __: (
+            (batches.shape, batches.weights, batches.num_devices) == (other.shape, other.weights, other.num_devices)
+        )
     )
 
 

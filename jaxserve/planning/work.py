@@ -1,5 +1,5 @@
-"""What a step must do, whatever runs it: bytes to read, products to compute, sums to send; and how long that takes a GPU
-at the rates that programs reach, the roofline.
+"""What a step must do, whatever runs it: bytes to read, products to compute, sums to send; and how long that takes a
+GPU at the rates that programs reach, the roofline.
 """
 
 import math
@@ -37,7 +37,7 @@ class Model(NamedTuple):
     attention_width: int
     """Values of all query heads of a token, in all layers together; 0 if unknown."""
     rounds_activations: bool
-    """Whether products of many rows are of 8-bit values."""
+    """True if products of many rows are of 8-bit values."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, model: StepModel, held: Params) -> "Model":

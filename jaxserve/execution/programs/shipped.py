@@ -1,5 +1,5 @@
-"""A folder of programs that were compiled ahead of time for a kind of device: `jaxserve compile` fills it, an engine with
-`programs` loads from it.
+"""A folder of programs that were compiled ahead of time for a kind of device: `jaxserve compile` fills it, an engine
+with `programs` loads from it.
 
 It has a manifest, which says for what the programs are; lowered programs, as `lowering` keeps them; and executables,
 which need neither lowering nor compiling. Loading an executable runs what is in it, as is so for jax's compilation
@@ -86,7 +86,9 @@ class Shipped:
         instead, which is logged.
         """
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            loaded = list(zip(self._manifest.executables, pool.map(self._load, self._manifest.executables), strict=True))
+            loaded = list(
+                zip(self._manifest.executables, pool.map(self._load, self._manifest.executables), strict=True)
+            )
         for program, executable in loaded:
             if executable is not None:
                 steps.put(program, executable)
