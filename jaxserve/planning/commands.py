@@ -33,8 +33,8 @@ def add_plan(plan: Parser) -> None:
     _add_model(plan)
     add = functools.partial(plan.add_flag, "plan")
     number = {"type": int, "metavar": "N"}
-    add("--input-len", default=1024, help="tokens of a prompt; default: 1024", **number)
-    add("--output-len", default=256, help="tokens of an answer; default: 256", **number)
+    add("--input-len", help="tokens of a prompt; default: 1024, at most half the context", **number)
+    add("--output-len", help="tokens of an answer; default: 256, at most a quarter of the context", **number)
     add("--target-tpot", type=float, metavar="MS", help="most milliseconds from token to token; default: any")
     add("--num-devices", default=8, help="devices for the table of ways to split; default: 8", **number)
     add(
@@ -61,8 +61,9 @@ def _add_model(parser: Parser) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     """Print a plan. Returns 0, or DOES_NOT_FIT."""
     for name in ("input_len", "output_len", "num_devices"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.target_tpot is not None and not args.target_tpot > 0:
         raise ConfigError(f"--target-tpot must be positive, got {args.target_tpot:g}")
     gpu = find_gpu(args.device)

@@ -23,12 +23,34 @@ type Compiling = Literal["few", "all", "none"]
 NUM_DEVICES = (1, 2, 4, 8)
 """Numbers of devices over which a model is tried to be split."""
 
+INPUT_LEN, OUTPUT_LEN = 1024, 256
+"""Tokens of prompts and of answers, unless they are given."""
+
 BATCHES = (1, 4, 16, 64, 256)
 """Numbers of requests at once for which a plan has times, besides the number that it chooses."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be served: requests of equal length, all there at once."""
+    """What is to be served: requests of equal length, all there at once. Lengths of None are those of many chats, or
+    parts of the model's context if that is short.
+    """
+
+    input_len: int | None = None
+    output_len: int | None = None
+    target_tpot: float | None = None
+    """Most milliseconds from token to token."""
+
+    def within(self, max_model_len: int) -> "SizedLoad":
+        """Return the load of a model with this context."""
+        return SizedLoad(
+            input_len=self.input_len or min(INPUT_LEN, max(1, max_model_len // 2)),
+            output_len=self.output_len or min(OUTPUT_LEN, max(1, max_model_len // 4)),
+            target_tpot=self.target_tpot,
+        )
+
+
+class SizedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A load of known lengths."""
 
     input_len: int
     output_len: int
@@ -78,7 +100,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int
     dtype: str
     kernels: str
-    load: Load
+    load: Load | SizedLoad
+    """What was asked for; of a model that does not fit, perhaps without lengths."""
     fits: bool
     why_not: str | None = None
     sizes: Sizes | None = None
@@ -113,27 +136,28 @@ def make_plan(
         "model": name,
         "device": gpu.kind,
         "num_devices": config.tensor_parallel_size,
-        "load": load,
         "splits": splits,
     }
     try:
         engine = declare(config, gpu, to_compile=to_compile)
-        sizes, num_requests = _sizes(engine, load, compiling=compiling if to_compile else "none", progress=progress)
+        sized = load.within(engine.checkpoint.max_model_len)
+        sizes, num_requests = _sizes(engine, sized, compiling=compiling if to_compile else "none", progress=progress)
     except OutOfMemory as error:
         why_not = _named(str(error), config, name)
-        return Plan(**common, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=why_not)
+        return Plan(**common, load=load, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=why_not)
     info = engine.info(sizes.num_blocks)
     counts = sorted({count for count in BATCHES if count < num_requests} | {num_requests} - {0})
-    speeds = tuple(speed_of(engine, info, load, num_requests=count) for count in counts)
-    chosen = choose(engine, info, load, num_requests=num_requests)
+    speeds = tuple(speed_of(engine, info, sized, num_requests=count) for count in counts)
+    chosen = choose(engine, info, sized, num_requests=num_requests)
     why_not = None
     if not num_requests:
-        total = load.input_len + load.output_len
+        total = sized.input_len + sized.output_len
         why_not = f"no request of {total:,} tokens: the context has {sizes.max_model_len:,}"
     elif chosen is None:
         why_not = f"one request alone takes {speeds[0].step_ms:.2f} ms a token, the target is {load.target_tpot:g} ms"
     return Plan(
         **common,
+        load=sized,
         dtype=str(engine.builder.model.dtype),
         kernels=engine.builder.model.kernels,
         fits=why_not is None,
@@ -147,7 +171,9 @@ def make_plan(
     )
 
 
-def _sizes(engine: Absent, load: Load, *, compiling: Compiling, progress: Callable[[str], object]) -> tuple[Sizes, int]:
+def _sizes(
+    engine: Absent, load: SizedLoad, *, compiling: Compiling, progress: Callable[[str], object]
+) -> tuple[Sizes, int]:
     """Return the sizes of an engine, and how many requests of the load it holds at once."""
     if compiling == "none":
         sizes = sizes_of(engine)
@@ -158,7 +184,7 @@ def _sizes(engine: Absent, load: Load, *, compiling: Compiling, progress: Callab
     return sizes, requests_at_once(engine, load, sizes.num_blocks)
 
 
-def requests_at_once(engine: Absent, load: Load, num_blocks: int) -> int:
+def requests_at_once(engine: Absent, load: SizedLoad, num_blocks: int) -> int:
     """Return how many requests of the load run at once in a KV cache of so many blocks."""
     total = load.input_len + load.output_len
     if total > engine.checkpoint.max_model_len:
@@ -167,7 +193,7 @@ def requests_at_once(engine: Absent, load: Load, num_blocks: int) -> int:
     return min(needs.num_requests(num_blocks, num_tokens=total), engine.builder.spec.max_num_seqs)
 
 
-def choose(engine: Absent, info: EngineInfo, load: Load, *, num_requests: int) -> Speed | None:
+def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed | None:
     """Return the speed of the most requests, up to `num_requests`, whose steps take no longer than the target."""
     speeds: dict[int, Speed] = {}
 
@@ -182,7 +208,7 @@ def choose(engine: Absent, info: EngineInfo, load: Load, *, num_requests: int) -
     return speeds.get(least)
 
 
-def speed_of(engine: Absent, info: EngineInfo, load: Load, *, num_requests: int) -> Speed:
+def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
     """Predict the times of so many requests at once."""
     model, num_devices = engine.model, engine.config.tensor_parallel_size
     kind = _kind(engine, model)
@@ -253,8 +279,9 @@ def _split(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, replicas: i
         why_not = _named(str(error), config, name)
         return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
     info = engine.info(engine.num_blocks)
-    num_requests = requests_at_once(engine, load, engine.num_blocks)
-    speed = choose(engine, info, load, num_requests=num_requests)
+    sized = load.within(engine.checkpoint.max_model_len)
+    num_requests = requests_at_once(engine, sized, engine.num_blocks)
+    speed = choose(engine, info, sized, num_requests=num_requests)
     if speed is None:
         why_not = "the target is not met" if num_requests else "no request of this length fits"
         return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)

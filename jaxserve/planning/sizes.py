@@ -167,7 +167,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
         for program in dict.fromkeys([*of_step, *compiled]):
             progress(name_of(program))
             found[program] = compile_program(engine, program)
-        memory = {program: found[program].compiled for program in of_step}
+        memory: dict[Program, jax.stages.Compiled] = {program: found[program].compiled for program in of_step}
         needed = memory_of_step(step, memory, state_bytes=model.state_bytes)
         if sizing.is_measured:
             num_blocks = min(num_blocks, sizing.num_blocks(engine.free - sizing.weight_bytes, needed))

@@ -11,10 +11,11 @@ def plan_text(plan: Plan) -> str:
     devices = plan.device if plan.num_devices == 1 else f"{plan.num_devices} x {plan.device}; bytes are of each"
     rows = [["model", plan.model], ["device", f"{devices}; not used: this is a plan"]]
     target = "" if load.target_tpot is None else f", at most {load.target_tpot:g} ms a token"
-    rows.append(["load", f"{load.input_len:,} tokens in, {load.output_len:,} out{target}"])
+    if load.input_len and load.output_len:
+        rows.append(["load", f"{load.input_len:,} tokens in, {load.output_len:,} out{target}"])
     rows.append(["fits", "yes" if plan.fits else f"no: {plan.why_not}"])
     if plan.sizes is not None:
-        rows += _size_rows(plan, plan.sizes)
+        rows += _size_rows(plan, plan.sizes, total=(load.input_len or 0) + (load.output_len or 0))
     rows += [["kernels" if index == 0 else "", line] for index, line in enumerate(plan.paths)]
     if plan.chosen is not None:
         rows += _speed_rows(plan, plan.chosen)
@@ -23,15 +24,14 @@ def plan_text(plan: Plan) -> str:
         parts.append(aligned([["at once", "ms a token", "+-", "roofline", "x", "TTFT ms", "output tok/s", "+-"],
                               *map(_speed_row, plan.speeds)]))  # fmt: skip
     if plan.splits:
-        most = plan.splits[0].tensor_parallel_size * plan.splits[0].replicas
+        most = max(split.tensor_parallel_size * split.replicas for split in plan.splits)
         title = f"ways to use {most} of them, computed, fastest first:"
         header = ["-tp", "replicas", "at once", "ms a token", "output tok/s", ""]
         parts.append(f"{title}\n{aligned([header, *map(_split_row, plan.splits)])}")
     return "\n\n".join(parts)
 
 
-def _size_rows(plan: Plan, sizes: Sizes) -> list[list[str]]:
-    total = plan.load.input_len + plan.load.output_len
+def _size_rows(plan: Plan, sizes: Sizes, *, total: int) -> list[list[str]]:
     steps = f"{size_text(sizes.slot_bytes)} of them slots"
     if sizes.peer_bytes:
         steps += f", {size_text(sizes.peer_bytes)} rows of other devices"
