@@ -65,8 +65,8 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
     return describe_devices(config, mesh, mesh.devices.flat[0], reach_peers=reaches_peers)
 
 
-def describe_devices(config: EngineConfig, mesh: Mesh, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
-    """Return the devices of `mesh`, one of which is `first`, with the defaults for their kind."""
+def describe_devices(config: EngineConfig, mesh: Any, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
+    """Return the devices of `mesh`, which may be abstract, one of which is `first`, with the defaults for their kind."""
     is_cpu = first.platform == "cpu"
     return Devices(
         mesh=mesh,

@@ -152,7 +152,9 @@ class Runner:
         step = self.builder.shapes.largest_step
         programs = [program for program in step if program is not None]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = dict(zip(programs, pool.map(self.steps.__getitem__, programs), strict=True))
+            compiled: dict[Program, jax.stages.Compiled] = dict(
+                zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
+            )
         return memory_of_step(step, compiled, state_bytes=self.model.state_bytes)
 
     def set_params(self, params: Any) -> None:
