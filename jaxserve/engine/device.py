@@ -66,7 +66,7 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
 
 
 def describe_devices(config: EngineConfig, mesh: Any, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
-    """Return the devices of `mesh`, which may be abstract, one of which is `first`, with the defaults for their kind."""
+    """Return the devices of `mesh`, which may be abstract; `first` is one of them."""
     is_cpu = first.platform == "cpu"
     return Devices(
         mesh=mesh,
