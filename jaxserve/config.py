@@ -227,6 +227,12 @@ class EngineConfig:
         "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
         "default: background",
     )
+    programs: Name | None = _option(
+        None,
+        "compilation",
+        "folder of programs that `jaxserve compile` has compiled for this model and kind of device: they are loaded "
+        "instead of compiled; trusted like code",
+    )
     compilation_cache_dir: str | None = _option(
         None, "compilation", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
     )

@@ -155,6 +155,7 @@ class LocalModel:
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         warmup: WarmUp = "full",
+        programs: str | None = None,
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
@@ -190,6 +191,7 @@ class LocalModel:
             quantize_activations=quantize_activations,
             max_logprobs=max_logprobs,
             warmup=warmup,
+            programs=programs,
             compilation_cache_dir=compilation_cache_dir,
         )
         # The tokenizer comes first: a directory without one fails before any weight is read.

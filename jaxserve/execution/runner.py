@@ -22,6 +22,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
 from jaxserve.execution.programs.kinds import Admit, AdmitExtras, AdmitTokens, Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.memory import memory_of_step
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.shapes import Step
@@ -122,13 +123,6 @@ class PendingStep(NamedTuple):
         return None if self.outputs.embeddings is None else np.asarray(self.outputs.embeddings)
 
 
-class _Memory(NamedTuple):
-    """Bytes that a program needs per device besides its arguments."""
-
-    made: int
-    temporary: int
-
-
 class Runner:
     """The device side of one engine.
 
@@ -174,23 +168,13 @@ class Runner:
         """Return the bytes that steps need per device besides weights and KV: slots, peers' rows, and what the largest
         step allocates, whose programs are compiled for this.
         """
-        step = self.builder.shapes.step_for(
-            self.builder.shapes.largest.bucket.num_tokens,
-            is_plain=False,
-            is_decode_only=False,
-            has_logprobs=True,
-            has_prompt_logprobs=True,
-            has_embeddings=True,
-        )
+        step = self.builder.shapes.largest_step
         programs = [program for program in step if program is not None]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            memory = dict(zip(programs, map(_memory, pool.map(self.steps.__getitem__, programs)), strict=True))
-        forward = [memory.pop(program) for program in (step.forward, step.finish) if program is not None]
-        # Logits and hidden states are there until the others have run, one after the other.
-        used = max(
-            *(program.temporary for program in forward), *(rest.temporary + rest.made for rest in memory.values())
-        )
-        return self.model.state_bytes + sum(program.made for program in forward) + used
+            compiled: dict[Program, jax.stages.Compiled] = dict(
+                zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
+            )
+        return memory_of_step(step, compiled, state_bytes=self.model.state_bytes)
 
     def set_params(self, params: Any) -> None:
         """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""
@@ -424,19 +408,13 @@ class Runner:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowering: Lowering | None, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
-        """Return the kernels to compile before a program; none if programs were found lowered, since they are found
-        compiled, too.
+        """Return the kernels to compile before a program; none if an earlier start has lowered the programs, since it
+        has compiled them too.
         """
-        if not self.model.has_kernels or (lowering is not None and not lowering.num_made):
+        if not self.model.has_kernels or (lowering is not None and lowering.were_compiled):
             return frozenset()
         return kernels_of(lowered)
 
 
 def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
     return None if logprobs is None else HostLogprobs(logprobs)
-
-
-def _memory(compiled: jax.stages.Compiled) -> _Memory:
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)

@@ -157,6 +157,11 @@ class StepBuilder:
         with self.model.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
+    def trees(self, program: Program, num_blocks: int) -> tuple[Any, Any]:
+        """Return the structures of a program's arguments, with no keyword ones, and of its results."""
+        declared = self._declare(program, num_blocks)
+        return jax.tree.structure((declared.arguments, {})), jax.tree.structure(declared.results)
+
     def _declare(self, program: Program, num_blocks: int) -> _Declaration:
         model = self.model
         state = {name: program.part(model, name, model.state(name, num_blocks)) for name in program.takes}

@@ -140,6 +140,18 @@ class StepShapes:
         """The forward pass that needs the most memory, as one program."""
         return Forward(self._mixed[-1], is_decode_only=False)
 
+    @property
+    def largest_step(self) -> Step:
+        """The step that needs the most memory, with everything that rows may ask for."""
+        return self.step_for(
+            self.largest.bucket.num_tokens,
+            is_plain=False,
+            is_decode_only=False,
+            has_logprobs=True,
+            has_prompt_logprobs=True,
+            has_embeddings=True,
+        )
+
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
         """Return what is compiled, for what, in which order; every program is in one phase.
 
