@@ -20,6 +20,9 @@ _HEADER = ("array", "shape", "dtype", "spec", "a device", "all devices", "copies
 _SMALL, _LARGE = 64, 220
 """Widths of pictures of an array, in a table and alone, in pixels."""
 
+_LABEL = 15
+"""Height of a shard that has the numbers of its devices on it, in pixels."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayGroup:
@@ -58,8 +61,9 @@ class ArrayGroup:
         ranked = sorted(range(len(self.shape)), key=lambda axis: (self._is_split(axis), self.shape[axis]))[-2:]
         axes = sorted(ranked) if len(self.shape) > 1 else [0]
         rows, columns = ([1] + [self.shape[axis] for axis in axes])[-2:]
-        height = width * min(1.0, max(0.25, rows / columns))
+        num_rows = rows // self.sharding.shard_shape(self.shape)[axes[0]] if len(axes) == 2 else 1
         has_labels = width >= _LARGE
+        height = max(width * min(1.0, max(0.25, rows / columns)), _LABEL * num_rows * has_labels)
         drawing = Drawing(width + 2, height + 2 + (18 if has_labels else 0))
         shards: dict[tuple[tuple[int, int], ...], list[int]] = collections.defaultdict(list)
         index_of = {device.id: number for number, device in enumerate(_mesh(self.sharding).devices.flat)}
@@ -71,7 +75,7 @@ class ArrayGroup:
             extent = (right - left) / columns * width, (bottom - top) / rows * height
             names = _ranges(devices)
             self._fill(drawing, x, y, extent, devices, title=f"on {names}")
-            if has_labels:
+            if has_labels and extent[1] >= _LABEL:
                 drawing.text(x + extent[0] / 2, y + extent[1] / 2 + 4, names, anchor="middle", fill="#ffffff")
         if has_labels:
             dimensions = " x ".join(f"{self.shape[axis]:,}" for axis in axes)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
+import time
 from typing import Any
 
 import jax
@@ -17,7 +19,6 @@ from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.engine import engine_of
 from jaxserve.inspect.picture import html_table, size, text_table
 from jaxserve.inspect.roofline import Roofline, Speed
-from jaxserve.inspect.timeline import timeline
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
@@ -254,12 +255,15 @@ def _measured(llm: LocalModel, *, rows: int, context: int) -> float:
         raise ConfigError("only steps of an LLM can be measured")
     prompts = [[2 + (row + position) % 97 for position in range(context)] for row in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=NUM_MEASURED, ignore_eos=True)
-    with timeline(llm) as recorded:
+    engine = engine_of(llm)
+    steps: list[tuple[float, bool]] = []
+    engine.on_plan = lambda plan: steps.append((time.perf_counter(), len(plan.rows) == rows == plan.num_tokens))
+    try:
         llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
+    finally:
+        engine.on_plan = None
     times = [
-        after.seconds - before.seconds
-        for before, after in zip(recorded.steps, recorded.steps[1:], strict=False)
-        if all(len(each.rows) == rows and each.num_tokens == rows for each in (before, after))
+        after - before for (before, is_first), (after, is_next) in itertools.pairwise(steps) if is_first and is_next
     ]
     if not times:
         raise InvalidRequest(f"the KV cache does not hold {rows} requests of {context} tokens at once", param="rows")

@@ -119,8 +119,9 @@ class Timeline:
     def _record(self, plan: StepPlan) -> None:
         """Add a step; the engine's thread calls this."""
         now = time.perf_counter()
-        running, waiting, blocks = self._engine.scheduler.snapshot(max_waiting=MAX_WAITING)
-        num_held, num_cached = sum(count > 0 for count in blocks.ref_counts), len(blocks.evictable)
+        scheduler = self._engine.scheduler
+        running, waiting, _ = scheduler.snapshot(max_waiting=MAX_WAITING)
+        stats = scheduler.stats()
         preempted = tuple(request.request_id for request in waiting if request.num_preemptions)
         self.steps.append(
             TimelineStep(
@@ -139,9 +140,9 @@ class Timeline:
                 waiting=tuple(request.request_id for request in waiting if not request.num_preemptions),
                 preempted=preempted,
                 padded_tokens=plan.padded_tokens,
-                num_held_blocks=num_held,
-                num_cached_blocks=num_cached,
-                num_free_blocks=len(blocks.ref_counts) - num_held - num_cached,
+                num_held_blocks=self._engine.runner.num_blocks - stats.num_free_blocks - stats.num_cached_blocks,
+                num_cached_blocks=stats.num_cached_blocks,
+                num_free_blocks=stats.num_free_blocks,
             )
         )
 
