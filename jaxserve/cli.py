@@ -289,10 +289,10 @@ def _run_batch(args: argparse.Namespace) -> int:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
     server_config = ServerConfig(**given(args, _BATCH_FIELDS), access_log=False)
 
+    from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
     from jaxserve.engine.frontend import Frontend, sampling_defaults
     from jaxserve.loading.builtin import resolve_names
     from jaxserve.server import batch
-    from jaxserve.server.template import served_tokenizer
     from jaxserve.tokenizer import Tokenizer
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
@@ -325,8 +325,8 @@ def _models(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
         )
+        from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
-        from jaxserve.server.choosing.choice import rows_of
 
         syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
         print(overview.needs_text(args.model, found, memory=args.memory, more=syntax))

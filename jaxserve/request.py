@@ -72,7 +72,7 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
+        convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
         given = [self.json, self.regex, self.choice, self.grammar, self.structural_tag, self.json_object or None]
         num_given = sum(field is not None for field in given)
         if num_given != 1:
@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         return without_foreign(fields)
 
     def __post_init__(self) -> None:
-        _convert_fields(self, _SAMPLING_RULES)
+        convert_fields(self, _SAMPLING_RULES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
@@ -167,13 +167,15 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+_REQUIRED = object()
 _STRUCTURED_RULES = rules(StructuredOutputs)
 _SAMPLING_RULES = rules(SamplingParams)
 
 
-def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
+def convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
     """Replace the given values of the fields by plain ones. Raises InvalidRequest, naming the field."""
-    for (name, rule), default in zip(rules.items(), owner.__struct_defaults__, strict=True):
+    required = len(rules) - len(owner.__struct_defaults__)
+    for (name, rule), default in zip(rules.items(), (_REQUIRED,) * required + owner.__struct_defaults__, strict=True):
         value = getattr(owner, name)
         if value is not default:
             msgspec.structs.force_setattr(owner, name, convert(prefix + name, value, rule))

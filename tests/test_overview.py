@@ -4,13 +4,13 @@ import json
 import pathlib
 
 import pytest
+from golden_folder import GOLDENS
 
 from jaxserve import overview
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models import get_family
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 100,

@@ -135,8 +135,11 @@ class EngineServer:
         if peer is None:
             return  # it has ended, but its last words came later
         match message:
-            case wire.Submit(requests=requests):
+            case wire.Submit(requests=requests, chunks=chunks):
                 self._submit(peer, requests)
+                for other in self._peers.values() if chunks else ():
+                    if other is not peer:
+                        other.send(wire.Placed(chunks))
             case wire.Abort(request_ids=request_ids):
                 peer.unfinished.difference_update(request_ids)
                 self._client.abort(request_ids)

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -128,8 +128,16 @@ class Child:
         self._process = process
 
     @classmethod
-    async def start(cls, name: str, module: str, settings: msgspec.Struct, *, pass_fds: Sequence[int] = ()) -> Self:
-        """Run `python -m module`, which calls `run_child`."""
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        settings: msgspec.Struct,
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Run `python -m module`, which calls `run_child`; `environment` are variables besides its parent's."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -139,7 +147,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             pass_fds=pass_fds,
             start_new_session=True,  # Ctrl-C is for the parent alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
         )
         child = cls(name, process)
         child._write(msgspec.json.encode(settings))

@@ -254,7 +254,7 @@ class _Batch:
             raise errors.exceptions[0] from None
         finally:
             self._bar.close()
-            self._state.responses.close()
+            self._state.responses.store.close()
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tiny_tokenizer
 from depths import quick_only
+from golden_folder import CLASSIFIERS
+from golden_folder import GOLDENS as MODELS
 from serving import assert_error, running
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
@@ -17,8 +19,7 @@ from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead, read_head
 from jaxserve.loading.torch_activations import identity, softmax
 
-FOLDER = pathlib.Path(__file__).parent / "classifiers"
-GOLDENS = json.loads((FOLDER / "goldens.json").read_text())
+GOLDENS = json.loads((pathlib.Path(__file__).parent / "classifiers" / "goldens.json").read_text())
 PROMPTS = GOLDENS["prompts"]
 PROBS = {
     "llama": lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True),
@@ -34,7 +35,9 @@ def tokenizer_folder(tmp_path_factory):
 
 
 def opened(name, tokenizer_folder):
-    return LLM(str(FOLDER / name), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20)
+    return LLM(
+        str(CLASSIFIERS / name), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20
+    )
 
 
 @pytest.mark.slow
@@ -42,7 +45,7 @@ def opened(name, tokenizer_folder):
 def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
     with opened(name, tokenizer_folder) as llm:
         outputs = llm.classify([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)
-        head = read_head(FOLDER / name, hidden_size=16)
+        head = read_head(CLASSIFIERS / name, hidden_size=16)
         hidden = [each.embedding for each in llm.encode([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)]
         with pytest.raises(InvalidRequest, match="no LM head: it classifies texts"):
             llm.generate("ab", SamplingParams(max_tokens=1), use_tqdm=False)
@@ -58,7 +61,7 @@ def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
 def test_an_event_loop_awaits_the_same(tokenizer_folder):
     async def classify():
         options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}
-        async with AsyncLLM(str(FOLDER / "gpt2"), **options) as llm:
+        async with AsyncLLM(str(CLASSIFIERS / "gpt2"), **options) as llm:
             return await llm.classify({"prompt_token_ids": PROMPTS[0]})
 
     output = asyncio.run(classify())
@@ -67,7 +70,7 @@ def test_an_event_loop_awaits_the_same(tokenizer_folder):
 
 
 def test_a_model_without_a_head_says_so(tokenizer_folder):
-    golden = pathlib.Path(__file__).parents[1] / "goldens" / "llama_untied"
+    golden = MODELS / "llama_untied"
     assert read_head(golden, hidden_size=32) is None
     with (
         LLM(str(golden), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20) as llm,
@@ -78,17 +81,17 @@ def test_a_model_without_a_head_says_so(tokenizer_folder):
 
 def test_a_head_that_does_not_fit_is_refused_at_start(tmp_path, tokenizer_folder):
     with pytest.raises(CheckpointError, match=r"score.weight is \[3, 16\], not \[labels, 8\]"):
-        read_head(FOLDER / "llama", hidden_size=8)
-    shutil.copytree(FOLDER / "llama", tmp_path / "model")
+        read_head(CLASSIFIERS / "llama", hidden_size=8)
+    shutil.copytree(CLASSIFIERS / "llama", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"tensors missing: score\.weight"):
         LLM(str(tmp_path / "model"), tokenizer=tokenizer_folder, progress=False)
     with pytest.raises(CheckpointError, match="has a classification head, which a store does not hold"):
-        convert(str(FOLDER / "llama"), str(tmp_path / "store"))
+        convert(str(CLASSIFIERS / "llama"), str(tmp_path / "store"))
 
 
 def test_a_head_where_the_config_names_none_is_a_tensor_too_many(tmp_path, tokenizer_folder):
-    shutil.copytree(FOLDER / "llama", tmp_path / "model")
+    shutil.copytree(CLASSIFIERS / "llama", tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     fields = json.loads(config.read_text()) | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
     config.write_text(json.dumps(fields))

@@ -365,7 +365,7 @@ def test_a_step_that_cannot_be_lowered_is_an_error_here():
 def test_workers_end_with_a_parent_that_is_killed():
     script = f"""
 import sys
-sys.path += {[str(GOLDENS.parent / "engine"), str(GOLDENS.parent)]!r}
+sys.path += {[str(path) for path in pathlib.Path(__file__).parents[:2]]!r}
 from test_lowering import SPEC, Lowering, make_builder
 if __name__ == "__main__":
     lowering = Lowering(make_builder(), folder=None, num_workers=2)

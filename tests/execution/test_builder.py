@@ -2,12 +2,11 @@
 family.
 """
 
-import pathlib
-
 import jax
 import pytest
 from depths import quick_only
 from few_sizes import every_size
+from golden_folder import GOLDENS
 from step_specs import make_spec
 
 from jaxserve.bench.workloads import LLAMA_3_8B
@@ -18,7 +17,6 @@ from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 ONE_OF_EACH = {
     load_config(path.parent)["model_type"]: path.parent.name
     for path in sorted(GOLDENS.glob("*/config.json"), reverse=True)

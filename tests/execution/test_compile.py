@@ -2,13 +2,13 @@
 
 import concurrent.futures
 import contextlib
-import pathlib
 import threading
 import time
 
 import jax
 import numpy as np
 import pytest
+from golden_folder import GOLDENS
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
@@ -19,7 +19,6 @@ from jaxserve.execution.programs.compile import CompiledSteps, enable_persistent
 from jaxserve.execution.programs.mosaic import MosaicKernel
 from jaxserve.request import EngineRequest, SamplingParams
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 

@@ -58,8 +58,6 @@ HAVE_HEAD_DIM = {
     "arcee",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
-STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
-"""Families whose checkpoints hold the gains of norms less 1."""
 GPT_NAMES = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",

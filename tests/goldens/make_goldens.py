@@ -1,20 +1,23 @@
 """Tiny random models of every family, and what transformers computes with them: the goldens of the parity tests.
 
-Runs in a Python with torch (see make.sh), not in jaxserve's. Each golden is a directory as save_pretrained writes it
-(config.json, model.safetensors) with golden.npz beside: token_ids [T], float32 logits [P, V] at `positions` [P], and
-the greedy continuation of the first `prompt_length` tokens. The seed draws dimensions, weights and tokens.
+Runs in a Python with torch (see make.sh), not in jaxserve's. Each golden is a directory with config.json, the names and
+shapes of the tensors as save_pretrained writes them (weights.json, see golden_weights.py), and golden.npz: token_ids
+[T], float32 logits [P, V] at `positions` [P], and the greedy continuation of the first `prompt_length` tokens. The seed
+draws dimensions, weights and tokens.
 """
 
 import argparse
 import json
 import pathlib
 import shutil
+import tempfile
 
 import numpy as np
 import safetensors.torch
 import torch
 import transformers
-from cases import CASES, FAMILIES, FIELD_NAMES, HAVE_HEAD_DIM, HAVE_NO_KV_HEADS, MXFP4, ROPES, SHARDED, STORED_LESS_ONE
+from cases import CASES, FAMILIES, FIELD_NAMES, HAVE_HEAD_DIM, HAVE_NO_KV_HEADS, MXFP4, ROPES, SHARDED
+from golden_weights import WEIGHTS, declared_as_json, read_declared, write_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
@@ -54,53 +57,65 @@ def draw_config(family, heads, extras, rng):
     return FAMILIES[family][0](**({names.get(name, name): value for name, value in fields.items()} | extras))
 
 
-def randomise(model, rng):
-    """Weights under which everything matters: gains that are not 1, biases that are not 0, logits of several units.
-
-    All are bfloat16 numbers, so that they can be written in half the bytes.
-    """
-    gain = 0.0 if model.config.model_type in STORED_LESS_ONE else 1.0
-    routing_biases = [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    for name, parameter in [*model.named_parameters(), *routing_biases]:
-        is_norm = "norm" in name or ".ln_" in name
-        if is_norm and name.endswith("weight"):
-            center, spread = gain, 0.3
-        elif parameter.ndim == 1:
-            center, spread = 0.0, 0.5
-        else:
-            center, spread = (
-                0.0,
-                1.0 if "embed" in name or ".wte." in name or ".wpe." in name else 1.5 * parameter.shape[-1] ** -0.5,
-            )
-        values = center + spread * rng.standard_normal(tuple(parameter.shape))
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values).bfloat16())
-
-
-@torch.no_grad()
-def draw_mxfp4(model, rng):
-    """Return random blocks and scales, by their names in files; the model gets the values that they encode."""
+def declare_mxfp4(tensors):
+    """Put the names of blocks and scales in place of the experts that they encode, transposed as files have them."""
     stored = {}
-    for name, parameter in model.named_parameters():
+    for name, (dtype, shape) in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            num_experts, num_inputs, num_outputs = parameter.shape
-            grid = (num_experts, num_outputs, num_inputs // 32)
-            blocks = torch.from_numpy(rng.integers(256, size=(*grid, 16), dtype=np.uint8))
-            scales = torch.from_numpy(rng.integers(120, 125, size=grid, dtype=np.uint8))
-            parameter.copy_(convert_moe_packed_tensors(blocks, scales))
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            num_experts, num_inputs, num_outputs = shape
+            grid = [num_experts, num_outputs, num_inputs // 32]
+            stored |= {f"{name}_blocks": ["U8", [*grid, 16]], f"{name}_scales": ["U8", grid]}
+        else:
+            stored[name] = [dtype, shape]
     return stored
 
 
-def store_mxfp4(path, stored):
-    """Put blocks and scales into a saved model, in place of the tensors that they encode."""
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
-    whole = {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in whole}
-    safetensors.torch.save_file(kept | stored, path / "model.safetensors")
-    fields = json.loads((path / "config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+def decode_mxfp4(path):
+    """Put the values of blocks and scales in place of them in a file, for transformers without its kernels."""
+    tensors = safetensors.torch.load_file(path)
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+
+
+def write_golden(model, golden, *, seed, sharded=False, mxfp4=False):
+    """Write a model's config, and the names and shapes of its tensors as files have them."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        model.bfloat16().save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+        declared = read_declared(folder)
+        fields = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    if mxfp4:
+        declared = {file: declare_mxfp4(tensors) for file, tensors in declared.items()}
+        fields["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn"],
+        }
+    golden.mkdir()
+    (golden / WEIGHTS).write_text(declared_as_json(declared, seed))
+    (golden / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def load(golden, model_class, attention="eager"):
+    """Return transformers' model of a golden, with its weights in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        write_weights(golden, folder)
+        fields = json.loads((golden / "config.json").read_text())
+        if fields.pop("quantization_config", None):
+            decode_mxfp4(folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(fields))
+        model, info = model_class.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+    if wrong := [names for kind, names in info.items() if names]:
+        raise RuntimeError(f"{golden.name}: transformers does not load what it has written: {wrong}")
+    return model.eval()
 
 
 @torch.no_grad()
@@ -123,9 +138,9 @@ def make_golden(directory, name, seed):
     family, heads, extras = CASES[name]
     rng = np.random.default_rng([seed, list(CASES).index(name)])
     config = draw_config(family, heads, extras, rng)
-    model = FAMILIES[family][1](config).float().eval()
-    randomise(model, rng)
-    stored = draw_mxfp4(model, rng) if name in MXFP4 else {}
+    model_class = FAMILIES[family][1]
+    write_golden(model_class(config), directory / name, seed=seed, sharded=name in SHARDED, mxfp4=name in MXFP4)
+    model = load(directory / name, model_class, config._attn_implementation)
     for _ in range(100):
         token_ids = rng.integers(config.vocab_size, size=SEQUENCE_LENGTH)
         greedy, margin = continue_greedily(model, token_ids[:PROMPT_LENGTH])
@@ -134,14 +149,6 @@ def make_golden(directory, name, seed):
     else:
         raise RuntimeError(f"{name}: no prompt has a clear greedy continuation")
     logits = compute_logits(model, token_ids)
-    model.bfloat16().save_pretrained(directory / name, max_shard_size="30KB" if name in SHARDED else "1GB")
-    config_json = directory / name / "config.json"
-    config_json.write_text(config_json.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
-    if stored:
-        store_mxfp4(directory / name, stored)
-    (directory / name / "generation_config.json").unlink(missing_ok=True)
-    for path in (directory / name).iterdir():
-        path.chmod(0o644)
     np.savez_compressed(
         directory / name / "golden.npz",
         token_ids=token_ids.astype(np.int32),

@@ -15,6 +15,7 @@ import tempfile
 import numpy as np
 import torch
 import transformers
+from golden_weights import write_checkpoint
 from transformers.configuration_utils import PreTrainedConfig
 from variations import DRAWN, FIELDS, GENERATION, changed, rows
 
@@ -82,10 +83,9 @@ def run(directory, token_ids, implementation):
 
 
 def vary(golden, folder):
-    """Return the outcome of each row of a golden that changes something."""
+    """Return the outcome of each row of a golden that changes something, which is tried in `folder`, which is made."""
+    write_checkpoint(golden, folder)
     fields = json.loads((golden / "config.json").read_text())
-    for path in golden.glob("model*"):
-        (folder / path.name).symlink_to(path.resolve())
     token_ids = np.load(golden / "golden.npz")["token_ids"]
     # Falcon's eager attention adds the biases of ALiBi twice.
     implementation = "sdpa" if fields["model_type"] == "falcon" else "eager"
@@ -150,9 +150,10 @@ def draw(model, changes, prompt):
     return drawn.sequences, torch.stack(drawn.scores).softmax(-1)
 
 
-def vary_generation(golden):
+def vary_generation(golden, folder):
     """Return which fields of generation_config.json change what is drawn, and which are refused as they are here."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(golden, dtype=torch.float32).eval()
+    write_checkpoint(golden, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompt = torch.from_numpy(np.load(golden / "golden.npz")["token_ids"][:12]).long()[None]
     base = draw(model, {}, prompt)
     drawn = {name: draw(model, {name: value}, prompt) for name, value in GENERATION.items()}
@@ -184,10 +185,11 @@ def main():
     read = record_reads()
     path = arguments.goldens / "variations.json"
     found = json.loads(path.read_text()) if arguments.only else {"read": [], "models": {}}
-    found["generation"] = vary_generation(arguments.goldens / MODELS[0])
+    with tempfile.TemporaryDirectory() as folder:
+        found["generation"] = vary_generation(arguments.goldens / MODELS[0], pathlib.Path(folder, "model"))
     for name in arguments.only or MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder))
+            found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder, name))
         found["read"] = sorted({*found["read"], *read} & FIELDS.keys())
         found["transformers"] = transformers.__version__
         path.write_text(as_lines(found) + "\n")

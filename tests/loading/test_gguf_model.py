@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import gguf
 import gguf_files
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_only
+from golden_folder import GOLDENS
 from golden_models import full_logits, golden_error
 from safetensors.numpy import load_file, save_file
 
@@ -20,7 +20,6 @@ from jaxserve.loading.gguf_config import ARCHITECTURES
 from jaxserve.loading.weights import load_config, load_weights
 from jaxserve.models import get_family
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 FLOAT32 = np.dtype(np.float32)
 LLAMA = {
     "model_type": "llama",

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_folder import GOLDENS
 from naive import naive_logits
 from transformers import GenerationConfig
 from variations import FIELDS, GENERATION, changed, rows
@@ -25,8 +26,7 @@ from jaxserve.loading.json_files import eos_token_ids
 from jaxserve.loading.model_types import MODEL_TYPES
 from jaxserve.models import get_family, with_context
 
-FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
-VARIATIONS = json.loads((FOLDER / "variations.json").read_text())
+VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
 
 
@@ -44,7 +44,7 @@ class Varied:
     """A golden model in a directory of its own, whose config.json is changed."""
 
     def __init__(self, name, folder):
-        self.golden, self.folder = FOLDER / name, folder
+        self.golden, self.folder = GOLDENS / name, folder
         self.fields = json.loads((self.golden / "config.json").read_text())
         self.outcomes = VARIATIONS["models"][name]
         self.rows = rows(self.fields)
@@ -75,7 +75,7 @@ def varied(request, tmp_path):
 
 
 def test_all_families_are_varied_and_all_fields_that_transformers_reads():
-    families = {json.loads((FOLDER / name / "config.json").read_text())["model_type"] for name in VARIATIONS["models"]}
+    families = {json.loads((GOLDENS / name / "config.json").read_text())["model_type"] for name in VARIATIONS["models"]}
     assert families == MODEL_TYPES
     assert {"hidden_act", "layer_types", "rope_parameters", "sliding_window"} < set(VARIATIONS["read"]) < set(FIELDS)
 

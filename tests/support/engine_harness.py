@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import numpy as np
+from golden_folder import GOLDENS
 from naive import naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
@@ -18,7 +18,6 @@ from jaxserve.models import get_family, with_context
 from jaxserve.request import EngineRequest, SamplingParams
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 GREEDY = SamplingParams(temperature=0.0)
 MAX_MODEL_LEN = 96
 

@@ -5,7 +5,6 @@ As a script it prints the worst error of every family (`make parity`).
 
 import collections
 import os
-import pathlib
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from depths import quick_only
+from golden_folder import GOLDENS as FOLDER
 from naive import naive_logits
 from paged import chunked_logits
 
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family
 
-GOLDENS = sorted(path.parent for path in (pathlib.Path(__file__).parents[1] / "goldens").glob("*/golden.npz"))
+GOLDENS = sorted(path.parent for path in FOLDER.glob("*/golden.npz"))
 ONE_OF_EACH = list({load_config(path)["model_type"]: path for path in reversed(GOLDENS)}.values())
 """The first golden of each family."""
 ONE_OF_EACH_DECODER = list({get_family(load_config(path)).layers: path for path in reversed(GOLDENS)}.values())

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_INT32, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
-from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.protocol.structured import (

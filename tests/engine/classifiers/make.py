@@ -1,12 +1,15 @@
 """Make the classifiers of this folder with transformers: run by an interpreter that has torch, as tests/goldens/make.sh
-makes one. Tiny models with random weights, and the logits of some prompts.
+makes one, with PYTHONPATH=tests/support:tests/goldens. Tiny models with random weights, and the logits of some
+prompts.
 """
 
 import json
 import pathlib
+import shutil
 
 import torch
 import transformers as hf
+from make_goldens import load, write_golden
 
 FOLDER = pathlib.Path(__file__).parent
 SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -21,11 +24,10 @@ CASES = {
 
 goldens = {}
 for name, config in CASES.items():
-    torch.manual_seed(len(name))
-    model = hf.AutoModelForSequenceClassification.from_config(config).eval()
+    model_class = hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    write_golden(model_class(config), FOLDER / name, seed=0)
+    model = load(FOLDER / name, model_class)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.3)
         goldens[name] = [model(torch.tensor([ids])).logits[0].tolist() for ids in PROMPTS]
-    model.save_pretrained(FOLDER / name)
 (FOLDER / "goldens.json").write_text(json.dumps({"prompts": PROMPTS, "logits": goldens}) + "\n")

@@ -1,0 +1,108 @@
+"""The weights of goldens, by a rule instead of in files: `weights.json` of a golden has names, dtypes and shapes.
+
+Weights are such that everything matters: gains that are not 1, biases that are not 0, logits of several units. Floats
+are bfloat16 numbers, made by exact or correctly rounded operations, so that they are the same on every machine.
+make_goldens.py imports this as the tests do, so it needs numpy only.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+
+import numpy as np
+
+WEIGHTS = "weights.json"
+"""A golden's file: the seed, and of each file of weights each tensor's dtype and shape."""
+STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
+"""Families whose checkpoints hold the gains of norms less 1."""
+INTEGERS = {"_blocks": (0, 256), "_scales": (120, 125)}
+"""Which bytes the tensors of MXFP4 have, by the ends of their names."""
+
+
+def draws(seed, name, count):
+    """Return 64 random bits for each of `count` elements of a tensor."""
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16]
+    return np.random.Philox(key=int.from_bytes(key, "little")).random_raw(count)
+
+
+def normal(seed, name, shape):
+    """Return numbers of mean 0 and variance 1: sums of four uniform ones, which no library's logarithm rounds."""
+    parts = draws(seed, name, math.prod(shape)).view(np.uint16).reshape(*shape, 4)
+    return (parts.sum(-1, dtype=np.int64) - 2 * 65535) / (65536 / math.sqrt(3))
+
+
+def as_bfloat16(values):
+    """Return the bits of the nearest bfloat16 numbers."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def center_and_spread(name, shape, gain):
+    """Return the mean and standard deviation of a tensor's values."""
+    if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
+        return gain, 0.3
+    if len(shape) == 1:
+        return 0.0, 0.5
+    if "embed" in name or ".wte." in name or ".wpe." in name:
+        return 0.0, 1.0
+    return 0.0, 1.5 / math.sqrt(shape[-1])
+
+
+def tensor_bits(name, dtype, shape, seed, gain):
+    """Return a tensor's values as the integers that a file holds."""
+    for end, (low, high) in INTEGERS.items():
+        if name.endswith(end) and dtype == "U8":
+            return (low + draws(seed, name, math.prod(shape)) % (high - low)).astype(np.uint8).reshape(shape)
+    if dtype != "BF16":
+        raise ValueError(f"{name}: there is no rule for {dtype}")
+    center, spread = center_and_spread(name, shape, gain)
+    return as_bfloat16(center + spread * normal(seed, name, shape))
+
+
+def read_declared(folder):
+    """Return what weights.json says of the files that save_pretrained has written to a folder."""
+    declared = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        declared[path.name] = {name: [tensor["dtype"], tensor["shape"]] for name, tensor in header.items()}
+    return declared
+
+
+def declared_as_json(declared, seed):
+    """Return weights.json with a line for each tensor."""
+    files = [f' "seed": {seed}']
+    for file, tensors in declared.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
+        files.append(f" {json.dumps(file)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(files) + "\n}\n"
+
+
+def write_weights(golden, folder):
+    """Write the files of a golden's weights to a folder, with an index if they are several."""
+    declared = json.loads((golden / WEIGHTS).read_text())
+    seed = f"{declared.pop('seed')}/{golden.name}"
+    gain = 0.0 if json.loads((golden / "config.json").read_text())["model_type"] in STORED_LESS_ONE else 1.0
+    for file, tensors in declared.items():
+        header, data = {"__metadata__": {"format": "pt"}}, b""
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda tensor: tensor[1][0]):  # aligned: BF16, then U8
+            bits = tensor_bits(name, dtype, shape, seed, gain).tobytes()
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(bits)]}
+            data += bits
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        (folder / file).write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+    if len(declared) > 1:
+        index = {"metadata": {}, "weight_map": {name: file for file, tensors in declared.items() for name in tensors}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_checkpoint(golden, folder):
+    """Write a golden with its weights, as a checkpoint, to `folder`, which is made."""
+    folder.mkdir(parents=True)
+    write_weights(golden, folder)
+    for path in golden.iterdir():
+        if path.name != WEIGHTS:
+            shutil.copyfile(path, folder / path.name)
