@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -118,7 +118,7 @@ class Arrays:
         self.mesh = mesh
 
     @classmethod
-    def of(cls, title: str, tree: Any, mesh: Mesh) -> Self:
+    def of(cls, title: str, tree: Any, mesh: Mesh) -> "Arrays":
         """Describe the arrays of a tree, or their shapes with shardings."""
         found: dict[Any, list[Any]] = collections.defaultdict(list)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -165,7 +165,7 @@ class Arrays:
 
     def _repr_html_(self) -> str:
         rows = [[*self._row(group), group.draw(width=_SMALL)] for group in self.groups]
-        return f"<p>{self._summary()}</p>{html_table((*_HEADER, 'who has what'), rows)}"
+        return html_table((*_HEADER, "who has what"), rows, title=self._summary())
 
     def _summary(self) -> str:
         axes = ", ".join(f"{name!r} of {count}" for name, count in self.mesh.shape.items())

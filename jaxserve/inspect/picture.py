@@ -87,11 +87,12 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str | Picture]]) -> str:
-    """Format a table as HTML; cells are texts or pictures."""
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str | Picture]], *, title: str = "") -> str:
+    """Format a table as HTML, under its title; cells are texts or pictures."""
+    above = f"<p>{html.escape(title)}</p>" if title else ""
     head = "".join(f'<th style="text-align:left">{html.escape(name)}</th>' for name in header)
     cells = ("".join(f'<td style="text-align:left">{_cell(cell)}</td>' for cell in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    return f"{above}<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _cell(cell: str | Picture) -> str:

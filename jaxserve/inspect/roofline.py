@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Speed:
     name: str = ""
 
     @classmethod
-    def measure(cls, device: Any = None) -> Self:
+    def measure(cls, device: Any = None) -> "Speed":
         """Measure a device, by default the first one: the sum of a large array, and a matrix product. Takes a second.
 
         The device must be idle. The devices that a CPU seems to have share its memory and its cores: what is measured
@@ -104,7 +104,7 @@ class Roofline:
         return f"{self._summary()}\n{text_table(_HEADER, self._rows())}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self._summary()}</p>{html_table(_HEADER, self._rows())}{self.draw().svg}"
+        return html_table(_HEADER, self._rows(), title=self._summary()) + self.draw().svg
 
     def _summary(self) -> str:
         text = f"at least {duration(self.floor)} ({self.bound}-bound) on {self.speed.name or 'such a device'}"

@@ -146,8 +146,8 @@ class StepReport:
     def _repr_html_(self) -> str:
         collectives = html_table(_COLLECTIVES, self._collective_rows()) if self.collectives else "<p>no collectives</p>"
         paths = html_table(("kernels",), [[line] for line in self.paths])
-        programs = html_table(_PROGRAMS, [program.row() for program in self.programs])
-        return f"<p><b>{self.title}</b></p>{programs}{collectives}{paths}{self.roofline._repr_html_()}"
+        programs = html_table(_PROGRAMS, [program.row() for program in self.programs], title=self.title)
+        return f"{programs}{collectives}{paths}{self.roofline._repr_html_()}"
 
     def _collective_rows(self) -> list[list[str]]:
         return [

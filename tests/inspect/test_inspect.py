@@ -158,7 +158,9 @@ def test_everything_has_a_text_and_a_picture(llm):
         llm.generate(prompt_token_ids=[[5, 6]], sampling_params=GREEDY, use_tqdm=False)
     for thing, word in ((weights, "tensor"), (step, "all-reduce"), (step.roofline, "memory-bound")):
         assert word in repr(thing)
-        assert word in thing._repr_html_()
+        html = thing._repr_html_()
+        assert word in html
+        assert xml.etree.ElementTree.fromstring(f"<div>{html}</div>") is not None
     assert "1 rows" in repr(step)
     for picture in (weights["qkv"].draw(), step.roofline.draw(), timeline.draw()):
         assert xml.etree.ElementTree.fromstring(picture.svg).tag.endswith("svg")
