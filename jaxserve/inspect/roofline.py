@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from jaxserve.inspect.picture import Drawing, Picture, duration, html_table, size, text_table
 
+MAX_BYTES = 2**28
+"""Most bytes that a measurement reads: more than caches hold, and less than an engine leaves free on a GPU."""
+
 _NUM_TRIALS = 5
 _HEADER = ("", "amount a device", "at", "takes")
 
@@ -23,21 +26,25 @@ class Speed:
     name: str = ""
 
     @classmethod
-    def measure(cls, device: Any = None) -> "Speed":
-        """Measure a device, by default the first one: the sum of a large array, and a matrix product. Takes a second.
+    def measure(cls, device: Any = None, *, num_bytes: float = MAX_BYTES) -> "Speed":
+        """Measure a device, by default the first one, by products of matrices. Takes about a second.
 
-        The device must be idle. The devices that a CPU seems to have share its memory and its cores: what is measured
-        is what one of them reaches alone.
+        What is read is a matrix of `num_bytes` bytes, at most MAX_BYTES: give the bytes of a model's weights, which may
+        be in a CPU's caches. The device must be idle. The devices that a CPU seems to have share its memory and its
+        cores: what is measured is what one of them reaches alone.
         """
         device = jax.devices()[0] if device is None else device
         is_cpu = device.platform == "cpu"
         dtype = jnp.dtype("float32" if is_cpu else "bfloat16")
-        width = 1024 if is_cpu else 8192
-        numbers = jax.device_put(jnp.ones((2**25 if is_cpu else 2**28,), jnp.float32), device)
-        matrix = jax.device_put(jnp.ones((width, width), dtype), device)
+        width = 1024 if is_cpu else 4096
+        num_rows = max(1, round(min(num_bytes, MAX_BYTES) / (width * dtype.itemsize)))
+        read, square, vector = (
+            jax.device_put(jnp.ones(shape, dtype), device) for shape in ((num_rows, width), (width, width), (width, 1))
+        )
+        product = jax.jit(jnp.matmul)
         return cls(
-            bytes_per_second=numbers.nbytes / _best(jax.jit(jnp.sum), numbers),
-            flops_per_second=2 * width**3 / _best(jax.jit(lambda x: x @ x), matrix),
+            bytes_per_second=read.nbytes / _best(product, read, vector),
+            flops_per_second=2 * width**3 / _best(product, square, square),
             name=f"{device.device_kind}, measured",
         )
 
@@ -122,12 +129,12 @@ class Roofline:
         return [*reading, ["multiply", f"{self.flops / 1e6:,.4g} MFLOP", rate, duration(self.compute_seconds)]]
 
 
-def _best(function: Callable[[Any], jax.Array], argument: jax.Array) -> float:
+def _best(function: Callable[..., jax.Array], *arguments: jax.Array) -> float:
     """Return the seconds of the shortest of some calls, after one that compiles."""
-    jax.block_until_ready(function(argument))
+    jax.block_until_ready(function(*arguments))
     times: list[float] = []
     for _ in range(_NUM_TRIALS):
         start = time.perf_counter()
-        jax.block_until_ready(function(argument))
+        jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - start)
     return min(times)

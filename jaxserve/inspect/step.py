@@ -193,15 +193,16 @@ def step(
         has_embeddings=False,
     )
     what = f"{rows} rows of {context} tokens before it" if tokens is None else f"{tokens} tokens of prompts"
+    weight_bytes = _bytes_read(runner.model.params, llm.info, num_tokens)
     return StepReport(
         title=f"a step of {what} on {llm.info.device}",
         programs=tuple(_report(runner, program) for program in found if program is not None),
         paths=tuple(runner.builder.describe_paths()),
         roofline=Roofline(
-            weight_bytes=_bytes_read(runner.model.params, llm.info, num_tokens),
+            weight_bytes=weight_bytes,
             kv_bytes=0.0 if tokens is not None else rows * llm.info.kv_bytes(context) / runner.mesh.size,
             flops=2 * _products(runner.model.params, llm.info, num_tokens, rows) / runner.mesh.size,
-            speed=speed or Speed.measure(runner.mesh.devices.flat[0]),
+            speed=speed or Speed.measure(runner.mesh.devices.flat[0], num_bytes=weight_bytes),
             measured=_measured(llm, rows=rows, context=context) if measure else None,
         ),
     )

@@ -91,6 +91,13 @@ def test_the_roofline_counts_what_a_device_reads_and_multiplies(llm):
     assert roofline.fraction is None
 
 
+def test_the_speed_of_a_device_is_measured():
+    for num_bytes in (1, 2**20):
+        speed = Speed.measure(jax.devices()[1], num_bytes=num_bytes)
+        assert speed.bytes_per_second > 0
+        assert speed.flops_per_second > 0
+
+
 def test_a_step_is_measured_by_requests(llm):
     roofline = inspect.step(llm, rows=2, context=8, speed=SPEED, measure=True).roofline
     assert roofline.measured > 0
