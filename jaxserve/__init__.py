@@ -11,7 +11,7 @@ _EXPORTS = {
     "AsyncLLM": "jaxserve.async_llm",
     "LLM": "jaxserve.llm",
     "generate": "jaxserve.llm",
-    "BeamSearchParams": "jaxserve.engine.beam_search",
+    "BeamSearchParams": "jaxserve.request",
     "SamplingParams": "jaxserve.request",
     "StructuredOutputs": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
@@ -30,9 +30,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from jaxserve.async_llm import AsyncLLM
-    from jaxserve.engine.beam_search import BeamSearchParams
     from jaxserve.llm import LLM, generate
-    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
+    from jaxserve.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Unpack
 
-from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, run_beams_async
+from jaxserve.engine.beam_search import BeamSearchOutput, run_beams_async
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt
 from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, optional_flag
-from jaxserve.request import Pooling, RequestOutput, SamplingParams
+from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
 
 
 class AsyncLLM(LocalModel):

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from jaxserve.config import DEFAULT_MODEL
-from jaxserve.engine.beam_search import BeamSearchOutput, BeamSearchParams, run_beams
+from jaxserve.engine.beam_search import BeamSearchOutput, run_beams
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
@@ -28,7 +28,7 @@ from jaxserve.local_model import (
     optional_flag,
 )
 from jaxserve.progress import Progress
-from jaxserve.request import Pooling, RequestOutput, SamplingParams
+from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
 from jaxserve.values import convert, rule
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from jaxserve.config import (
     WarmUp,
     convert_option,
 )
-from jaxserve.engine.beam_search import BeamSearch, BeamSearchParams, prepare_beams
+from jaxserve.engine.beam_search import BeamSearch, prepare_beams
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import (
     NO_HEAD,
@@ -42,7 +42,7 @@ from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.sentence_transformers import Embedder
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, BeamSearchParams, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import check_names, convert, rule, unknown_names
 
@@ -147,6 +147,7 @@ class LocalModel:
         max_num_waiting: int | None = None,
         scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         scheduler: Literal["continuous", "static"] = "continuous",
+        speculative_config: dict[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
@@ -181,6 +182,7 @@ class LocalModel:
             max_num_waiting=max_num_waiting,
             scheduling_policy=scheduling_policy,
             scheduler=scheduler,
+            speculative_config=speculative_config,
             tensor_parallel_size=tensor_parallel_size,
             kernels=kernels,
             overlap=overlap,

@@ -24,6 +24,7 @@ from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activations, with_schemes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
+from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.models.family import Family
@@ -68,8 +69,16 @@ _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: 
 
 
 def families() -> list[dict[str, str]]:
-    """Return a row per family: its `model_type`, the checkpoints that it serves, and the features of its config."""
-    return [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
+    """Return a row per family: its `model_type`, the checkpoints that it serves, and the features of its config. Model
+    types of which the text alone is served come last.
+    """
+    rows = [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
+    return rows + [
+        {"model_type": name}
+        | dict.fromkeys(_ABSENT, "")
+        | {"serves": f"text only, by {wrapper.family} or as {wrapper.key} says"}
+        for name, wrapper in WRAPPERS.items()
+    ]
 
 
 def _features(family: Family) -> dict[str, str]:
@@ -167,7 +176,7 @@ def needs(
     num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
     steps = _steps(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh)
     return Needs(
-        model_type=fields["model_type"],
+        model_type=_model_type(fields),
         layers=_layers(kv_specs),
         positions=_positions(config),
         is_tied="lm_head" not in specs,
@@ -193,6 +202,12 @@ def needs(
         paths=tuple(steps.describe_paths()),
         programs=tuple(map(str, steps.order())),
     )
+
+
+def _model_type(fields: dict[str, Any]) -> str:
+    """Return the model type, and that of the whole model if only its text is served."""
+    own, whole = fields["model_type"], fields.get(TEXT_OF)
+    return own if whole is None else f"{whole}, text only, by {own}"
 
 
 def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: AbstractMesh) -> Params:

@@ -72,7 +72,7 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
+        _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
         given = [self.json, self.regex, self.choice, self.grammar, self.structural_tag, self.json_object or None]
         num_given = sum(field is not None for field in given)
         if num_given != 1:
@@ -92,7 +92,8 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
     than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
     ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
-    whatever else is in the batch.
+    whatever else is in the batch. `speculative_decoding=False` has no drafts verified for this request, if the engine
+    has some: that changes when tokens come, not which.
 
     Numbers, flags and lists may be those of NumPy. Fields of vLLM that are not here are taken if they ask for nothing.
     Raises InvalidRequest, naming the field, when a value is of a wrong type or out
@@ -129,6 +130,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    speculative_decoding: bool = True
 
     @classmethod
     def accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         return without_foreign(fields)
 
     def __post_init__(self) -> None:
-        convert_fields(self, _SAMPLING_RULES)
+        _convert_fields(self, _SAMPLING_RULES)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
@@ -167,12 +169,37 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+class BeamSearchParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True):
+    """How beams are searched.
+
+    `beam_width` sequences are kept. A finished one is scored by its log probability divided by its number of tokens to
+    the power of `length_penalty`. With `early_stopping` True a search ends when `beam_width` sequences have finished;
+    with False, when no beam would have a better score if it ended now; with "never", when none can reach a better
+    one within `max_tokens`. None for `max_tokens` means up to the context length. `temperature` is there for vLLM's
+    sake and must be 0. `include_stop_str_in_output` keeps the token that ended a sequence.
+
+    Raises InvalidRequest, naming the field, for a wrong value, TypeError for an unknown field.
+    """
+
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)] | None = 16
+    ignore_eos: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=0.0)] = 0.0
+    length_penalty: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, _BEAM_RULES)
+
+
 _REQUIRED = object()
 _STRUCTURED_RULES = rules(StructuredOutputs)
 _SAMPLING_RULES = rules(SamplingParams)
+_BEAM_RULES = rules(BeamSearchParams)
 
 
-def convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
+def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
     """Replace the given values of the fields by plain ones. Raises InvalidRequest, naming the field."""
     required = len(rules) - len(owner.__struct_defaults__)
     for (name, rule), default in zip(rules.items(), (_REQUIRED,) * required + owner.__struct_defaults__, strict=True):
@@ -208,6 +235,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     pooling: Pooling | None = None
     arrival_time: float = msgspec.field(default_factory=time.monotonic)
+
+    @property
+    def may_take_drafts(self) -> bool:
+        """True if several of its tokens can be drawn in one step, because what a draw depends on besides the logits
+        does not change with each token, and if its caller allows it.
+        """
+        if self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling:
+            return False
+        return self.params.speculative_decoding
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -297,10 +333,12 @@ class Request:
     Invariants (checked by `Scheduler.check_integrity`):
 
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
-      device, or will be by a step in flight, and `num_tokens` counts both.
-    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each KV group has a
-      block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the first
-      `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
+      device, or will be by a step in flight, and `num_tokens` counts both. Each of the `num_pending_drafts` in flight
+      that is accepted makes the sequence one token longer than that.
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight; for that of accepted
+      drafts, too. Each KV group has a block table that covers these positions and those of all drafts in flight:
+      ceil(num_computed_tokens / block_size) ids if there have been no drafts, and a few more if some were rejected. The
+      first `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
     - `slot` is -1 unless RUNNING.
     """
 
@@ -315,6 +353,7 @@ class Request:
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_pending",
+        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -323,11 +362,13 @@ class Request:
         "request_id",
         "slot",
         "status",
+        "takes_drafts",
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1):
+    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1, takes_drafts: bool = False):
         self.request = request
+        self.takes_drafts = takes_drafts  # whether its rows may verify drafts
         self.request_id = request.request_id
         self.priority = request.priority
         self.arrival = arrival  # submission order, which breaks ties in priority
@@ -335,6 +376,7 @@ class Request:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_pending = 0
+        self.num_pending_drafts = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
@@ -349,7 +391,9 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the sequence, including those that only the device knows yet."""
+        """Number of tokens of the sequence, including those that only the device knows yet; the least it can be while
+        drafts are in flight.
+        """
         return len(self.token_ids) + self.num_pending
 
     @property

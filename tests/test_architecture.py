@@ -18,7 +18,7 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request values"
+PLAIN = "errors config request speculation values"
 
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "inspect": f"{PLAIN} local_model llm engine execution scheduling layers",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
-    "jaxserve": "llm async_llm request engine",  # BeamSearchParams
+    "jaxserve": "llm async_llm request",
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
     "arguments": "vllm_flags",
@@ -64,7 +64,8 @@ MAY_IMPORT = {
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors unsupported values",
-    "config": "errors request values",
+    "config": "errors request speculation values",
+    "speculation": "errors",
     "values": "errors",
     "cpus": "",
     "interrupts": "",
@@ -159,6 +160,7 @@ NO_JAX = (
     "jaxserve.loading.json_files",
     "jaxserve.loading.mistral_pattern",
     "jaxserve.loading.model_types",
+    "jaxserve.loading.multimodal",
     "jaxserve.loading.overrides",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
@@ -175,6 +177,7 @@ NO_JAX = (
     *(f"jaxserve.quantization.{name}" for name in QUANTIZATION),
     "jaxserve.request",
     "jaxserve.scheduling",
+    "jaxserve.speculation",
     "jaxserve.server",
     "jaxserve.structured",
     "jaxserve.token_pieces",
@@ -193,6 +196,7 @@ MAY_START_AN_ENGINE = {
     "jaxserve.engine.early": {"jax"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},
+    "jaxserve.bench.speculation": {"jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},

@@ -10,44 +10,14 @@ import contextlib
 import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.request import MAX_INT32, MAX_N, FinishReason, RequestOutput, SamplingParams, convert_fields
-from jaxserve.values import FieldNames, rules
-
-EarlyStopping = bool | Literal["never"]
-
-
-class BeamSearchParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True):
-    """How beams are searched.
-
-    `beam_width` sequences are kept. A finished one is scored by its log probability divided by its number of tokens to
-    the power of `length_penalty`. With `early_stopping` True a search ends when `beam_width` sequences have finished;
-    with False, when no beam would have a better score if it ended now; with "never", when none can reach a better
-    one within `max_tokens`. None for `max_tokens` means up to the context length. `temperature` is there for vLLM's
-    sake and must be 0. `include_stop_str_in_output` keeps the token that ended a sequence.
-
-    Raises InvalidRequest, naming the field, for a wrong value, TypeError for an unknown field.
-    """
-
-    beam_width: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)] | None = 16
-    ignore_eos: bool = False
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=0.0)] = 0.0
-    length_penalty: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)] = 1.0
-    early_stopping: EarlyStopping = False
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        convert_fields(self, _RULES)
-
-
-_RULES = rules(BeamSearchParams)
+from jaxserve.request import BeamSearchParams, EngineOutput, FinishReason, RequestOutput, SamplingParams
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
@@ -82,14 +52,15 @@ class _Beam:
 
 
 class BeamSearch:
-    """The search for one prompt. `run_beams` and `run_beams_async` go through its steps.
+    """The search for one prompt. `run_beams` and `run_beams_async` go through its steps, `result` or `outputs` is what
+    has been found.
 
     `step` returns the groups to run, None at the end; `advance` takes them when they have finished.
     """
 
     def __init__(self, frontend: Frontend, prompt: RequestGroup, params: BeamSearchParams):
-        """`prompt` is a prepared group of the prompt, which is not run itself; its max_tokens is the search's limit."""
-        (request,) = prompt.requests
+        """`prompt` is a prepared group, which is not run itself: it says what ends a sequence, max_tokens included."""
+        request = prompt.requests[0]
         self._frontend, self._prompt, self._params = frontend, prompt, params
         self._stop_token_ids = request.stop_token_ids
         self._max_tokens = request.max_tokens
@@ -102,7 +73,7 @@ class BeamSearch:
         """Return a group of one token for each beam, or None if the search has ended."""
         if not self._running:
             return None
-        (request,) = self._prompt.requests
+        request = self._prompt.requests[0]
         params = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, detokenize=False, logprobs=self._num_candidates
         )
@@ -146,6 +117,23 @@ class BeamSearch:
             sequences=[self._sequence(score, beam) for score, beam in self._finished],
             num_cached_tokens=self._num_cached_tokens,
         )
+
+    def outputs(self) -> list[EngineOutput]:
+        """Return what has been found as outputs of the prompt's requests, the best sequence of the first one."""
+        outputs = []
+        for index, request in enumerate(self._prompt.requests):
+            found = list(self._finished[index][1].token_ids) if index < len(self._finished) else []
+            stopped = bool(found) and found[-1] in self._stop_token_ids
+            outputs.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=found,
+                    finish_reason="stop" if stopped else "length",
+                    stop_reason=found[-1] if stopped else None,
+                    num_cached_tokens=self._num_cached_tokens,
+                )
+            )
+        return outputs
 
     @property
     def _num_candidates(self) -> int:
@@ -198,14 +186,19 @@ def prepare_beams(
         SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos, temperature=0.0, seed=0),
         **options,
     )
-    needed, available = params.beam_width + len(group.requests[0].stop_token_ids), frontend.client.info.max_logprobs
+    check_width(frontend, group, params, field="beam_width")
+    return BeamSearch(frontend, group, params)
+
+
+def check_width(frontend: Frontend, prompt: RequestGroup, params: BeamSearchParams, *, field: str) -> None:
+    """Raise InvalidRequest, naming the field, for more beams than the engine has log probabilities for."""
+    needed, available = params.beam_width + len(prompt.requests[0].stop_token_ids), frontend.client.info.max_logprobs
     if 0 <= available < min(needed, frontend.client.info.vocab_size):
         raise InvalidRequest(
-            f"beam_width {params.beam_width} needs the log probabilities of {needed} tokens, and {available} are "
+            f"{field} {params.beam_width} needs the log probabilities of {needed} tokens, and {available} are "
             "allowed here (max_logprobs of the engine)",
-            param="beam_width",
+            param=field,
         )
-    return BeamSearch(frontend, group, params)
 
 
 def run_beams(frontend: Frontend, searches: Sequence[BeamSearch]) -> None:

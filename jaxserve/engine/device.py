@@ -14,7 +14,7 @@ from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND
 from jaxserve.engine.early import limit_memory
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
 from pallas_kernels.peers import can_reach_each_other
 
@@ -25,6 +25,14 @@ SM90 = "9.0"
 
 FIRST_WITH_BFLOAT16 = 8.0
 """Compute capability of Ampere GPUs. On those before, such as T4, XLA computes bfloat16 in float32."""
+
+MAX_DRAFTING_ROWS = 64
+"""Rows of a step up to which drafts are verified on a GPU, unless the options say so: up to some 64 rows a step is
+bound by reading the weights, and further tokens cost little.
+"""
+
+MAX_DRAFTING_ROWS_ON_CPU = 4
+"""Rows of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer rows."""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 
@@ -42,6 +50,11 @@ class Devices(NamedTuple):
     def is_cpu(self) -> bool:
         """True if the devices are the host itself."""
         return self.platform == "cpu"
+
+    @property
+    def max_drafting_rows(self) -> int:
+        """Rows of a step up to which it verifies drafts, unless the options say so."""
+        return MAX_DRAFTING_ROWS_ON_CPU if self.is_cpu else MAX_DRAFTING_ROWS
 
     @property
     def first(self) -> Any:

@@ -114,6 +114,7 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         has_peers=kernels != "xla" and reaches_peers(mesh),
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
+        speculation=config.speculation and config.speculation.up_to(devices.max_drafting_rows),
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
@@ -285,6 +286,7 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
         max_model_len=info.max_model_len,
         policy=config.scheduling_policy,
         windows=builder.model.layout.windows,
+        drafts=() if builder.spec.speculation is None else builder.spec.speculation.drafts_by_rows,
         has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(

@@ -20,19 +20,19 @@ from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
-from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Begin, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Admit, AdmitExtras, AdmitTokens, Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
-from jaxserve.execution.step import CORRUPTED, Drawn
+from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
 from jaxserve.layers.peers import allocate_peers
-from jaxserve.request import Request, TokenLogprobs
+from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import pack_extras
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 _LAUNCHING = threading.Lock()
 """Held while a program of several devices is launched. The devices wait for each other in such programs (see
@@ -69,8 +69,10 @@ class StepOutputs(NamedTuple):
     requested.
     """
 
-    token_ids: Int[Array, " R"]
+    token_ids: Int[Array, "R columns"]
+    """See `Drawn`."""
     logprobs: Logprobs | None
+    """One entry for each column of each row."""
     prompt_logprobs: Logprobs | None
     """One entry per token of the step: the log probability of the prompt token that follows it."""
     embeddings: Float[Array, "R E"] | None
@@ -82,16 +84,33 @@ class PendingStep(NamedTuple):
     plan: StepPlan
     outputs: StepOutputs
 
-    def token_ids(self) -> list[int]:
-        """Return the sampled token of each row; undefined for a corrupted row."""
-        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)].tolist()
+    def token_ids(self) -> list[list[int]]:
+        """Return the sampled tokens of each row; undefined for a corrupted row."""
+        token_ids = self._token_ids().tolist()
+        if self.num_columns > 1:
+            token_ids = [row[: row.index(NOTHING)] if row[-1] == NOTHING else row for row in token_ids]
+        return token_ids
 
     def is_corrupted(self) -> list[bool]:
-        """Return for each row whether its logits contained NaN."""
-        return (np.asarray(self.outputs.token_ids)[: len(self.plan.rows)] == CORRUPTED).tolist()
+        """Return for each row whether logits that it drew from contained NaN."""
+        return (self._token_ids() == CORRUPTED).any(axis=1).tolist()
+
+    def _token_ids(self) -> np.ndarray:
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), : self.num_columns]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of tokens that a row may draw; of entries in `logprobs` for each."""
+        return max(1, self.outputs.token_ids.shape[1] - 1)
+
+    def num_drafts(self) -> list[int]:
+        """Return how many drafts each row has verified."""
+        if self.num_columns == 1:
+            return [0] * len(self.plan.rows)
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), -1].tolist()
 
     def logprobs(self) -> HostLogprobs | None:
-        """Return the log probabilities, one entry per row, if some row requested them."""
+        """Return the log probabilities, `num_columns` entries per row, if some row requested them."""
         return _on_host(self.outputs.logprobs)
 
     def prompt_logprobs(self) -> HostLogprobs | None:
@@ -292,9 +311,9 @@ class Runner:
         does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
-        for request in plan.admitted:
-            self._features[request.slot] = features(request.request)
-            self._may_want_prompt_logprobs[request.slot] = request.request.params.prompt_logprobs is not None
+        for row in plan.admitted:
+            self._features[row.slot] = features(row.request.request)
+            self._may_want_prompt_logprobs[row.slot] = row.request.request.params.prompt_logprobs is not None
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
@@ -333,6 +352,7 @@ class Runner:
             max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
             is_decode_only=plan.num_decode_rows == len(plan.rows),
+            num_columns=1 + max(row.num_drafts for row in plan.rows) if self.model.drafting is not None else 0,
             has_logprobs=bool(needed & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
             has_embeddings=bool(needed & Feature.POOLING),
@@ -372,25 +392,29 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
+    def _admit(self, rows: Sequence[Row], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
         """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
         those.
         """
         carried = forward.carries_admissions(self.model)
-        rest = requests[ADMISSION_ROWS:] if carried else requests
+        rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
             self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
-        for request in requests:
+        for request, slot, *_ in rows:
+            if self.model.drafting is not None:
+                known = np.zeros(self.model.max_model_len, np.int32)
+                known[: len(request.token_ids)] = request.token_ids
+                self._run(AdmitTokens(), np.int32(slot), known)
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
-                self._run(AdmitExtras(), np.int32(request.slot), extras)
+                self._run(AdmitExtras(), np.int32(slot), extras)
         if not carried:
             return ()
-        if not requests:  # the block tables of eight rows may take megabytes
+        if not rows:  # the block tables of eight rows may take megabytes
             return (self._no_admissions,)
-        return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
+        return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
         program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)

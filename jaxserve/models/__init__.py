@@ -4,13 +4,9 @@ A module of a family declares what is its own and ends with its `FAMILY`; `famil
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params
-from jaxserve.layers.path_table import Ends
-from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.causality import check_causal
@@ -22,6 +18,8 @@ from jaxserve.models import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5_moe,
     exaone4,
     falcon,
     gemma,
@@ -29,16 +27,23 @@ from jaxserve.models import (
     gemma3,
     glm,
     glm4,
+    glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
     gpt_oss,
     gptj,
     granite,
+    granitemoe,
+    hy_v3,
+    kimi_k2,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
     olmo3,
+    olmoe,
     opt,
     phi,
     phi3,
@@ -46,6 +51,7 @@ from jaxserve.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_vl_moe,
     smollm3,
     stablelm,
     starcoder2,
@@ -59,6 +65,8 @@ FAMILIES: dict[str, Family] = {
     "cohere2": cohere2.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "dots1": dots1.FAMILY,
+    "ernie4_5_moe": ernie4_5_moe.FAMILY,
     "exaone4": exaone4.FAMILY,
     "falcon": falcon.FAMILY,
     "gemma": gemma.FAMILY,
@@ -66,17 +74,24 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": gemma3.FAMILY,
     "glm": glm.FAMILY,
     "glm4": glm4.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "gpt2": gpt2.FAMILY,
     "gpt_neox": gpt_neox.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "gptj": gptj.FAMILY,
     "granite": granite.FAMILY,
+    "granitemoe": granitemoe.FAMILY,
+    "hy_v3": hy_v3.FAMILY,
+    "kimi_k2": kimi_k2.FAMILY,
     "llama": llama.FAMILY,
+    "minimax_m2": minimax_m2.FAMILY,
     "ministral": mistral.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmo2": olmo2.FAMILY,
     "olmo3": olmo3.FAMILY,
+    "olmoe": olmoe.FAMILY,
     "opt": opt.FAMILY,
     "phi": phi.FAMILY,
     "phi3": phi3.FAMILY,
@@ -84,6 +99,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_vl_moe_text": qwen3_vl_moe.FAMILY,
     "smollm3": smollm3.FAMILY,
     "stablelm": stablelm.FAMILY,
     "starcoder2": starcoder2.FAMILY,
@@ -100,19 +116,6 @@ def get_family(hf_config: dict[str, Any]) -> Family:
     if (model_type := hf_config.get("model_type")) is not None:
         return FAMILIES[model_type]
     raise CheckpointError("config.json: there is no model_type; `jaxserve models` lists the known ones")
-
-
-def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Ends]:
-    """Return the layers of a family's model, and what is below and above them, from which kernels are chosen.
-
-    `params` and `caches` are the weights and LayerCaches, or their shapes.
-    """
-    shapes = [
-        LayerShape(layer=layer, weights=weights, cache=cache)
-        for layer, weights, cache in zip(family.layers(config), params["layers"], caches, strict=True)
-    ]
-    table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return shapes, Ends(params["embed"], table, has_head_bias="lm_head_bias" in params)
 
 
 def max_context(config: Any) -> int:

@@ -16,11 +16,12 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.server.generation.beams import beam_params, for_beams, set_beams
 from jaxserve.server.generation.grammars import Grammars
 from jaxserve.server.generation.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.generation.running import Runner, UsageCounter
 from jaxserve.server.generation.served_model import ServedModel
-from jaxserve.server.generation.template import render_chat, thinks_first
+from jaxserve.server.generation.template import may_think, render_chat, thinks_first
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -118,7 +119,10 @@ def _prepare(
         max_tokens=defaults.get("max_tokens") if body.token_limit is None else body.token_limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        vocab_size=model.frontend.client.info.vocab_size,
     )
+    if (beams := beam_params(body)) is not None:
+        params = for_beams(params)
     text = render_chat(model.frontend.tokenizer, model.message_style, body)
     model.check_text_length(text, may_exceed=body.truncate_prompt_tokens is not None)
     grammar = model.syntax.forcing.grammar(
@@ -128,9 +132,12 @@ def _prepare(
         is_parallel=_is_parallel(body),
         answer=answer,
         budget=_budget(model, body),
+        may_think=may_think(model.frontend.tokenizer, body, prompt=text, syntax=model.syntax),
         continues_message=bool(body.continue_final_message),
     )
-    return model.frontend.prepare(
+    if beams is not None and grammar:
+        raise InvalidRequest("use_beam_search follows no grammar, and this answer has one", param="use_beam_search")
+    group = model.frontend.prepare(
         text,
         params,
         request_id=request_id,
@@ -143,6 +150,7 @@ def _prepare(
         grammar=grammar,
         visible_special_tokens=model.syntax.visible_special_tokens(_read_tools(model, body)),
     )
+    return set_beams(model.frontend, group, beams)
 
 
 def _callable_tools(model: ServedModel, body: ChatRequest) -> list[Tool]:

@@ -17,6 +17,7 @@ from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest, QueueFull, RequestFailed, RequestTimeout
 from jaxserve.metrics import Metrics, SequenceTimer
 from jaxserve.request import RequestOutput
+from jaxserve.server.generation.beams import run_groups
 from jaxserve.server.protocol.common import StreamOptions
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.protocol.usage import Usage, usage
@@ -96,7 +97,7 @@ class Runner:
 
             try:
                 async with asyncio.timeout(self.request_timeout):
-                    await self.frontend.run(groups, observed)
+                    await run_groups(self.frontend, groups, observed)
             except TimeoutError:
                 raise RequestTimeout(f"the request took longer than {self.request_timeout:g} s") from None
             except InvalidRequest as error:

@@ -13,6 +13,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.server.generation.beams import beam_params, for_beams, set_beams
 from jaxserve.server.generation.logprobs import Candidates, CompletionLogprobsBuilder, shown
 from jaxserve.server.generation.reading import unique
 from jaxserve.server.generation.running import Runner, UsageCounter, while_wanted_by_client
@@ -82,7 +83,10 @@ def _checked(
         max_tokens=body.output_limit,
         logprobs=body.logprobs,
         prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
+        vocab_size=model.frontend.client.info.vocab_size,
     )
+    if (beams := beam_params(body)) is not None:
+        params = for_beams(params)
     groups = []
     for index, prompt in enumerate(while_wanted_by_client(prompts, gone)):
         if isinstance(prompt, str):
@@ -103,7 +107,7 @@ def _checked(
             group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
         elif body.echo and body.truncate_prompt_tokens is not None:
             group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids)
-        groups.append(group)
+        groups.append(set_beams(model.frontend, group, beams))
     return groups
 
 

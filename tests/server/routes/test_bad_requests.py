@@ -118,7 +118,7 @@ BAD_FOR_BOTH = [
     ({"structured_outputs": {"json": {"$ref": "http://localhost/x"}}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": False}}, "structured_outputs.json"),
     ({"guided_json": {"type": "object"}}, "guided_json"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
     ({"logits_processors": ["os.system"]}, "logits_processors"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"max_tokens": 600}, "max_tokens"),
