@@ -81,7 +81,9 @@ class TimelineStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestSummary:
-    """What a recording has of one request: steps are numbers of `Timeline.steps`."""
+    """What a recording has of one request: steps are numbers of `Timeline.steps`. A step that verifies drafts counts as
+    one output token, however many it accepts.
+    """
 
     request_id: str
     first_step: int
@@ -119,6 +121,7 @@ class Timeline:
     def _record(self, plan: StepPlan) -> None:
         """Add a step; the engine's thread calls this."""
         now = time.perf_counter()
+        admitted = {row.slot for row in plan.admitted}
         scheduler = self._engine.scheduler
         running, waiting, _ = scheduler.snapshot(max_waiting=MAX_WAITING)
         stats = scheduler.stats()
@@ -132,7 +135,7 @@ class Timeline:
                         row.start,
                         row.num_tokens,
                         row.samples,
-                        row.start if row.request in plan.admitted else 0,
+                        row.start if row.slot in admitted else 0,
                     )
                     for row in plan.rows
                 ),
