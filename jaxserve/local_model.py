@@ -235,24 +235,25 @@ class LocalModel:
     @property
     def info(self) -> EngineInfo:
         """The engine's sizes, as chosen at start-up."""
-        return self._client.info
+        return self.client.info
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters: blocks, prefix hits, preemptions, steps."""
-        return self._client.stats()
+        return self.client.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes. Returns false, and does nothing, while a request runs."""
-        return self._client.reset_prefix_cache()
+        return self.client.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
-        self._client.close()
+        self.client.close()
         self._frontend.grammars.close()
         self._finalizer.detach()
 
     @property
-    def _client(self) -> EngineClient:
+    def client(self) -> EngineClient:
+        """The engine's client: what takes requests of token ids."""
         return self._frontend.client
 
     def _render(self, messages: Sequence[Message], options: ChatOptions) -> PromptDict:

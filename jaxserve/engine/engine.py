@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
-from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
 from jaxserve.structured.matchers import Matchers, refusal
 
@@ -44,6 +45,8 @@ class Engine:
         """
         self.scheduler = scheduler
         self.runner = runner
+        self.on_plan: Callable[[StepPlan], object] | None = None
+        """Called with the plan of each step once it is started, by the thread that owns the engine."""
         self._matchers = matchers
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
@@ -127,6 +130,8 @@ class Engine:
             outputs += [self._refuse(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
+            if self.on_plan is not None:
+                self.on_plan(plan)
         while self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._finish(self._in_flight.popleft())
         spent = time.perf_counter() - start

@@ -127,9 +127,14 @@ class StepBuilder:
 
         Raises NotImplementedError for what a kernel does not support.
         """
+        with self.model.on_mesh():
+            return self.trace(program, num_blocks).lower()
+
+    def trace(self, program: Program, num_blocks: int) -> jax.stages.Traced:
+        """Trace a program: the first half of `lower`."""
         declared = self._declare(program, num_blocks)
         with self.model.on_mesh():
-            return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
+            return jax.jit(declared.function, donate_argnums=declared.donated).trace(*declared.arguments)
 
     def export(self, program: Program, num_blocks: int) -> bytes:
         """Return the lowered program as bytes, for `lower_exported` in another process of the same version."""
