@@ -22,6 +22,7 @@ from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, KVCacheDType, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
+from jaxserve.planning.commands import add_compile, add_plan, run_compile, run_plan
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ _GENERATE_TOKENS = 256  # the API's default of 16 would look like a bug at a ter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 (an error, printed as one line), 2 (usage) or 130 (Ctrl-C)."""
+    """Run one command. Returns its exit code: 0, 1 (an error, printed as one line), 2 (usage), 130 (Ctrl-C), or a
+    code of its own that its help tells.
+    """
     try:
         with interrupts.of_command():
             return _run(argv)
@@ -141,16 +144,22 @@ def _parser() -> Parser:
     # fmt: off
     for name, usage, summary, run, add_flags in (
         ("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", _serve, _add_serve),
-        ("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)",
+        ("run-batch", "-i FILE -o FILE [options]",
+         "answer a file of requests (OpenAI's batch format); ends with 3 if lines were refused",
          _run_batch, _add_run_batch),
         ("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", _generate, _add_generate),
         ("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat, _add_chat),
         ("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits",
          _models, _add_models),
+        ("plan", "[MODEL] --device GPU [options]",
+         "what a model takes of a GPU that is not there, and how fast it will be", run_plan, add_plan),
         ("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message",
          _parse, _add_parse),
         ("convert", "SRC DST [options]", "write a model directory whose weights need no conversion",
          _convert, _add_convert),
+        ("compile", "[MODEL] --device GPU -o FOLDER [options]",
+         "compile an engine's programs for a GPU that is not there, for serve --programs FOLDER",
+         run_compile, add_compile),
         ("bench", "BENCHMARK [options]", "measure the engine", None, add_bench_commands),
         ("completion", "SHELL", "print a script that completes commands and flags in a shell",
          _completion, _add_completion),
@@ -297,7 +306,10 @@ def _run_batch(args: argparse.Namespace) -> int:
     from jaxserve.tokenizer import Tokenizer
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
-    batch.check_input(source)  # before a model is loaded
+    wanted = batch.check_input(source)  # before a model is loaded
+    if not wanted.num_lines:
+        batch.open_output(destination, wanted, source=source, overwrite=args.overwrite).file.close()
+        return batch.tell(batch.Summary(0, 0, 0), destination)
     names = server_config.served_model_name or (config.model,)
     server_config = dataclasses.replace(server_config, served_model_name=names)
     config = resolve_names(config)

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from jaxserve.chat_template import render
+from jaxserve.chat_template import render, with_parts
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.affixes import read_affixes
 from jaxserve.loading.gguf_tokenizer import read_tokenizer
@@ -226,6 +226,11 @@ class Tokenizer:
                 raise ConfigError(f"chat_template, line {cause.lineno}: {cause.message}") from cause
         return changed
 
+    @property
+    def template_defaults(self) -> Mapping[str, Any]:
+        """Variables of the chat template that a request may replace."""
+        return self._template_defaults
+
     def with_template_defaults(self, variables: Mapping[str, Any]) -> "Tokenizer":
         """Return a tokenizer whose chat template has these variables, unless they are given. Raises ConfigError."""
         if clash := _NOT_TEMPLATE_VARIABLES & variables.keys():
@@ -264,9 +269,10 @@ class Tokenizer:
                 f"not a variable of a chat template: {', '.join(sorted(clash))}", param="chat_template_kwargs"
             )
         try:
+            template = self._template(chat_template, has_tools=tools is not None)
             return render(
-                self._template(chat_template, has_tools=tools is not None),
-                [dict(message) for message in messages],
+                template,
+                with_parts(template, messages),
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -100,6 +100,11 @@ class LocalEngineClient(EngineClient):
         xla_clients = tuple(jax.extend.backend.backends().values())
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self), xla_clients))
 
+    @property
+    def engine(self) -> Engine:
+        """The engine. Its thread runs it: others may read what does not change, and set `on_plan`."""
+        return self._engine
+
     @classmethod
     def start(
         cls,
@@ -239,7 +244,7 @@ class LocalEngineClient(EngineClient):
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
-            raise EngineDead(f"the engine has stopped: {self._error}")
+            raise EngineDead(f"the engine has stopped: {_why(self._error)}")
         if self._is_closing:
             raise EngineDead("the engine is closed")
 
@@ -327,7 +332,7 @@ class LocalEngineClient(EngineClient):
 
     def _end_all(self) -> None:
         reason = "abort" if self._error is None else "error"
-        message = None if self._error is None else f"the engine has stopped: {self._error}"
+        message = None if self._error is None else f"the engine has stopped: {_why(self._error)}"
         with self._condition:
             self._heard = dict(self._listeners)
             reset, snapshots = self._reset, self._snapshots
@@ -336,3 +341,8 @@ class LocalEngineClient(EngineClient):
             reset.set_result(False)
         for wanted in snapshots:
             wanted.set_exception(EngineDead(message or "the engine is closed"))
+
+
+def _why(error: BaseException) -> str:
+    """Return the text of an error; a MemoryError has none."""
+    return str(error) or type(error).__name__

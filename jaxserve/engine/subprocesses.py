@@ -2,7 +2,7 @@
 
 A child reads its settings from the first line of its standard input, then one command per line. "end" is the last
 command; an end of the input without it means that the parent is gone. On its standard output the child reports that it
-is ready, or why it could not start. No signals, no pickle.
+is ready, or why it could not start, and later why it ends. No signals, no pickle.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Parent:
         return msgspec.json.decode(self._settings, type=kind)
 
     def answer(self, error: str | None = None) -> None:
-        """Say that this process is ready, or why it never will be."""
+        """Say that this process is ready, or why it never will be, or no longer is."""
         with contextlib.suppress(BrokenPipeError):
             self._answers.write(msgspec.json.encode(Answer(error)) + b"\n")
 
@@ -108,6 +108,13 @@ def run_child(main: Callable[[Parent], int]) -> int:
         code = 1
     parent.tidy()
     return code
+
+
+def exit_words(code: int) -> str:
+    """Return what to say of a process that has ended with this code."""
+    if code == -signal.SIGKILL:
+        return "been killed (SIGKILL: by hand, or by the system for lack of memory)"
+    return f"ended with code {code}"
 
 
 class Child:
@@ -164,11 +171,20 @@ class Child:
         line = await self._process.stdout.readline()
         if not line:
             code = await self.ended
-            self.error = f"{self.name} has ended with code {code} while it started"
+            self.error = f"{self.name} has {exit_words(code)} while it started"
             return False
         self.error = msgspec.json.decode(line, type=Answer).error
         self.is_up = self.error is None
         return self.is_up
+
+    async def last_words(self, *, timeout: float) -> str | None:
+        """Return why a child that was ready ends; None if it has not said it after `timeout` seconds."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                line = await self._process.stdout.readline()
+                return msgspec.json.decode(line, type=Answer).error if line else None
+        return None
 
     def tell(self, command: str) -> None:
         """Send a command. A child that is not up does not hear it."""

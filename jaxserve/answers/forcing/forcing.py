@@ -72,20 +72,24 @@ class Forcing:
         is_parallel: bool,
         answer: str | None,
         budget: int | None = None,
+        may_think: bool = True,
         continues_message: bool = False,
     ) -> str:
         """Return the grammar of an answer: calls of these tools, or what the grammar text `answer` describes, or one of
         the two; "" if anything is allowed. The parameters of constrained tools come from `arguments_schema`.
 
         Without either, words are free, and so are calls except those of strict tools (`follows_strict`). Thoughts are
-        free, or end after `budget` tokens. If the answer `continues_message`, it begins inside the message of its
-        words, without the header of a new one. Raises InvalidRequest, naming the field, if the tools together are too
-        long.
+        free, or end after `budget` tokens. Unless the answer `may_think`, its grammar has no thoughts; that alone needs
+        no grammar, as the template has told the model. If the answer `continues_message`, it begins inside the message
+        of its words, without the header of a new one. Raises InvalidRequest, naming the field, if the tools together
+        are too long.
         """
         is_free = answer is None and not must_call
         is_strict = is_free and self.follows_strict(tools)
         if is_free and budget is None and not is_strict:
             return ""
+        if not may_think:
+            budget = 0
         if answer is not None and not must_call and self._has_channels and continues_message:
             return answer
         if answer is not None and not tools and self._thoughts is None and not self._has_channels:

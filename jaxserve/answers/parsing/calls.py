@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import regex
@@ -23,6 +23,29 @@ _QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "tool_call_id", "call_id", "index")
+
+
+@dataclass
+class Block:
+    """What has been read of a block of calls.
+
+    Attributes:
+        is_marked: a mark has begun it.
+        in_section, in_list: such a mark, or a bracket, is open.
+        has_calls: there were calls of tools that are offered.
+        is_closed: its closing mark has been read.
+    """
+
+    is_marked: bool = False
+    in_section: bool = False
+    in_list: bool = False
+    has_calls: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_inside(self) -> bool:
+        """True if what follows is between marks that only calls have."""
+        return self.in_section or (self.in_list and (self.is_marked or self.has_calls))
 
 
 class CallReader:
@@ -50,33 +73,36 @@ class CallReader:
         self._ends = replace(marks.value_ends, is_offered=tools.__contains__)
         self._schema: Mapping[str, Any] = {}  # of the call that is read
 
-    def read(self, *, is_marked: bool, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
+    def read(self, block: Block) -> Generator[None, None, bool]:
         """Read one call from its name on. Returns false if there is none.
 
-        With `is_among`, other calls may follow: then a call of a tool that is not offered is read to its end, so that
-        nothing in it is taken for a call, and the following ones are read. With `is_inside`, so is any other object:
-        a mark has begun a section or list of calls.
+        Where other calls may follow, a call of a tool that is not offered is read to its end, so that nothing in it is
+        taken for a call, and the following ones are read. Inside marks that only calls have, so is any other object.
         """
         source, marks = self._source, self._marks
         if (yield from source.peek(_OBJECT)) is not None:
-            return (yield from self._read_wrapped(is_among=is_among, is_inside=is_inside))
+            return (yield from self._read_wrapped(block))
         if isinstance(self._arguments, Wrapped):
             return False
         others: list[tuple[str, int]] = []
-        for pattern in marks.names if is_marked else marks.names[:1]:
+        for pattern in marks.names if block.is_marked else marks.names[:1]:
             match = yield from source.peek(pattern)
             name = "" if match is None else self._offered(match["name"])
             if match is not None and name in self._tools:
                 head = source.take(len(match[0]))
-                return (yield from self._read_named(name, head, is_marked=is_marked))
+                return (yield from self._read_named(name, head, is_marked=block.is_marked))
             if match is not None:
                 others.append((match["name"], len(match[0])))
-        if is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
+        if block.is_marked and marks.nameless is not None and (yield from source.accept(marks.nameless)) is not None:
             return (yield from self._read_nameless())
-        if is_among and others and not isinstance(self._arguments, Tags | Elements):
+        if self._may_go_on(block) and others and not isinstance(self._arguments, Tags | Elements):
             name, length = others[0]
             return (yield from self._read_named(name, source.take(length)))
         return False
+
+    def _may_go_on(self, block: Block) -> bool:
+        """Return whether other calls may follow."""
+        return block.in_section or block.in_list or self._marks.bare is not None
 
     def _offered(self, name: str) -> str:
         """Return the name of a tool as it is offered; models that write namespaces may write it as its own one."""
@@ -154,7 +180,7 @@ class CallReader:
         stays = not kind.types or (is_quoted and "string" in kind.types)
         return None if stays else lambda text: json_value(text, kind)
 
-    def _read_wrapped(self, *, is_among: bool, is_inside: bool) -> Generator[None, None, bool]:
+    def _read_wrapped(self, block: Block) -> Generator[None, None, bool]:
         """Read an object that calls a tool. Returns False as soon as it is clear that it does not."""
         source, wrapped = self._source, self._arguments
         name: str | None = None
@@ -178,7 +204,7 @@ class CallReader:
                 named = match if is_name_key else (yield from source.accept(TEXT_NAME))
                 found = None if named is None else named["key" if is_name_key else "name"]
                 if found is None or found not in self._tools:
-                    if found is None or not is_among:
+                    if found is None or not self._may_go_on(block):
                         return False
                     return (yield from self._skip_wrapped(argument_keys, has_arguments=has_arguments))
                 name = found
@@ -191,7 +217,7 @@ class CallReader:
                     held = []
                 yield from self._read_arguments(self._argue if held is None else held.append)
             elif name is None and key not in _OTHER_KEYS:
-                if is_inside or (is_among and not own.name):
+                if block.is_inside or (self._may_go_on(block) and not own.name):
                     yield from ValueReader(source, drop).read_on("value")
                     return True
                 return False

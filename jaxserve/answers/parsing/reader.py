@@ -9,12 +9,11 @@
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, override
 
 from jaxserve.answers.literals.source import Steps, drop
 from jaxserve.answers.parsing.answer import AnswerReader
-from jaxserve.answers.parsing.calls import CallReader
+from jaxserve.answers.parsing.calls import Block, CallReader
 from jaxserve.answers.parsing.events import Content, Event, Reasoning, joined
 from jaxserve.answers.parsing.marks import is_markup, marks_of
 from jaxserve.answers.syntaxes.syntax import Syntax, Wrapped
@@ -26,29 +25,6 @@ class _Held(NamedTuple):
     events: list[Event]
     num_calls: int
     spaces: list[str]
-
-
-@dataclass
-class _Block:
-    """What has been read of a block of calls.
-
-    Attributes:
-        is_marked: a mark has begun it.
-        in_section, in_list: such a mark, or a bracket, is open.
-        has_calls: there were calls of tools that are offered.
-        is_closed: its closing mark has been read.
-    """
-
-    is_marked: bool = False
-    in_section: bool = False
-    in_list: bool = False
-    has_calls: bool = False
-    is_closed: bool = False
-
-    @property
-    def is_inside(self) -> bool:
-        """True if what follows is between marks that only calls have."""
-        return self.in_section or (self.in_list and (self.is_marked or self.has_calls))
 
 
 class Reader(AnswerReader):
@@ -228,7 +204,7 @@ class Reader(AnswerReader):
 
     def _read_calls(self) -> Steps:
         """Read from a mark that may begin calls to their end, or to where it is clear that there are none."""
-        source, marks, block = self._source, self._marks, _Block()
+        source, marks, block = self._source, self._marks, Block()
         source.taken = []
         while not block.is_closed and (yield from self._read_part(block)):
             pass
@@ -241,7 +217,7 @@ class Reader(AnswerReader):
                 source.take(len(source.buffer))
         self._end_calls(block)
 
-    def _read_part(self, block: _Block) -> Generator[None, None, bool]:
+    def _read_part(self, block: Block) -> Generator[None, None, bool]:
         """Read a mark, a call, or something that belongs to none. Returns false if the block ends before."""
         source, marks = self._source, self._marks
         yield from source.spaces()
@@ -254,8 +230,7 @@ class Reader(AnswerReader):
             block.in_list = ending[0] == "[" or (block.in_list and ending[0] != "]")
             block.is_closed = ending.lastgroup == "section_end" or (ending.lastgroup == "end" and not block.in_section)
             return True
-        is_among = block.in_section or block.in_list or marks.bare is not None
-        is_call = yield from self._call.read(is_marked=block.is_marked, is_among=is_among, is_inside=block.is_inside)
+        is_call = yield from self._call.read(block)
         if is_call:
             if self._num_calls > num_calls:
                 block.has_calls, source.taken = True, []
@@ -281,7 +256,7 @@ class Reader(AnswerReader):
         found = yield from source.until(marks.leftover, drop)
         return found is not None and found.lastgroup not in ("section", "closing")
 
-    def _end_calls(self, block: _Block) -> None:
+    def _end_calls(self, block: Block) -> None:
         """Leave a block of calls, and show what is in it and belongs to none."""
         source, marks = self._source, self._marks
         text, source.taken = "".join(source.taken or ()), None

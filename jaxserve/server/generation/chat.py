@@ -21,7 +21,7 @@ from jaxserve.server.generation.grammars import Grammars
 from jaxserve.server.generation.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.generation.running import Runner, UsageCounter
 from jaxserve.server.generation.served_model import ServedModel
-from jaxserve.server.generation.template import render_chat, thinks_first
+from jaxserve.server.generation.template import may_think, render_chat, thinks_first
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -119,6 +119,7 @@ def _prepare(
         max_tokens=defaults.get("max_tokens") if body.token_limit is None else body.token_limit,
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
+        vocab_size=model.frontend.client.info.vocab_size,
     )
     if (beams := beam_params(body)) is not None:
         params = for_beams(params)
@@ -131,6 +132,7 @@ def _prepare(
         is_parallel=_is_parallel(body),
         answer=answer,
         budget=_budget(model, body),
+        may_think=may_think(model.frontend.tokenizer, body, prompt=text, syntax=model.syntax),
         continues_message=bool(body.continue_final_message),
     )
     if beams is not None and grammar:

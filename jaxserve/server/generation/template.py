@@ -7,7 +7,7 @@ from jaxserve.answers.choosing.message_style import MessageStyle
 from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.answers.tools.definitions import template_tools
 from jaxserve.server.protocol.messages import check_unusual_roles, template_messages
-from jaxserve.server.protocol.template_fields import TemplateFields, template_variables
+from jaxserve.server.protocol.template_fields import TemplateFields, template_variables, turns_thinking_off
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -45,6 +45,18 @@ def thinks_first(
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_open = thoughts.are_open(prompt[len(prompt) - length :])
     return thoughts.starts_open if is_open is None else is_open
+
+
+def may_think(tokenizer: Tokenizer, body: TemplateFields, *, prompt: str, syntax: ModelSyntax) -> bool:
+    """Return false if the answer to `prompt` is to have no thoughts: the request or the operator has turned them off,
+    or the prompt's last words have ended them.
+    """
+    if turns_thinking_off(body, tokenizer.template_defaults):
+        return False
+    thoughts = syntax.thoughts
+    if thoughts is None or thoughts.reopens:
+        return True
+    return not prompt.rstrip().endswith(tuple(mark.strip() for mark in thoughts.closing if mark.strip()))
 
 
 def _messages(style: MessageStyle, body: TemplateFields) -> list[dict[str, Any]]:

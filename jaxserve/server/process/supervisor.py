@@ -31,6 +31,7 @@ from jaxserve.engine import process
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
+from jaxserve.server.process.endings import how_child_ended
 from jaxserve.server.process.listening import bind
 from jaxserve.server.process.settings import ENGINE_DIED, FLUSH_TIMEOUT, Settings
 
@@ -233,7 +234,7 @@ class Supervisor:
                 return await self._drain(workers)
             for engine in lost:
                 assert engine.child is not None
-                logger.error("engine %d has ended with code %d", engine.index, engine.child.ended.result())
+                logger.error("%s", await how_child_ended(engine.child))
                 engine.child = engine.folder = None
                 reports.add(asyncio.create_task(self._replace(engine, workers)))
             for ended, worker in ends.items():
@@ -295,15 +296,14 @@ class Supervisor:
         return 0
 
     async def _lose_engines(self, workers: list[_Worker]) -> int:
-        """Let the workers report the death of all engines to their clients, and end."""
-        for engine in self._engines:
-            if engine.child is not None:
-                ended = engine.child.ended
-                how = f"ended with code {ended.result()}" if ended.done() else "gone silent"
-                logger.error("%s's process has %s", engine.child.name, how)
-                await self._tell(workers, f"engine {engine.index} died")
+        """Let the workers report the death of all engines to their clients, and end; the last lines say why."""
+        lost = [(engine.index, engine.child) for engine in self._engines if engine.child is not None]
+        for index, _ in lost:
+            await self._tell(workers, f"engine {index} died")
         children = [worker.child for worker in workers if worker.child is not None]
         await asyncio.wait([asyncio.create_task(_ends(children))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+        for _, child in lost:
+            logger.error("%s", await how_child_ended(child))
         return 1
 
     async def _tell(self, workers: list[_Worker], command: str) -> None:

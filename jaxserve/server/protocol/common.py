@@ -27,6 +27,7 @@ from jaxserve.unsupported import Refused, refuse
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_CACHE_SALT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
+_DIGITS = re.compile(r"[0-9]{1,20}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -92,6 +93,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    speculative_decoding: bool | None = None
 
 
 class GenerationRequest(AnswerRequest, kw_only=True):
@@ -223,6 +225,12 @@ def not_supported(param: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
 
 
+def content_not_supported(param: str, kind: Any) -> InvalidRequest:
+    """Return the error for a part of a message that is no text: images, sound, video, files."""
+    message = f"content of type {str(kind)[:40]!r} is not supported: only text is served"
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
+
+
 def sampling_params(
     body: GenerationRequest,
     defaults: Mapping[str, Any],
@@ -230,10 +238,12 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    vocab_size: int,
 ) -> SamplingParams:
     """Make SamplingParams of a request: its own fields, else the model's `defaults`, else the API's.
 
-    Raises InvalidRequest, naming the field, for a value out of range.
+    Raises InvalidRequest, naming the field, for a value out of range. If keys of `logit_bias` are malformed, the
+    message names those outside the vocabulary, too.
     """
     chosen: dict[str, Any] = {}
     for name in fields.SAMPLING:
@@ -242,13 +252,20 @@ def sampling_params(
             value = defaults.get(name)
         if value is not None:
             chosen[name] = value
-    return SamplingParams(
-        **chosen,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
-    )
+    try:
+        return SamplingParams(
+            **chosen,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
+        )
+    except InvalidRequest as error:
+        if error.param != "logit_bias":
+            raise
+        outside = [key for key in chosen["logit_bias"] if _DIGITS.fullmatch(str(key)) and int(key) >= vocab_size]
+        more = f"; outside the vocabulary of {vocab_size}: {', '.join(map(str, outside))}" if outside else ""
+        raise InvalidRequest(error.message + more, param=error.param, code=error.code) from None
 
 
 def check_choices(num_prompts: int, n: int | None) -> None:

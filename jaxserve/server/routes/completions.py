@@ -83,6 +83,7 @@ def _checked(
         max_tokens=body.output_limit,
         logprobs=body.logprobs,
         prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
+        vocab_size=model.frontend.client.info.vocab_size,
     )
     if (beams := beam_params(body)) is not None:
         params = for_beams(params)

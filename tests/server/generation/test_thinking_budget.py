@@ -1,5 +1,6 @@
 """thinking_token_budget: thoughts end after so many tokens, whatever follows them, in each syntax of thoughts."""
 
+import contextlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import tokenizers
 from llguidance import LLMatcher
 from serving import Running, assert_error, frames, running
 
+from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
 from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.answers.syntaxes.syntax import Syntax
 from jaxserve.answers.syntaxes.table import TOOL_PARSERS
@@ -272,3 +274,98 @@ def test_a_message_of_channels_that_is_continued_has_no_other_header(tools, budg
     new = model.forcing.grammar(tools, **options)
     assert followed(tokenizer, new, "Yes.") == ""
     assert followed(tokenizer, new, "<|channel|>final<|message|>Yes.") == "<|channel|>final<|message|>Yes."
+
+
+OFF = {
+    "chat_template_kwargs": (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+    "another name": (CHAT, {"chat_template_kwargs": {"thinking": False}}),
+    "reasoning_effort": (CHAT, {"reasoning_effort": "none"}),
+    "reasoning.effort": (CHAT, {"reasoning": {"effort": "none"}}),
+    "responses": (RESPONSES, {"reasoning": {"effort": "none"}}),
+    "messages": ("/v1/messages", {"thinking": {"type": "disabled"}}),
+}
+ON = {"nothing": {}, "kwargs before effort": {"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+TOOL = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
+FORCED = {
+    CHAT: {
+        "messages": [USER],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+    RESPONSES: {"input": "hello", "text": {"format": FORMAT}},
+    "/v1/messages": {"messages": [USER], "max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "any"}},
+}
+
+
+@pytest.fixture(scope="module")
+def eager(random_model, random_engine):
+    """A function that starts a server whose model opens thoughts as soon as its grammar lets it."""
+    tokenizer = Tokenizer.load(random_model)
+    opening = tokenizer.encode("<think>", add_special_tokens=False)[0]
+    defaults = {"logit_bias": {opening: 30.0, tokenizer.encode("{", add_special_tokens=False)[0]: 20.0}}
+
+    @contextlib.contextmanager
+    def start(**options):
+        config = ServerConfig(port=0, reasoning_parser="qwen3", tool_call_parser="hermes", **options)
+        served = served_tokenizer(tokenizer, config)
+        server = Running(Frontend(random_engine, served, seed=0, default_sampling=defaults), config)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.server.stop()
+            assert server.wait() == 0
+
+    return start
+
+
+def beginning(server, path, fields):
+    """Return the first characters of a forced answer, as the engine has written it: "<think" if it may think."""
+    written = []
+    run = server.frontend.run
+
+    async def record(groups, take):
+        def seen(index, delta):
+            written.extend(token_id for output in delta.outputs for token_id in output.token_ids)
+            take(index, delta)
+
+        await run(groups, seen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.frontend, "run", record)
+        answer = server.post(path, FORCED[path] | fields)
+    assert answer.status_code == 200, answer.text
+    return server.tokenizer.decode(written, skip_special_tokens=False)[:6]
+
+
+def test_a_forced_answer_without_thinking_opens_no_thoughts(eager):
+    """The grammar has no thoughts where the request has turned them off, by any of its fields."""
+    with eager() as server:
+        for name, fields in ON.items():
+            assert beginning(server, CHAT, fields) == "<think", name
+        for name, (path, fields) in OFF.items():
+            assert beginning(server, path, fields).startswith(("{", "<tool_")), name
+
+
+def test_an_operator_turns_thinking_off(eager):
+    with eager(default_chat_template_kwargs={"enable_thinking": False}) as server:
+        assert beginning(server, CHAT, {}).startswith("{")
+        assert beginning(server, CHAT, {"reasoning_effort": "low"}) == "<think"
+
+
+def test_thoughts_that_every_prompt_opens_end_at_once(eager):
+    """A template that knows no switch opens them all the same."""
+    with eager(chat_template="{{ messages[0].content }}<think>\n") as server:
+        assert beginning(server, CHAT, {"reasoning_effort": "none"}) == "</thin"
+
+
+def test_thoughts_that_the_prompt_has_ended_do_not_begin_again(eager):
+    template = "{{ messages[0].content }}<think>\n\n</think>\n\n"
+    with eager(chat_template=template) as server:
+        assert beginning(server, CHAT, {}).startswith("{")

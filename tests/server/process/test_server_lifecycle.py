@@ -20,6 +20,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.errors import QueueFull, StartupError
 from jaxserve.server import bind
 from jaxserve.server.process import lifecycle
+from jaxserve.server.process.endings import how_it_ended
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -163,6 +164,27 @@ def test_death_of_the_engine(started, silently):
     assert frames(stream.result())[-1]["error"]["type"] == "service_unavailable_error"
     assert "device" not in whole.response.text
     assert server.wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "said"),
+    [
+        (
+            "the engine has stopped: RESOURCE_EXHAUSTED: Out of memory\nmore",
+            1,
+            "run out of memory: the engine has stop",
+        ),
+        ("the engine has stopped: MemoryError", None, "the engine has run out of memory"),
+        ("the engine has stopped: a bug", None, "given up: the engine has stopped: a bug"),
+        (None, -9, "for lack of memory"),
+        (None, 1, "ended with code 1"),
+        (None, None, "gone silent"),
+    ],
+)
+def test_the_last_line_says_how_the_engine_ended(reason, code, said):
+    line = how_it_ended("the engine", reason, code)
+    assert said in line
+    assert "\n" not in line
 
 
 def test_health_of_a_dead_engine(started):

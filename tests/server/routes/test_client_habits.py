@@ -60,6 +60,8 @@ def test_too_long_is_recognized_by_its_phrases(server, path, body, param):
             "1000000, 1000007 are",
         ),
         (CHAT, {"messages": [USER], "logit_bias": {"5": "high"}}, "logit_bias", "5"),
+        (CHAT, {"messages": [USER], "logit_bias": {"x": 1, "1000000": 1, "5": 1}}, "logit_bias", "'x'"),
+        (CHAT, {"messages": [USER], "logit_bias": {"x": 1, "1000000": 1, "5": 1}}, "logit_bias", ": 1000000"),
         (RESPONSES, {"input": "a", "logit_bias": {"1000000": 1}}, "logit_bias", "1000000"),
         (RESPONSES, {"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name", "tool_choice.name"),
         (RESPONSES, {"input": "a", "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "g"),
