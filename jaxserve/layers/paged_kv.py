@@ -15,7 +15,7 @@ from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axis
-from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
+from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
@@ -53,9 +53,11 @@ class PagedKV(Pages):
             return attend_over_pages(q, pages, batch, scores, kernels=kernels), PagedKV(*pages)
 
         context = batch.context
-        context.choose("attention", self._chosen(qkv.dtype, context))
-        kernels = self._implementation(qkv.dtype, context.kernels)
         T, K, members, D = qkv.shape
+        half = D // 2 if rotation is None else rotation[0].shape[1]
+        why_not = self._why_not(qkv.dtype, num_queries=max(1, batch.num_columns) * (members - 2), half=half)
+        context.choose("attention", self._chosen(why_not, context))
+        kernels: Kernels = "xla" if why_not and self.scales is not None else context.kernels
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
@@ -74,17 +76,21 @@ class PagedKV(Pages):
         makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
         return context.call(island, makes, qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
 
-    def _implementation(self, dtype: Any, kernels: Kernels) -> Kernels:
-        """Return what attends and writes: XLA where no kernel takes pages of 8 bits."""
-        has_none = self.scales is not None and why_not_pages(dtype, self) is not None
-        return "xla" if has_none else kernels
+    def _why_not(self, dtype: Any, *, num_queries: int, half: int) -> str | None:
+        """Return why no kernel attends or writes with activations of `dtype`, `num_queries` a decoding row and KV head,
+        and `half` rotated pairs a head.
+        """
+        reason = why_not_pages(dtype, self, num_queries=num_queries)
+        return reason if reason or self.scales is None else why_not_codes(self.k.shape[-1], half)
 
-    def _chosen(self, dtype: Any, context: StepContext) -> Part:
-        """Return what attends in a step with activations of `dtype`. With `Kernel.NONE` no engine starts."""
+    def _chosen(self, why_not: str | None, context: StepContext) -> Part:
+        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts; XLA takes pages of 8 bits
+        that kernels do not.
+        """
         if context.kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
-        if (reason := why_not_pages(dtype, self)) is not None:
-            return Part(Kernel.NONE if self.scales is None else Kernel.XLA, reason)
+        if why_not is not None:
+            return Part(Kernel.NONE if self.scales is None else Kernel.XLA, why_not)
         return Part(Kernel.PAGED_ATTENTION if context.is_decode_only else Kernel.RAGGED_ATTENTION)
 
 

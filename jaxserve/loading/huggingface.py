@@ -49,8 +49,7 @@ ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.floa
 """Types that safetensors do not know as NumPy's."""
 
 # Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and
-# an LM head that equals the embedding (otherwise the family declares it and it is not an extra). Scales of attention
-# are for a KV cache of 8 bits; here it has 16.
+# an LM head that equals the embedding (otherwise the family declares it and it is not an extra).
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -59,8 +58,11 @@ KNOWN_EXTRAS = (
     ".attention.masked_bias",
     "lm_head.weight",
     "embed_out.weight",
-    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
+STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
+"""Ends of names of the scales of a whole layer's attention, for a KV cache of 8 bits: ours has a scale for each token
+and head instead.
+"""
 FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
@@ -452,6 +454,12 @@ def _check(
     ]
     if further := [name for name in tensors if name not in expected and _is_further(name, further_layers)]:
         logger.info("left out: %d tensors of layers that predict further tokens, such as %s", len(further), further[0])
+    if scales := [name for name in tensors if name not in expected and name.endswith(STATIC_SCALES)]:
+        logger.info(
+            "left out: %d static scales of attention, such as %s: a KV cache of 8 bits (--kv-cache-dtype) has a scale "
+            "for each token and head instead",
+            *(len(scales), scales[0]),
+        )
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
@@ -473,7 +481,7 @@ def _further_layers(directory: pathlib.Path) -> range:
 
 def _is_extra(name: str, further_layers: range) -> bool:
     """Return true if checkpoints contain such a tensor though no model reads it."""
-    return _is_further(name, further_layers) or name.endswith(KNOWN_EXTRAS)
+    return _is_further(name, further_layers) or name.endswith(KNOWN_EXTRAS + STATIC_SCALES)
 
 
 def _is_further(name: str, further_layers: range) -> bool:

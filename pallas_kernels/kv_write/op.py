@@ -50,8 +50,5 @@ def rope_and_write_kv(
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     if any(gain.shape != qkv.shape[3:] for gain in gains):
         raise ValueError(f"gains must have the size of a head, {qkv.shape[3]}, got {[gain.shape for gain in gains]}")
-    half = 0 if rotation is None else rotation[0].shape[1]
-    if pages.scales is not None and (half % 16 or qkv.shape[3] % 32):
-        implementation = "xla"  # the kernel writes codes in multiples of 16
     run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
     return run(qkv, pages, write_index, rotation=rotation, head_norms=head_norms)

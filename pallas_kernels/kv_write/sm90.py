@@ -9,6 +9,7 @@ reduced over the lanes of a warp, which then holds whole tokens.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,16 @@ class Config:
     """Vectors of the members of `qkv`: a divisor of their number."""
 
 
-def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int) -> Config:
+def why_not_codes(head_dim: int, half: int) -> str | None:
+    """Return why the kernel does not write heads, of which `half` pairs are rotated, in 8 bits; None if it does."""
+    if half % 16 or head_dim % 16:
+        return f"the write of 8 bits needs multiples of 16, got head_dim {head_dim} and {half} rotated pairs"
+    return None
+
+
+def heuristic(
+    num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int, *, has_scales: bool = False
+) -> Config:
     """Return the configuration for a number of tokens.
 
     For few tokens, use as many CTAs as possible, up to 3 per multiprocessor, because a CTA writes its tokens one after
@@ -48,7 +58,7 @@ def heuristic(num_tokens: int, num_kv_heads: int, members: int, head_dim: int, h
         room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
         bytes_per_vector = tokens * (head_dim + 8) * 3
         return Config(tokens=tokens, vectors=members if members * bytes_per_vector <= room else 1)
-    for fewer in (8, 4):
+    for fewer in () if has_scales else (8, 4):  # codes of fewer tokens were not measured
         is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 128 == 0
         if is_whole and num_kv_heads * members * pl.cdiv(num_tokens, fewer) <= 3 * NUM_SMS:
             tokens = fewer
@@ -59,7 +69,8 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps,
     """Run one CTA. `refs` are the scales of pages of 8 bits, if they are, the gains of queries and keys, if there are
     any, and `q` in global memory, then arrays in shared memory, of which `halves` is [vectors, 2, tokens, half].
     """
-    codes = code_rests = of_tokens = scales = None
+    codes: Any = None
+    code_rests = of_tokens = scales = codes
     if has_scales:
         scales, *refs, codes, code_rests, of_tokens = refs
     *gains, q = refs[:-6]
@@ -212,11 +223,13 @@ def rope_and_write_kv_sm90(
         )
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
-    if pages.scales is not None and (half % 16 or head_dim % 16):
-        raise NotImplementedError(f"head_dim and half must be multiples of 16 in 8 bits, got {head_dim} and {half}")
+    if pages.scales is not None and (reason := why_not_codes(head_dim, half)) is not None:
+        raise NotImplementedError(reason)
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
-    config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half)
+    if config is None:
+        has_scales = pages.scales is not None
+        config = heuristic(num_tokens, num_kv_heads, members, head_dim, half, has_scales=has_scales)
     return _call(qkv, pages, write_index, rotation, head_norms, half=half, config=config)
 
 

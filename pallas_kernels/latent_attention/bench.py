@@ -92,7 +92,7 @@ def _layout(step: _Step) -> dict[str, Any]:
     }
 
 
-def _arrays(step: _Step, seed: int) -> tuple[jax.Array, jax.Array]:
+def _arrays(step: _Step, seed: int) -> tuple[jax.Array, Pages]:
     """Return random queries and pages."""
     dtype = jnp.bfloat16 if on_gpu() else jnp.float32
     num_blocks = sum(math.ceil(context / step.block_size) for _, context in step.chunks)

@@ -199,6 +199,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
 
     plgpu.barrier_wait(scratch.k_full.at[slot])
     scores = form.scores(problem, scratch.k.at[slot], scratch)
+    v_scales: Any = None
     if problem.has_scales:
         k_scales, v_scales = (
             vectors_of_8_bits.scales(
@@ -220,6 +221,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     if slopes is not None:
         distance = (key - position).astype(jnp.float32)
         scores = scores + form.spread(problem, slopes, scores.shape) * distance
+    allowed: Any = None
     if is_masked:
         if problem.num_queries == 1:
             allowed = (key < tile.seq_len) & (key >= first_held)

@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, 
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
-from pallas_kernels.paging.tiles import ROWS, Config, Problem, part_rows
+from pallas_kernels.paging.tiles import MAX_COLUMNS, ROWS, Config, Problem, part_rows
 
 _COMPUTING = {
     (False, 1): 256,
@@ -33,9 +33,6 @@ _COMPUTING = {
     (True, 3): 104,
 }
 """Registers of a computing thread, by whether pages have scales and the number of streams."""
-
-MAX_COLUMNS = 16
-"""Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
 
 
 def heuristic(head_dim: int, num_tiles: int) -> Config:
@@ -81,18 +78,14 @@ def paged_attention_sm90(
     """
     num_rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pages.k.shape[1:3]
-    check_pages(q, pages)
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
+    check_pages(q, pages, num_queries=head_rows)
     tiles_per_head = -(-head_rows // ROWS)
     tile_rows = head_rows if tiles_per_head == 1 else ROWS
     columns = -(-tile_rows // 8) * 8 if head_dim % 64 == 0 and tile_rows <= MAX_COLUMNS else 0
     width = columns or ROWS
     has_scales = pages.scales is not None
-    if has_scales and not columns:
-        raise NotImplementedError(
-            f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {tile_rows}"
-        )
     if config is None:
         num_tiles = num_rows * num_kv_heads * tiles_per_head
         config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)

@@ -4,13 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.paging.tiles import MAX_COLUMNS
 
-def why_not_pages(dtype: Any, pages: Any) -> str | None:
+
+def why_not_pages(dtype: Any, pages: Any, *, num_queries: int = 1) -> str | None:
     """Return why no kernel for Hopper attends with queries of `dtype` over such pages, or their shapes; None if one
-    does.
+    does. A decoding row has `num_queries` for each KV head.
     """
     if pages.scales is not None:
-        return _why_not_8_bits(dtype, pages)
+        return _why_not_8_bits(dtype, pages, num_queries)
     if dtype not in (jnp.bfloat16, jnp.float16) or not dtype == pages.k.dtype == pages.v.dtype:
         return f"q and pages must all be bfloat16 or all float16, got {dtype}, {pages.k.dtype} and {pages.v.dtype}"
     block_size, head_dim = pages.k.shape[2:]
@@ -21,7 +23,7 @@ def why_not_pages(dtype: Any, pages: Any) -> str | None:
     return None
 
 
-def _why_not_8_bits(dtype: Any, pages: Any) -> str | None:
+def _why_not_8_bits(dtype: Any, pages: Any, num_queries: int) -> str | None:
     block_size, head_dim = pages.k.shape[2:]
     if dtype != jnp.bfloat16:
         return f"q must be bfloat16 where pages have 8 bits, got {dtype}"
@@ -29,10 +31,12 @@ def _why_not_8_bits(dtype: Any, pages: Any) -> str | None:
         return f"head_dim must be a multiple of 64 up to 256 where pages have 8 bits, got {head_dim}"
     if block_size not in (16, 32, 64, 128, 256):
         return f"the block size must be a power of two from 16 to 256 where pages have 8 bits, got {block_size}"
+    if num_queries > MAX_COLUMNS:
+        return f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {num_queries}"
     return None
 
 
-def check_pages(q: Any, pages: Any) -> None:
+def check_pages(q: Any, pages: Any, *, num_queries: int = 1) -> None:
     """Raise NotImplementedError with the reason of `why_not_pages`, if there is one."""
-    if (reason := why_not_pages(q.dtype, pages)) is not None:
+    if (reason := why_not_pages(q.dtype, pages, num_queries=num_queries)) is not None:
         raise NotImplementedError(reason)

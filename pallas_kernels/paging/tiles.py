@@ -20,6 +20,8 @@ LOG2E = math.log2(math.e)
 # Maxima start here rather than at -inf, so that keys that are masked so far have weights of 1, which the first key that
 # is not masked rescales to 0, instead of NaN.
 LOWEST = -1e30
+MAX_COLUMNS = 16
+"""Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def _gather(pages: Pages, kind: int, index: Int[Array, "G M"]) -> Float[Array, "
         tiles = pool.reshape(num_pages * num_kv_heads, *pool.shape[2:])
         return tiles.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
 
-    gathered = joined(pages[kind])
+    gathered = joined(pages.v if kind else pages.k)
     if pages.scales is not None:
         gathered = gathered * joined(pages.scales)[:, :, :, -1 if kind else 0, :, None]
     return gathered.reshape(*index.shape[:2], -1, head_dim)
