@@ -24,7 +24,7 @@ from jaxserve.loading.classifier import read_head
 from jaxserve.loading.generation_fields import log_what_is_not_followed
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
-from jaxserve.loading.quantization_files import rounds_to_integers
+from jaxserve.loading.quantization_files import declared_kv_caches, rounds_to_integers
 from jaxserve.loading.reranking import read_reranker
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
@@ -66,6 +66,8 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     read_head(path, hidden_size=model_config.hidden_size)
     embedder = read_embedder(path, hidden_size=model_config.hidden_size)
     log_what_is_not_followed(path)
+    for said in declared_kv_caches(pathlib.Path(path), fields) if pathlib.Path(path).is_dir() else ():
+        logger.info("%s is not followed: keys and values are held as --kv-cache-dtype says", said)
     return config, Checkpoint(
         path=path,
         fields=fields,

@@ -72,6 +72,19 @@ def declared_methods(directory: pathlib.Path, fields: Mapping[str, Any]) -> set[
     return {method for method, _ in _declared(directory, fields).values()}
 
 
+def declared_kv_caches(directory: pathlib.Path, fields: Mapping[str, Any]) -> list[str]:
+    """Return the places where a directory says how keys and values are held, with the fields' names. Raises
+    CheckpointError.
+    """
+    names = "kv_cache_scheme", "kv_cache_quant_algo"
+    found = []
+    for where, (_, content) in _declared(directory, fields).items():
+        nested = content.get("quantization")
+        for said in (content, nested if isinstance(nested, dict) else {}):
+            found += [f"{where}: {name}" for name in names if said.get(name) is not None]
+    return found
+
+
 def rounds_to_integers(fields: Mapping[str, Any]) -> bool:
     """Return true if a config says that activations are rounded to integers of 8 bits: W8A8 of compressed-tensors."""
     described = fields.get("quantization_config") or fields.get("compression_config") or {}

@@ -35,7 +35,7 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
     ("flags", "message"),
     [
         ("--enable-lora", "--enable-lora: instead: merge the adapter"),
-        ("--kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8' is not supported: keys and values have the dtype"),
+        ("--kv-cache-dtype nvfp4", "--kv-cache-dtype: 'nvfp4' is not supported: keys and values are held as fp8"),
         ("--load-format pt", "--load-format: 'pt' is not supported: convert it to safetensors"),
         ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
         ("-q torchao", "argument --quantization/-q: invalid choice: 'torchao'"),

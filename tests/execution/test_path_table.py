@@ -82,6 +82,28 @@ def test_keys_of_layers():
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),
         (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
+        (
+            LLAMA,
+            {"kv_cache_dtype": "fp8"},
+            "decode of 1 to 64 rows: one kernel between two attentions (bfloat16, got pages",
+        ),
+        (LLAMA, {"kv_cache_dtype": "int8"}, "attention: paged_attention and ragged_prefill_attention"),
+        (
+            LLAMA | {"num_key_value_heads": 1},
+            {"kv_cache_dtype": "fp8"},
+            "attention: XLA (at most 16 queries of a KV head where pages have 8 bits, got 32)",
+        ),
+        (
+            LLAMA | {"head_dim": 96},
+            {"kv_cache_dtype": "fp8"},
+            "attention: XLA (head_dim must be a multiple of 64 up to 256 where pages have 8 bits, got 96)",
+        ),
+        (
+            LLAMA | {"model_type": "phi3", "partial_rotary_factor": 0.125},
+            {"kv_cache_dtype": "fp8"},
+            "attention: XLA (the write of 8 bits needs multiples of 16, got head_dim 128 and 8 rotated pairs)",
+        ),
+        (LATENTS, {"kv_cache_dtype": "fp8"}, "attention: XLA (no kernel attends to latents of float8_e4m3fn)"),
         (LLAMA | {"vocab_size": 1001}, {}, "LM head: XLA (K in multiples of 64 and outputs in multiples of 8"),
         (EXPERTS | {"vocab_size": 1024}, {}, "routing: expert_routing; experts: grouped_matmul; LM head: small_matmul"),
         (LATENTS, {}, "(the attention is latent); down, q, k_up, v_up, out"),

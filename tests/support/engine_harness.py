@@ -38,6 +38,7 @@ class Model:
         traits=ON_CPU,
         changes=None,
         speculation=None,
+        kv_cache_dtype="auto",
     ):
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
         self.speculation = speculation
@@ -65,6 +66,7 @@ class Model:
             has_peers=False,
             max_logprobs=-1,
             speculation=speculation,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
         self.runner.set_num_blocks(num_blocks)
