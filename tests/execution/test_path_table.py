@@ -87,7 +87,7 @@ def test_keys_of_layers():
             {"kv_cache_dtype": "fp8"},
             "decode of 1 to 64 rows: one kernel between two attentions (bfloat16, got pages",
         ),
-        (LLAMA, {"kv_cache_dtype": "int8"}, "attention: paged_attention and ragged_prefill_attention"),
+        (LLAMA, {"kv_cache_dtype": "int8"}, "(bfloat16, got pages of int8); attention: paged_attention; LM head"),
         (
             LLAMA | {"num_key_value_heads": 1},
             {"kv_cache_dtype": "fp8"},

@@ -109,6 +109,15 @@ def test_known_extras_are_ignored_and_others_are_not(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["k_scale", "k_proj.k_scale", "attn.kv_scale", "q_scale"])
+def test_static_scales_of_attention_are_left_out_with_a_line(tmp_path, caplog, name):
+    extra = {f"model.layers.0.self_attn.{name}": np.ones(1, np.float32)}
+    save_file(make_tensors() | extra, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO"):
+        load(tmp_path)
+    assert f"left out: 1 static scales of attention, such as model.layers.0.self_attn.{name}" in caplog.text
+
+
 def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
     behind = {f"model.layers.{index}.eh_proj.weight": np.ones(4, np.float32) for index in (3, 4)}
     save_file(make_tensors() | behind, tmp_path / "model.safetensors")

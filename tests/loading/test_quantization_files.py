@@ -9,6 +9,7 @@ from golden_models import GOLDENS
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.huggingface import load_config
+from jaxserve.loading.quantization_files import declared_kv_caches
 from jaxserve.overview import needs
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
@@ -80,6 +81,19 @@ def test_fields_of_the_config(model, tmp_path, name, content, message):
 def test_a_file_that_names_no_algorithm_leaves_weights_as_they_are(model, content):
     (model / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}} | content))
     assert load_config(model) == load_config(LLAMA)
+
+
+def test_what_is_said_of_the_kv_cache(model):
+    fields = {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}}
+    (model / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
+    )
+    assert declared_kv_caches(model, fields) == [
+        "quantization_config in its config.json: kv_cache_scheme",
+        "hf_quant_config.json: kv_cache_quant_algo",
+    ]
+    (model / "hf_quant_config.json").unlink()
+    assert declared_kv_caches(model, {"quantization_config": {"kv_cache_scheme": None}}) == []
 
 
 def test_empty_fields_say_nothing(model):
