@@ -72,7 +72,7 @@ class Begun:
 class Forwarded:
     """The results of a forward pass. `hidden` is None if all rows have one token, or as many columns."""
 
-    logits: Float[Array, "R*Q V"]
+    logits: Float[Array, "N V"]
     """Logits of the last token of each row, or of all its columns, in float32."""
     rows: DrawingRows
     hidden: Float[Array, "T E"] | None
@@ -262,7 +262,7 @@ def read_plan(
 
 def draw(
     slots: Slots,
-    logits: Float[Array, "R*Q V"],
+    logits: Float[Array, "N V"],
     rows: DrawingRows,
     *,
     kernels: Kernels,
@@ -337,7 +337,7 @@ def draw(
     return slots, Drawn(token_ids, logprobs)
 
 
-def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " R*Q"], Int[Array, " R*Q"]]:
+def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
     """Return the slot and the number of output tokens before each column of each row."""
     if num_columns == 1:
         return rows.slots, rows.num_output_tokens
