@@ -2,7 +2,7 @@
 
 import { ApiError, stream } from "./api.js";
 import { $, grow, make } from "./dom.js";
-import { markdown } from "./markdown.js";
+import { MarkdownView } from "./markdown.js";
 import { numAlternatives, parameters, systemPrompt, tools } from "./parameters.js";
 import { TokenText, chatTokens, completionTokens } from "./tokens.js";
 
@@ -123,6 +123,7 @@ export class Talk {
       }
       content.push(choice.delta.content ?? "", chatTokens(choice.logprobs));
       message.text = content.text;
+      message.view.showSoon(message.text, (show) => this.#followed(show));
     });
     reasoning?.parentElement.removeAttribute("open");
     this.#show(message);
@@ -136,19 +137,7 @@ export class Talk {
     for (const call of message.calls ?? []) {
       prose.after(make("pre", { class: "call" }, make("b", {}, call.name), ` ${indented(call.arguments)}`));
     }
-    if (message.role !== "assistant" || !message.text) return;
-    const text = message.text;
-    markdown(text).then(
-      (element) => {
-        if (!element || message.text !== text) return;
-        message.element.querySelector(".markdown")?.remove();
-        prose.after(element);
-        prose.classList.add("raw");
-      },
-      (error) => {
-        if (!(error instanceof ApiError)) throw error; // the text stays as it is
-      },
-    );
+    if (message.role === "assistant") this.#followed(() => message.view.show(message.text));
   }
 
   #addThoughts(message, text) {
@@ -171,6 +160,7 @@ export class Talk {
     const prose = make("div", { class: "prose" }, text);
     const who = make("div", { class: "who" }, role === "user" ? "You" : this.model());
     message.element = $("chat").appendChild(make("article", { class: `message ${role}` }, who, prose, tools));
+    message.view = new MarkdownView(prose);
     this.#messages.push(message);
     this.#toEnd();
     return message;
@@ -195,9 +185,8 @@ export class Talk {
     const leave = (text) => {
       message.text = text;
       prose.textContent = text;
-      prose.classList.remove("raw");
-      message.element.querySelector(".markdown")?.remove();
       field.replaceWith(prose);
+      if (message.role === "assistant") message.view.show(text);
       this.#changed();
       $("input").focus();
     };
@@ -288,10 +277,8 @@ export class Talk {
         const choice = chunk.choices[0];
         if (!choice) continue;
         if (choice.delta?.role === undefined || choice.delta.content) first ??= performance.now();
-        const isAtEnd = this.#isAtEnd();
-        onChoice(choice);
+        this.#followed(() => onChoice(choice));
         ending = choice.finish_reason ?? ending;
-        if (isAtEnd) this.#toEnd();
       }
     } catch (error) {
       if (error.name === "AbortError") ending = "stopped";
@@ -329,9 +316,12 @@ export class Talk {
     $("chat").replaceChildren(make("div", { class: "empty" }, make("p", { class: "prose" }, "What shall we talk about?"), hint));
   }
 
-  #isAtEnd() {
+  /** Change what is shown, and stay at the end if the reader is there. */
+  #followed(change) {
     const box = $("scroll");
-    return box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    change();
+    if (isAtEnd) this.#toEnd();
   }
 
   #toEnd() {

@@ -257,21 +257,96 @@ def test_a_model_without_a_chat_template_is_met_with_a_page_to_continue(browser)
 
 
 def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
-    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
-    server.says(f"# Title\n\nA *word*, <script>bad()</script> $x^2$\n\n```python\nprint(1)\n```\n\n{table}")
+    table = "| a | b |\n|---|---|\n| 1 | 2<br>3 |\n"
+    server.says(f"# Title\n\nA *word*, <script>bad()</script>\n\n```python\nprint(1)\n```\n\n{table}")
     _say(page, "hello")
-    page.wait_until(f"document.querySelector('{LAST} .markdown')")
+    _answer(page)
     assert page.text(f"{LAST} .markdown h1") == "Title"
     assert page.text(f"{LAST} .markdown pre code").strip() == "print(1)"
+    assert page.text(f"{LAST} .code-built_in") == "print"
+    assert page.text(f"{LAST} .code-number") == "1"
     assert page.count(f"{LAST} .markdown td") == 2
+    assert page.count(f"{LAST} .markdown td br") == 1
     assert page.count(f"{LAST} .markdown script") == 0
-    assert "<script>bad()</script> $x^2$" in page.text(f"{LAST} .markdown p")
+    assert "<script>bad()</script>" in page.text(f"{LAST} .markdown p")
     assert page.is_shown(f"{LAST} .markdown .copy")
     assert not page.is_shown(f"{LAST} .prose")
     page.click("#colour")
     assert page.is_shown(f"{LAST} .prose"), "tokens have their colours"
     assert page.is_shown("#doubt-legend")
     page.click("#colour")
+
+
+HOSTILE = [
+    "**x** <img src=x onerror=alert(1)>",
+    "**x**\n\n<div onclick=alert(1)>\n**y**\n</div>",
+    "[x](javascript:alert(1))",
+    "[x](JaVa\tScRiPt:alert(1)) [y]( data:text/html,<script>alert(1)</script> )",
+    "[x](&#106;avascript:alert(1))",
+    "[x][1]\n\n[1]: javascript:alert(1)",
+    "![x](http://127.0.0.1:9/leak.png) ![y](javascript:alert(1))",
+    "<javascript:alert(1)>  **x**",
+    "# &lt;img src=x onerror=alert(1)&gt; &lt;script&gt;alert(1)&lt;/script&gt;",
+    "```html\n<script>alert(1)</script><img src=x onerror=alert(1)>\n```",
+    "```\"><script>alert(1)</script>\n<b>x</b>\n```",
+    "```__proto__\nx\n```\n\n```constructor\ny\n```",
+    "| <svg onload=alert(1)> |\n|---|\n| `<iframe src=//x>` |",
+    '[x](https://a.invalid "\" onmouseover=alert(1)")',
+    "1. <style>*{display:none}</style>\n2. <a href=javascript:alert(1)>z</a>",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_markdown_stays_text(page, server, text):
+    server.says(text)
+    _say(page, "hello")
+    _answer(page)
+    elements = page.run(
+        f"return [...document.querySelectorAll('{LAST} .markdown *')].filter((e) => !e.matches('.copy'))"
+        ".map((e) => [e.tagName, ...[...e.attributes].map((a) => a.name)])"
+    )
+    names = {"href", "target", "rel", "class", "start"}
+    assert not {tag for tag, *_ in elements} & {"SCRIPT", "IMG", "SVG", "IFRAME", "STYLE", "DIV"}
+    assert {name for _, *attributes in elements for name in attributes} <= names
+    links = page.run(f"return [...document.querySelectorAll('{LAST} .markdown a')].map((a) => a.protocol)")
+    assert set(links) <= {"http:", "https:", "mailto:"}
+    assert page.run("return performance.getEntriesByType('resource').filter((e) => /leak/.test(e.name)).length") == 0
+
+
+@pytest.mark.parametrize("text", [">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000], ids=list(">[-*"))
+def test_markdown_nested_without_end_is_shown_all_the_same(page, text):
+    shown = page.run(
+        """return import(new URL("static/markdown.js", document.baseURI)).then(({ MarkdownView }) => {
+          const prose = document.createElement("div");
+          const box = document.createElement("div");
+          prose.textContent = arguments[0];
+          box.append(prose);
+          const start = performance.now();
+          const view = new MarkdownView(prose);
+          view.show(arguments[0]);
+          const element = prose.classList.contains("raw") ? view.element : prose;
+          return [element.hidden, performance.now() - start];
+        })""",
+        text,
+    )
+    assert shown[0] is False
+    assert shown[1] < 10_000, "milliseconds"
+
+
+def test_markdown_grows_while_it_streams_in(page, server):
+    text = "# Title\n\nFirst *word*.\n\n- one\n- two\n\n```python\nx = 1"
+    server.play = lambda request: Script(token_ids=server.tokenizer.encode(text, add_special_tokens=False), hangs=True)
+    _say(page, "hello")
+    page.wait_until(f"document.querySelector('{LAST} .markdown pre .code-number')")
+    assert page.text("#send") == "Stop"
+    assert page.is_shown(f"{LAST} .markdown")
+    assert not page.is_shown(f"{LAST} .prose")
+    page.run("window.height = document.querySelector('.markdown').offsetHeight")
+    page.run(f"window.kept = document.querySelector('{LAST} .markdown p')")
+    page.press("Escape")
+    _answer(page)
+    assert page.run(f"return window.kept === document.querySelector('{LAST} .markdown p')"), "blocks are not made anew"
+    assert page.run("return window.height === document.querySelector('.markdown').offsetHeight"), "nothing jumps"
 
 
 def test_chats_are_kept_in_the_browser(page, server):
