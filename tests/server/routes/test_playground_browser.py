@@ -41,6 +41,13 @@ def _answer(page):
     return page.text(f"{LAST} .prose")
 
 
+def _tool(page, name):
+    """Press a button of the last message."""
+    page.run(
+        f"[...document.querySelectorAll('{LAST} .tools button')].find((b) => b.textContent === arguments[0]).click()", name
+    )
+
+
 def _say(page, text):
     page.type("#input", text + "{Enter}")
 
@@ -128,7 +135,7 @@ def test_parameters_go_with_the_request_and_empty_ones_do_not(page, server):
     _answer(page)
     (request,) = server.client.submitted
     assert (request.params.temperature, request.params.top_k, request.params.seed) == (0.5, 7, 3)
-    assert request.params.max_tokens == 256
+    assert request.max_tokens > 256, "the rest of the context"
     assert list(request.params.stop) == ["END"]
     assert request.params.top_p in (None, 1.0)
     prompt = server.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -206,11 +213,88 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
 
 def test_an_error_is_sent_in_place_of_the_answer(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
-    page.type("[name=max_tokens]", "99999")  # appended to the 256 that is there
+    page.type("[name=max_tokens]", "99999")
     _say(page, "too long")
     page.wait_until("document.querySelector('.note[role=alert]')")
     assert "context length" in page.text(".note[role=alert]")
     page.log()  # Chromium notes every 400
+
+
+def test_an_answer_that_was_cut_goes_on_where_it_ends(page, server):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=max_tokens]", "5")
+    server.says("One *two* three")
+    _say(page, "count")
+    assert _answer(page) == "One *"
+    assert "length" in page.text("#status")
+    page.run("document.querySelector('[name=max_tokens]').value = ''")
+    server.says("two* three")
+    _tool(page, "Continue")
+    page.wait_until(f"document.querySelector('{LAST} .markdown em')?.textContent === 'two'")
+    assert _answer(page) == "One *two* three"
+    assert page.count(".message") == 2
+    prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("assistant\nOne *")
+    assert page.run(f"return ![...document.querySelectorAll('{LAST} button')].some((b) => b.textContent === 'Continue')")
+
+
+def test_a_completion_has_the_rest_of_the_context(page, server):
+    page.run("document.querySelector('[name=mode][value=completion]').click()")
+    page.type("#prompt", "abc")
+    server.says(" and so on")
+    page.click("#send")
+    page.wait_until("document.getElementById('continuation').textContent === ' and so on'")
+    (request,) = server.client.submitted
+    assert request.max_tokens == server.client.info.max_model_len - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_an_answer_that_breaks_off_says_so_and_stays(page, server, mode):
+    page.run("document.querySelector(`[name=mode][value=${arguments[0]}]`).click()", mode)
+    server.says("half an", error="the engine has failed")
+    page.type("#input" if mode == "chat" else "#prompt", "tell")
+    page.click("#send")
+    page.wait_until("document.querySelector('.note[role=alert]:not([hidden])')")
+    answer = page.text(f"{LAST} .prose" if mode == "chat" else "#continuation")
+    assert answer == "half an"
+    assert "The answer broke off" in page.text("#talk .note[role=alert]")
+    assert "broken off" in page.text("#status")
+    if mode == "completion":
+        assert page.count("#choices button") == 3, "what is there can be kept"
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ('[{"name": "f"', "not JSON"),
+        ("{name: 'f'}", "not JSON"),
+        ("3", "function 1"),
+        ("null", "function 1"),
+        ('[{"name": "f"}, {"type": "function"}]', "function 2"),
+    ],
+)
+def test_tools_that_are_none_are_named_before_anything_is_sent(page, server, tools, problem):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=tools]", tools)
+    assert problem in page.text("#tools-error"), "as soon as they are typed"
+    page.run("document.querySelector('[name=panel][value=engine]').click()")
+    _say(page, "hello")
+    page.wait_until("document.querySelector('[name=tools]').checkVisibility()")
+    assert page.is_shown("#tools-error")
+    assert server.client.submitted == []
+    assert page.run("return document.getElementById('input').value") == "hello", "what was said is not lost"
+    page.run("document.querySelector('[name=mode][value=completion]').click()")
+    page.type("#prompt", "abc")
+    page.click("#send")
+    page.wait_until("document.getElementById('continuation').textContent"), "a completion has no tools"
+
+
+def test_a_parameter_out_of_its_range_is_named_before_anything_is_sent(page, server):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=temperature]", "7")
+    _say(page, "hello")
+    assert page.run("return document.activeElement.name") == "temperature"
+    assert server.client.submitted == []
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(browser, tokenizer):
