@@ -22,7 +22,7 @@ const talk = new Talk({
   onInvalid: showInvalid,
   onChange: (messages) => chats.keep(messages),
 });
-const chats = new Chats({ open: (messages) => talk.open(messages) });
+const chats = new Chats({ open: (messages) => talk.open(messages), leave: () => talk.leave() });
 const engine = new EngineView({ isMine, onUnauthorized: askForKey });
 watchTokens($("scroll"));
 setUpChoices();

@@ -79,7 +79,6 @@ export class Talk {
   clear() {
     this.stop();
     if (this.mode === "completion") this.completion.clear();
-    else this.open([]);
     $("status").textContent = "";
   }
 

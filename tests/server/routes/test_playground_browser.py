@@ -205,7 +205,7 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
     assert nameless == []
     page.run("document.activeElement.blur()")
     reached = set()
-    for _ in range(12):
+    for _ in range(20):
         page.press("Tab")
         reached.add(page.run("return document.activeElement.id || document.activeElement.name"))
     assert {"mode", "theme", "panel", "input", "send", "colour", "clear"} <= reached
@@ -215,8 +215,8 @@ def test_an_error_is_sent_in_place_of_the_answer(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
     page.type("[name=max_tokens]", "99999")
     _say(page, "too long")
-    page.wait_until("document.querySelector('.note[role=alert]')")
-    assert "context length" in page.text(".note[role=alert]")
+    page.wait_until("document.querySelector('#chat .note[role=alert]')")
+    assert "context length" in page.text("#chat .note[role=alert]")
     page.log()  # Chromium notes every 400
 
 
@@ -310,6 +310,12 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser, tokenizer):
         assert "sesame" not in json.dumps(browser.run("return {...localStorage}"))
         server.says("open")
         _say(browser, "hello")
+        assert _answer(browser) == "open"
+        browser.open(server.url)
+        browser.wait_until("document.body.dataset.mode === 'chat'")
+        assert browser.text(f"{LAST} .prose") == "open", "the chat is there after a reload, and so is the key"
+        _say(browser, "again")
+        browser.wait_until("document.querySelectorAll('.message').length === 4")
         assert _answer(browser) == "open"
     browser.log()  # 401 is noted, too
 
@@ -433,23 +439,108 @@ def test_markdown_grows_while_it_streams_in(page, server):
     assert page.run("return window.height === document.querySelector('.markdown').offsetHeight"), "nothing jumps"
 
 
-def test_chats_are_kept_in_the_browser(page, server):
+def _names(page):
+    return page.run("return [...document.querySelectorAll('#chat-list .open')].map((button) => button.textContent)")
+
+
+def _two_chats(page, server):
     server.says("First answer.")
     _say(page, "one question")
     assert _answer(page) == "First answer."
     page.click("#clear")
+    assert page.is_shown(".empty")
     server.says("Second answer.")
     _say(page, "another question")
     assert _answer(page) == "Second answer."
+
+
+def _reload(page, server):
     page.open(server.url)
     page.wait_until("document.body.dataset.mode === 'chat'")
-    page.click("#chats-button")
-    names = page.run("return [...document.querySelectorAll('#chat-list input')].map((field) => field.value)")
-    assert names == ["another question", "one question"]
+
+
+def test_chats_are_kept_in_a_sidebar_and_the_last_one_is_there_after_a_reload(page, server):
+    _two_chats(page, server)
+    _reload(page, server)
+    assert page.text(f"{LAST} .prose") == "Second answer."
+    assert _names(page) == ["another question", "one question"]
     page.run("document.querySelectorAll('#chat-list .open')[1].click()")
     assert page.text(f"{LAST} .prose") == "First answer."
-    page.click("#chats-button")
-    page.run("document.querySelectorAll('#chat-list li:nth-child(1) button')[1].click()")
-    assert page.count("#chat-list li") == 1
-    page.click("#new-chat")
+    _reload(page, server)
+    assert page.text(f"{LAST} .prose") == "First answer."
+    page.run("document.querySelector('#chat-list .here button:last-child').click()")
     assert page.is_shown(".empty")
+    assert _names(page) == ["another question"]
+    page.run("document.querySelector('#chat-list .quiet').click()")
+    page.type("#chat-list input", "renamed{Enter}")
+    assert _names(page) == ["renamed"]
+    page.click("#chats-button")
+    assert not page.is_shown("#chats")
+
+
+def test_a_search_finds_chats_by_what_was_said(page, server):
+    _two_chats(page, server)
+    for sought, found in {"SECOND ans": ["another question"], "one quest": ["one question"], "nowhere": []}.items():
+        page.run("document.getElementById('search').value = ''")
+        page.type("#search", sought)
+        assert _names(page) == found
+    assert page.is_shown("#no-chats")
+
+
+def _import(page, content):
+    page.run(
+        "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'chats.json'));"
+        "const field = document.getElementById('import-file'); field.files = data.files;"
+        "field.dispatchEvent(new Event('change'))",
+        content,
+    )
+
+
+def test_exported_chats_are_imported_once(page, server):
+    _two_chats(page, server)
+    exported = page.run("return localStorage.getItem('jaxserve.chats')")
+    page.run("localStorage.clear()")
+    _reload(page, server)
+    assert _names(page) == []
+    for _ in range(2):
+        _import(page, exported)
+        page.wait_until("document.querySelectorAll('#chat-list .open').length === 2")
+    assert _names(page) == ["another question", "one question"]
+    page.run("document.querySelector('#chat-list .open').click()")
+    assert page.text(f"{LAST} .prose") == "Second answer."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no JSON",
+        "3",
+        '[{"name": "x"}]',
+        '[{"messages": [{"role": "tool", "text": "x"}]}]',
+        '[{"messages": [{"role": "user", "text": 3}]}]',
+        '[{"messages": [{"role": "assistant", "text": "x", "calls": [3]}]}]',
+        '[{"messages": [{"role": "user", "text": "x", "branches": {"tails": [], "at": 0}}]}]',
+    ],
+)
+def test_a_file_that_holds_no_chats_is_refused(page, content):
+    _import(page, content)
+    page.wait_until("!document.getElementById('import-error').hidden")
+    assert _names(page) == []
+
+
+def test_an_edited_question_begins_a_branch_and_the_old_one_is_kept(page, server):
+    server.says("old answer")
+    _say(page, "old question")
+    _answer(page)
+    server.says("new answer")
+    page.type("#input", "{ArrowUp}")
+    page.type(".message.user textarea", " again{Enter}")
+    page.wait_until(f"document.querySelector('{LAST} .prose')?.innerText === 'new answer'")
+    _answer(page)
+    assert "2/2" in page.text(".message.user .tools")
+    _reload(page, server)
+    page.run("document.querySelector('.message.user [aria-label=\"Previous version\"]').click()")
+    assert page.text(".message.user .prose") == "old question"
+    assert page.text(f"{LAST} .prose") == "old answer"
+    page.run("document.querySelector('.message.user [aria-label=\"Next version\"]').click()")
+    assert page.text(f"{LAST} .prose") == "new answer"
