@@ -13,7 +13,10 @@ export class Chats {
   constructor({ open, leave }) {
     this.open = open;
     this.leave = leave;
-    $("chats-button").addEventListener("click", () => this.#toggle(!this.#isOpen));
+    $("chats-button").addEventListener("click", () => {
+      this.#toggle(!this.#isOpen);
+      remember("sidebar", this.#isOpen);
+    });
     $("new-chat").addEventListener("click", () => this.#choose(null));
     $("clear").addEventListener("click", () => this.#choose(null)); // what was said is kept
     $("search").addEventListener("input", () => this.#show());
@@ -27,7 +30,10 @@ export class Chats {
       this.#show();
     });
     this.#current = this.#chats.find(({ id }) => id === recall("chat", null)) ?? null;
-    this.#toggle(recall("sidebar", true) && matchMedia("(min-width: 80rem)").matches);
+    const isWide = matchMedia("(min-width: 80rem)");
+    const fit = () => this.#toggle(isWide.matches && recall("sidebar", true));
+    isWide.addEventListener("change", fit);
+    fit();
     if (this.#current) this.open(this.#current.messages);
   }
 
@@ -48,7 +54,6 @@ export class Chats {
   #toggle(isOpen) {
     document.body.classList.toggle("with-chats", isOpen);
     $("chats-button").setAttribute("aria-expanded", isOpen);
-    remember("sidebar", isOpen);
     this.#show();
   }
 
