@@ -4,6 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
+from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 
 FAMILIES = {
@@ -41,6 +42,23 @@ FAMILIES = {
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
+    # Multimodal models, of which the text is tried.
+    "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
+    "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
+    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
+    "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -56,6 +74,13 @@ HAVE_HEAD_DIM = {
     "qwen3_moe",
     "gpt_oss",
     "arcee",
+    "gemma3",
+    "glm4_moe",
+    "hy_v3",
+    "minimax_m2",
+    "mistral3",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -290,7 +315,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""
