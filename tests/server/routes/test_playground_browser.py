@@ -43,9 +43,8 @@ def _answer(page):
 
 def _tool(page, name):
     """Press a button of the last message."""
-    page.run(
-        f"[...document.querySelectorAll('{LAST} .tools button')].find((b) => b.textContent === arguments[0]).click()", name
-    )
+    buttons = f"[...document.querySelectorAll('{LAST} .tools button')]"
+    page.run(f"{buttons}.find((button) => button.textContent === arguments[0]).click()", name)
 
 
 def _say(page, text):
@@ -235,7 +234,7 @@ def test_an_answer_that_was_cut_goes_on_where_it_ends(page, server):
     assert page.count(".message") == 2
     prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith("assistant\nOne *")
-    assert page.run(f"return ![...document.querySelectorAll('{LAST} button')].some((b) => b.textContent === 'Continue')")
+    assert "Continue" not in page.text(f"{LAST} .tools")
 
 
 def test_a_completion_has_the_rest_of_the_context(page, server):
@@ -378,10 +377,10 @@ HOSTILE = [
     "<javascript:alert(1)>  **x**",
     "# &lt;img src=x onerror=alert(1)&gt; &lt;script&gt;alert(1)&lt;/script&gt;",
     "```html\n<script>alert(1)</script><img src=x onerror=alert(1)>\n```",
-    "```\"><script>alert(1)</script>\n<b>x</b>\n```",
+    '```"><script>alert(1)</script>\n<b>x</b>\n```',
     "```__proto__\nx\n```\n\n```constructor\ny\n```",
     "| <svg onload=alert(1)> |\n|---|\n| `<iframe src=//x>` |",
-    '[x](https://a.invalid "\" onmouseover=alert(1)")',
+    '[x](https://a.invalid "" onmouseover=alert(1)")',
     "1. <style>*{display:none}</style>\n2. <a href=javascript:alert(1)>z</a>",
 ]
 
