@@ -3,12 +3,27 @@
 
 import { coloured } from "./code.js";
 import { make } from "./dom.js";
+import { formula } from "./formula.js";
 import { Marked } from "./vendor/marked.esm.js";
 
 const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
 const PAUSE = 50; // milliseconds between two looks at a text that grows
 
+const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[([^]+?)\\\]|\\\(([^]+?)\\\))/;
+
 const marked = new Marked({
+  extensions: [
+    {
+      name: "formula",
+      level: "inline",
+      start: (source) => source.match(/\$|\\[[(]/)?.index,
+      tokenizer(source) {
+        const [raw, display, inline, otherDisplay, otherInline] = FORMULA.exec(source) ?? [];
+        const nodes = raw && formula(display ?? inline ?? otherDisplay ?? otherInline, (display ?? otherDisplay) !== undefined);
+        return nodes ? { type: "formula", raw, nodes } : undefined;
+      },
+    },
+  ],
   breaks: true,
   tokenizer: {
     html: () => undefined,
@@ -41,6 +56,7 @@ const ELEMENTS = {
   br: () => make("br"),
   link: (token) => link(token.href, children(token)),
   image: (token) => link(token.href, [token.text || token.href]), // it is not loaded: that would tell its server of the reader
+  formula: (token) => token.nodes,
   escape: (token) => token.text,
   text: (token) => (token.tokens ? children(token) : unescaped(token.text)),
   space: () => [],
