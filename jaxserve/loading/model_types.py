@@ -6,10 +6,11 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 
 MODEL_TYPES = {
-    *("arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2"),
-    *("gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "llama", "ministral", "mistral"),
-    *("mixtral", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
-    *("stablelm", "starcoder2"),
+    *("apertus", "arcee", "bloom", "chatglm", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
+    *("falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama", "mellum", "mimo", "ministral", "mistral", "mixtral"),
+    *("olmo2", "olmo3", "opt", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
+    *("smollm3", "stablelm", "starcoder2"),
 }
 """The keys of `models.FAMILIES`. A config of another model type is refused as such before any of its fields is judged,
 as these may mean something else there.

@@ -4,7 +4,9 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
+from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
+from reference_models import ChatGLMConfig, ChatGLMForConditionalGeneration, QwenConfig, QwenLMHeadModel
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -41,6 +43,16 @@ FAMILIES = {
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
+    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, transformers.HunYuanMoEV1ForCausalLM),
+    "internlm3": (transformers.InternLM3Config, transformers.LlamaForCausalLM),
+    "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM),
+    "apertus": (transformers.ApertusConfig, transformers.ApertusForCausalLM),
+    "mimo": (MiMoConfig, MiMoForCausalLM),
+    "qwen": (QwenConfig, QwenLMHeadModel),
+    "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -56,6 +68,14 @@ HAVE_HEAD_DIM = {
     "qwen3_moe",
     "gpt_oss",
     "arcee",
+    "seed_oss",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "internlm3",
+    "mellum",
+    "qwen",
+    "chatglm",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -78,9 +98,19 @@ FIELD_NAMES = {
     "opt": {"intermediate_size": "ffn_dim"},
     "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
     "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
+    "qwen": {"rms_norm_eps": "layer_norm_epsilon", "head_dim": "kv_channels"},
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+        "max_position_embeddings": "seq_length",
+        "rms_norm_eps": "layernorm_epsilon",
+    },
 }
 """A family's name of a field, if it is not the usual one."""
-HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"}
+HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "qwen"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -290,7 +320,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""
