@@ -11,17 +11,27 @@ _EXPORTS = {
     "AsyncLLM": "jaxserve.async_llm",
     "LLM": "jaxserve.llm",
     "generate": "jaxserve.llm",
+    "BeamSearchParams": "jaxserve.request",
     "SamplingParams": "jaxserve.request",
     "StructuredOutputs": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "generate",
+]
 
 if TYPE_CHECKING:
     from jaxserve.async_llm import AsyncLLM
     from jaxserve.llm import LLM, generate
-    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
+    from jaxserve.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:

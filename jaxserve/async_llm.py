@@ -5,11 +5,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Unpack
 
+from jaxserve.engine.beam_search import BeamSearchOutput, run_beams_async
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt
 from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, optional_flag
-from jaxserve.request import Pooling, RequestOutput, SamplingParams
+from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
 
 
 class AsyncLLM(LocalModel):
@@ -38,6 +39,12 @@ class AsyncLLM(LocalModel):
     ) -> AsyncGenerator[RequestOutput]:
         """Run `generate` for the next message of a conversation, through the model's chat template."""
         return self._stream(lambda: self._prepare([self._render(messages, options)], sampling_params)[0])
+
+    async def beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearchOutput:
+        """Search the most likely continuations of one prompt, as `LLM.beam_search` does."""
+        (search,) = await asyncio.to_thread(self._prepare_beams, [prompt], params)
+        await run_beams_async(self._frontend, [search])
+        return search.result()
 
     async def embed(
         self,

@@ -80,7 +80,9 @@ _GENERATE_TOKENS = 256  # the API's default of 16 would look like a bug at a ter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code: 0, 1 (an error, printed as one line), 2 (usage) or 130 (Ctrl-C)."""
+    """Run one command. Returns its exit code: 0, 1 (an error, printed as one line), 2 (usage), 130 (Ctrl-C), or a
+    code of its own that its help tells.
+    """
     try:
         with interrupts.of_command():
             return _run(argv)
@@ -141,7 +143,8 @@ def _parser() -> Parser:
     # fmt: off
     for name, usage, summary, run, add_flags in (
         ("serve", "[MODEL] [options]", "serve a model over an OpenAI-compatible HTTP API", _serve, _add_serve),
-        ("run-batch", "-i FILE -o FILE [options]", "answer a file of requests (OpenAI's batch format)",
+        ("run-batch", "-i FILE -o FILE [options]",
+         "answer a file of requests (OpenAI's batch format); ends with 3 if lines were refused",
          _run_batch, _add_run_batch),
         ("generate", "[PROMPT ...] [options]", "continue prompts and print the texts", _generate, _add_generate),
         ("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat, _add_chat),
@@ -289,14 +292,17 @@ def _run_batch(args: argparse.Namespace) -> int:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
     server_config = ServerConfig(**given(args, _BATCH_FIELDS), access_log=False)
 
+    from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
     from jaxserve.engine.frontend import Frontend, sampling_defaults
     from jaxserve.loading.builtin import resolve_names
     from jaxserve.server import batch
-    from jaxserve.server.template import served_tokenizer
     from jaxserve.tokenizer import Tokenizer
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
-    batch.check_input(source)  # before a model is loaded
+    wanted = batch.check_input(source)  # before a model is loaded
+    if not wanted.num_lines:
+        batch.open_output(destination, wanted, source=source, overwrite=args.overwrite).file.close()
+        return batch.tell(batch.Summary(0, 0, 0), destination)
     names = server_config.served_model_name or (config.model,)
     server_config = dataclasses.replace(server_config, served_model_name=names)
     config = resolve_names(config)
@@ -325,8 +331,8 @@ def _models(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
         )
+        from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
-        from jaxserve.server.choosing.choice import rows_of
 
         syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
         print(overview.needs_text(args.model, found, memory=args.memory, more=syntax))

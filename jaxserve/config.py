@@ -15,6 +15,7 @@ from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling
 from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
+MAX_ENGINES = 64
 MAX_COUNT = 2**31 - 1
 """Limit of counts that devices hold as int32."""
 DEFAULT_MODEL = "scribe-15m"
@@ -320,6 +321,12 @@ class ServerConfig:
     api_workers: int = _option(
         1, "server", "processes that serve HTTP and text over the one engine", aliases=("--api-server-count",)
     )
+    data_parallel_size: int = _option(
+        1,
+        "server",
+        "engines behind the one server, each on devices of its own; a request goes where most of its prompt is cached",
+        aliases=("-dp",),
+    )
     shutdown_timeout: float = _option(30.0, "timeouts", "seconds that running requests may take after SIGTERM")
     request_timeout: float | None = _option(
         None, "timeouts", "seconds that a request may take in all; default: no limit"
@@ -373,6 +380,8 @@ class ServerConfig:
                 yield f"{name} must be positive, got {value}"
         if not 1 <= self.api_workers <= MAX_WORKERS:
             yield f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}"
+        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
+            yield f"data_parallel_size must be in [1, {MAX_ENGINES}], got {self.data_parallel_size}"
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             yield "ssl_keyfile and ssl_ca_certs need ssl_certfile"
         if self.max_stored_responses < 0:

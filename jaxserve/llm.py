@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Unpack, overload
 
 from jaxserve.config import DEFAULT_MODEL
+from jaxserve.engine.beam_search import BeamSearchOutput, run_beams
 from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
@@ -27,9 +28,12 @@ from jaxserve.local_model import (
     optional_flag,
 )
 from jaxserve.progress import Progress
-from jaxserve.request import Pooling, RequestOutput, SamplingParams
+from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
+from jaxserve.values import convert, rule
 
 logger = logging.getLogger(__name__)
+
+_CONCURRENCY = rule(int | None)
 
 
 class LLM(LocalModel):
@@ -87,6 +91,26 @@ class LLM(LocalModel):
         conversations: Any = [messages] if is_single else messages
         prompts = [self._render(conversation, options) for conversation in conversations]
         return self._run(self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, concurrency_limit: int | None = None
+    ) -> list[BeamSearchOutput]:
+        """Search the most likely continuations of each prompt; prompts are as in `generate`, results in their order.
+
+        Each token is a step of its own for every beam, so that a search takes longer than `generate` with as many
+        sequences. `concurrency_limit` is how many prompts are searched at once, None for all. A max_tokens beyond the
+        context is reduced to what fits. Raises InvalidRequest (before anything runs), RequestFailed and EngineDead.
+        """
+        concurrency_limit = convert("concurrency_limit", concurrency_limit, _CONCURRENCY)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequest(
+                f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit"
+            )
+        searches = self._prepare_beams(as_prompt_list(prompts), params)
+        at_once = concurrency_limit or len(searches)
+        for first in range(0, len(searches), at_once):
+            run_beams(self._frontend, searches[first : first + at_once])
+        return [search.result() for search in searches]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt; yield new output as it arrives. Closing the iterator aborts the request.

@@ -24,6 +24,7 @@ from jaxserve.config import (
     WarmUp,
     convert_option,
 )
+from jaxserve.engine.beam_search import BeamSearch, prepare_beams
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineStats
 from jaxserve.engine.embedding import (
     NO_HEAD,
@@ -41,7 +42,7 @@ from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.sentence_transformers import Embedder
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling, SamplingParams
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, BeamSearchParams, Pooling, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import check_names, convert, rule, unknown_names
 
@@ -306,6 +307,21 @@ class LocalModel:
                 raise
             groups.append(group)
         return groups
+
+    def _prepare_beams(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearch]:
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {params!r:.100}", param="params")
+        return [
+            prepare_beams(
+                self._frontend,
+                prompt.token_ids,
+                params,
+                request_id=self._next_id(),
+                prompt_text=prompt.text,
+                shorten_output=True,
+            )
+            for prompt in tokenize_prompts(prompts, self._frontend.tokenizer)
+        ]
 
     def _prepare_embeddings(
         self, prompts: Prompt | Sequence[Prompt], pooling: Pooling | None, prompt_name: str | None = None

@@ -8,17 +8,17 @@ from typing import Any, override
 
 import msgspec
 
+from jaxserve.answers.choosing.choice import Choice, choose
+from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
+from jaxserve.answers.message import AssistantMessage
+from jaxserve.answers.parsing.readers import reader_of
+from jaxserve.answers.syntaxes.syntax import Ids, Syntax
+from jaxserve.answers.tools.definitions import ToolDefinition, callable_tools
+from jaxserve.answers.writer import message_of
 from jaxserve.config import ServerConfig
+from jaxserve.decoding import decoded
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.builtin import resolve_model
-from jaxserve.server.answers import message_of
-from jaxserve.server.choosing.choice import Choice, choose
-from jaxserve.server.parsing.readers import reader_of
-from jaxserve.server.protocol.chat import AssistantMessage
-from jaxserve.server.protocol.decoding import decoded
-from jaxserve.server.protocol.tools import ToolDefinition, callable_tools
-from jaxserve.server.syntaxes.syntax import Ids, Syntax
-from jaxserve.server.template import served_tokenizer
 from jaxserve.tokenizer import Tokenizer
 
 

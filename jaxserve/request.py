@@ -167,13 +167,40 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+class BeamSearchParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True):
+    """How beams are searched.
+
+    `beam_width` sequences are kept. A finished one is scored by its log probability divided by its number of tokens to
+    the power of `length_penalty`. With `early_stopping` True a search ends when `beam_width` sequences have finished;
+    with False, when no beam would have a better score if it ended now; with "never", when none can reach a better
+    one within `max_tokens`. None for `max_tokens` means up to the context length. `temperature` is there for vLLM's
+    sake and must be 0. `include_stop_str_in_output` keeps the token that ended a sequence.
+
+    Raises InvalidRequest, naming the field, for a wrong value, TypeError for an unknown field.
+    """
+
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT32)] | None = 16
+    ignore_eos: bool = False
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=0.0)] = 0.0
+    length_penalty: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _convert_fields(self, _BEAM_RULES)
+
+
+_REQUIRED = object()
 _STRUCTURED_RULES = rules(StructuredOutputs)
 _SAMPLING_RULES = rules(SamplingParams)
+_BEAM_RULES = rules(BeamSearchParams)
 
 
 def _convert_fields(owner: msgspec.Struct, rules: Mapping[str, Rule], *, prefix: str = "") -> None:
     """Replace the given values of the fields by plain ones. Raises InvalidRequest, naming the field."""
-    for (name, rule), default in zip(rules.items(), owner.__struct_defaults__, strict=True):
+    required = len(rules) - len(owner.__struct_defaults__)
+    for (name, rule), default in zip(rules.items(), (_REQUIRED,) * required + owner.__struct_defaults__, strict=True):
         value = getattr(owner, name)
         if value is not default:
             msgspec.structs.force_setattr(owner, name, convert(prefix + name, value, rule))

@@ -226,6 +226,11 @@ class Tokenizer:
                 raise ConfigError(f"chat_template, line {cause.lineno}: {cause.message}") from cause
         return changed
 
+    @property
+    def template_defaults(self) -> Mapping[str, Any]:
+        """Variables of the chat template that a request may replace."""
+        return self._template_defaults
+
     def with_template_defaults(self, variables: Mapping[str, Any]) -> "Tokenizer":
         """Return a tokenizer whose chat template has these variables, unless they are given. Raises ConfigError."""
         if clash := _NOT_TEMPLATE_VARIABLES & variables.keys():

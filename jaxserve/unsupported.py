@@ -47,9 +47,6 @@ CONSTRAINT = Refused(
 
 EVERYWHERE: Mapping[str, Refused] = {
     **dict.fromkeys(CONSTRAINTS, CONSTRAINT),
-    "use_beam_search": Refused(),
-    "length_penalty": Refused("it needs beam search", (None, 1, 1.0)),
-    "early_stopping": Refused("it needs beam search"),
     "logits_processors": Refused(),
     "vllm_xargs": Refused(),
     "repetition_detection": Refused(),
@@ -58,6 +55,9 @@ EVERYWHERE: Mapping[str, Refused] = {
 
 IN_PYTHON: Mapping[str, Refused] = {
     **EVERYWHERE,
+    "use_beam_search": Refused("LLM.beam_search"),
+    "length_penalty": Refused("it is of BeamSearchParams", (None, 1, 1.0)),
+    "early_stopping": Refused("it is of BeamSearchParams"),
     "extra_args": Refused(),
     "flat_logprobs": Refused("logprobs are a list of dicts"),
     "max_completion_tokens": Refused("write max_tokens"),

@@ -90,7 +90,6 @@ RENAMED: Mapping[str, str] = {
 
 SHORT: Mapping[str, str] = {
     "--pipeline-parallel-size": "-pp",
-    "--data-parallel-size": "-dp",
     "--data-parallel-rank": "-dpn",
     "--data-parallel-start-rank": "-dpr",
     "--data-parallel-size-local": "-dpl",
@@ -135,6 +134,7 @@ VALUES: Mapping[str, Mapping[str, Harmless | NotTaken]] = {
 KEYWORDS: Mapping[str, Row] = {
     "served_model_name": Harmless("calls name no model"),
     "reasoning_parser": Harmless("answers are texts as the model writes them"),
+    "data_parallel_size": Harmless("an LLM is one engine, jaxserve serve has several", 1, ("1",)),
     "otlp_traces_endpoint": Refused("only the server writes traces"),
     "rope_scaling": Refused("hf_overrides={'rope_scaling': ...}"),
     "rope_theta": Refused("hf_overrides={'rope_theta': ...}"),
@@ -182,9 +182,8 @@ FLAGS: Mapping[str, Row] = {
     # several devices
     "--distributed-executor-backend": Harmless("one process drives all devices", 1, ("mp", "uni")),
     "--pipeline-parallel-size": Harmless("there is one stage", 1, ("1",)),
-    "--data-parallel-size": Harmless(_ONE_ENGINE, 1, ("1",)),
-    "--data-parallel-backend": Harmless(_ONE_ENGINE, 1, ("mp",)),
-    "--disable-nccl-for-dp-synchronization": Harmless(_ONE_ENGINE),
+    "--data-parallel-backend": Harmless("each engine is a process of its own", 1, ("mp",)),
+    "--disable-nccl-for-dp-synchronization": Harmless("engines do not wait for each other"),
     **_each(Harmless(_ONE_CONTEXT, 1, ("1",)), "decode-context-parallel-size prefill-context-parallel-size"),
     **_each(Harmless(_ONE_CONTEXT, 1), "cp-kv-cache-interleave-size dcp-kv-cache-interleave-size"),
     "--distributed-timeout-seconds": Harmless("one process drives all devices", 1),

@@ -23,13 +23,13 @@ PLAIN = "errors config request values"
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat server llm convert overview parse "
-    "engine loading tokenizer",
+    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
+    "overview parse engine loading tokenizer",
     "chat": f"{PLAIN} llm",
-    "parse": f"{PLAIN} server loading tokenizer",
+    "parse": f"{PLAIN} decoding answers loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
-    "bench": f"{PLAIN} cpus arguments flags vllm_flags llm server convert engine structured models loading layers "
-    "tokenizer",
+    "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
+    "layers tokenizer",
     "jaxserve": "llm async_llm request",
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "unsupported": "errors",
     "vllm_page": "vllm_flags cli",
     "logs": "",
-    "server": f"{PLAIN} unsupported jaxserve logs tokenizer metrics engine structured",
+    "server": f"{PLAIN} unsupported decoding jaxserve logs answers tokenizer metrics engine structured",
+    "answers": f"{PLAIN} structured tokenizer",
     "llm": f"{PLAIN} local_model progress engine",
     "local_model": f"{PLAIN} vllm_flags interrupts tokenizer engine loading",
     "progress": f"{PLAIN} engine",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
     "sampling": f"{PLAIN} layers pallas_kernels",
     "speculative": f"{PLAIN} scheduling models sampling layers",
     "structured": f"{PLAIN} tokenizer",
+    "decoding": "errors values",
     "loading": f"{PLAIN} cpus layers quantization",
     "layers": f"{PLAIN} quantization pallas_kernels",
     "quantization": f"{PLAIN} pallas_kernels",
@@ -68,6 +70,38 @@ MAY_IMPORT = {
     "errors": "",
 }
 
+# The same for the parts of rooms: modules and packages directly in them, besides errors and plain data.
+PARTS = {
+    "server": {
+        "__init__": "app process",
+        "batch": "app process",
+        "process": "app middleware state routes responses generation protocol tracing engine_view wire",
+        "app": "middleware routes state tracing wire",
+        "middleware": "state wire",
+        "routes": "state responses anthropic generation protocol engine_view wire",
+        "state": "responses generation tracing engine_view wire",
+        "responses": "generation protocol wire",
+        "anthropic": "protocol",
+        "generation": "protocol tracing wire",
+        "protocol": "",
+        "tracing": "",
+        "engine_view": "",
+        "wire": "",
+    },
+    "answers": {
+        "__init__": "",
+        "model_syntax": "forcing parsing syntaxes tools",
+        "writer": "message parsing tools",
+        "message": "tools",
+        "choosing": "parsing syntaxes",
+        "forcing": "literals syntaxes tools",
+        "parsing": "literals syntaxes",
+        "literals": "",
+        "syntaxes": "",
+        "tools": "",
+    },
+}
+
 # Modules, or whole packages, in which jax is never loaded.
 QUANTIZATION = (
     *("awq", "bitsandbytes", "common", "declared", "expected", "ggml", "gptq"),
@@ -76,12 +110,14 @@ QUANTIZATION = (
 
 NO_JAX = (
     "jaxserve.__main__",
+    "jaxserve.answers",
     "jaxserve.arguments",
     "jaxserve.bench",
     "jaxserve.chat",
     "jaxserve.cli",
     "jaxserve.config",
     "jaxserve.cpus",
+    "jaxserve.decoding",
     "jaxserve.engine.client",
     "jaxserve.engine.early",
     "jaxserve.engine.embedding",
@@ -90,7 +126,10 @@ NO_JAX = (
     "jaxserve.engine.output",
     "jaxserve.engine.process",
     "jaxserve.engine.prompts",
+    "jaxserve.engine.beam_search",
     "jaxserve.engine.remote",
+    "jaxserve.engine.replicas",
+    "jaxserve.engine.router",
     "jaxserve.engine.scoring",
     "jaxserve.engine.sizing",
     "jaxserve.engine.stream",
@@ -252,6 +291,26 @@ def test_arrows_point_down(imports):
     assert not upward, "against the table MAY_IMPORT:\n" + "\n".join(upward)
 
 
+@pytest.mark.parametrize("room", PARTS)
+def test_arrows_between_the_parts_of_a_room_point_down(room, imports):
+    allowed = {part: parts.split() for part, parts in PARTS[room].items()}
+    graphlib.TopologicalSorter(allowed).prepare()  # raises CycleError
+    inside = f"jaxserve.{room}."
+
+    def part(module: str) -> str:
+        return module.removeprefix(inside).split(".")[0] if module.startswith(inside) else "__init__"
+
+    assert {part(module) for module in MODULES if f"{module}.".startswith(inside)} == allowed.keys()
+    upward = [
+        f"{found.importer}:{found.line} imports {found.target}"
+        for found in imports
+        if f"{found.importer}.".startswith(inside)
+        and found.target.startswith(inside)
+        and part(found.target) not in (part(found.importer), *allowed[part(found.importer)])
+    ]
+    assert not upward, f"against the table PARTS[{room!r}]:\n" + "\n".join(upward)
+
+
 def test_programs_are_made_below_the_runner(imports):
     """Only the runner in `execution` imports programs; the modules that programs are built from do not import them."""
     programs = "jaxserve.execution.programs"
@@ -338,8 +397,8 @@ def test_import_is_cheap(command):
 
 
 def test_exported_names():
-    names = ["AsyncLLM", "CompletionOutput", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "generate"]
-    assert sorted(jaxserve.__all__) == names
+    names = "AsyncLLM BeamSearchParams CompletionOutput LLM RequestOutput SamplingParams StructuredOutputs generate"
+    assert sorted(jaxserve.__all__) == names.split()
     for name in jaxserve.__all__:
         assert getattr(jaxserve, name).__name__ == name
         assert name in dir(jaxserve)

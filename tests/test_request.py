@@ -150,7 +150,7 @@ def test_fields_of_vllm_that_ask_for_nothing_are_taken(fields):
     [
         ({"n": 2, "best_of": 3}, "best_of must be equal to n"),
         ({"use_beam_search": True}, "use_beam_search is not supported"),
-        ({"length_penalty": 0.5}, "length_penalty is not supported: it needs beam search"),
+        ({"length_penalty": 0.5}, "length_penalty is not supported: it is of BeamSearchParams"),
         ({"logits_processors": [print]}, "logits_processors is not supported"),
         ({"guided_decoding": {"json": {}}}, "guided_decoding is not supported: write structured_outputs, such as {'"),
         ({"guided_anything": "a"}, "guided_anything is not supported: write structured_outputs"),

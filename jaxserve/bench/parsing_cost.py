@@ -8,13 +8,13 @@ import json
 import time
 from collections.abc import Sequence
 
+from jaxserve.answers.parsing.answer import AnswerReader
+from jaxserve.answers.parsing.harmony import HarmonyReader
+from jaxserve.answers.parsing.reader import Reader
+from jaxserve.answers.syntaxes.syntax import Calls, Channels, Syntax, Thoughts
+from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.bench.report import table
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.parsing.answer import AnswerReader
-from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.syntaxes.syntax import Calls, Channels, Syntax, Thoughts
-from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 _TOOLS = {"look_up": {"type": "object", "properties": {"word": {"type": "string"}}}}
 _PIECE = 4

@@ -155,7 +155,7 @@ async def _server(load: Load) -> AsyncIterator[tuple[Supervisor, list[int]]]:
     # Only tokens that are whole ASCII words: each makes an event, as no part of a character is held back.
     ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i).strip().isascii()][-NUM_TOKEN_IDS:]
 
-    async def start_engine(folder: pathlib.Path) -> Child:
+    async def start_engine(_index: int, folder: pathlib.Path) -> Child:
         settings = stub_engine.Settings(
             folder=str(folder), vocab_size=tokenizer.vocab_size, token_ids=ids, step_seconds=load.step_seconds
         )

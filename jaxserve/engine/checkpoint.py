@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations

@@ -14,7 +14,7 @@ from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND
 from jaxserve.engine.early import limit_memory
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
 from pallas_kernels.peers import can_reach_each_other
 

@@ -239,7 +239,7 @@ class LocalEngineClient(EngineClient):
 
     def _raise_if_dead(self) -> None:
         if self._error is not None:
-            raise EngineDead(f"the engine has stopped: {self._error}")
+            raise EngineDead(f"the engine has stopped: {_why(self._error)}")
         if self._is_closing:
             raise EngineDead("the engine is closed")
 
@@ -327,7 +327,7 @@ class LocalEngineClient(EngineClient):
 
     def _end_all(self) -> None:
         reason = "abort" if self._error is None else "error"
-        message = None if self._error is None else f"the engine has stopped: {self._error}"
+        message = None if self._error is None else f"the engine has stopped: {_why(self._error)}"
         with self._condition:
             self._heard = dict(self._listeners)
             reset, snapshots = self._reset, self._snapshots
@@ -336,3 +336,8 @@ class LocalEngineClient(EngineClient):
             reset.set_result(False)
         for wanted in snapshots:
             wanted.set_exception(EngineDead(message or "the engine is closed"))
+
+
+def _why(error: BaseException) -> str:
+    """Return the text of an error; a MemoryError has none."""
+    return str(error) or type(error).__name__

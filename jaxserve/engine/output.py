@@ -7,6 +7,7 @@ new since the last time, or everything at the end.
 from collections.abc import Iterable, Sequence
 
 from jaxserve.request import (
+    BeamSearchParams,
     CompletionOutput,
     EngineOutput,
     EngineRequest,
@@ -229,6 +230,7 @@ class RequestGroup:
     Attributes:
         requests: the engine requests, one per sequence.
         error: the reason why the engine could not finish one of the sequences, or None.
+        beams: how its sequences are searched (`beam_search`), None if they are drawn.
         refusal: set with `error` if the caller is at fault: not queued, or a grammar that cannot be followed further.
     """
 
@@ -248,6 +250,7 @@ class RequestGroup:
         self.requests = requests
         self.error: str | None = None
         self.refusal: Refusal | None = None
+        self.beams: BeamSearchParams | None = None
         self._embeddings: dict[int, bytes] = {}
         self._tokenizer = tokenizer
         self._sequences = {

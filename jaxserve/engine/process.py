@@ -83,8 +83,12 @@ class _Peer:
 class EngineServer:
     """Serves one EngineClient, of any kind, to the clients that say Hello in `folder`."""
 
-    def __init__(self, client: EngineClient, folder: pathlib.Path):
+    def __init__(
+        self, client: EngineClient, folder: pathlib.Path, *, on_death: Callable[[str], None] = lambda _reason: None
+    ):
+        """`on_death` is called with the reason when the engine has died."""
         self._client = client
+        self._on_death = on_death
         self._folder = folder
         self._peers: dict[str, _Peer] = {}
         self._gone: collections.deque[str] = collections.deque()
@@ -107,12 +111,22 @@ class EngineServer:
                 self._forget(self._gone.popleft())
             self._send_stats()
         is_alive = self._client.is_alive()
+        if not is_alive:
+            self._on_death(self._reason())
         self._client.close()
         for peer in self._peers.values():
             peer.close(linger_seconds=0 if is_alive else LINGER_SECONDS)
         self._incoming.close(linger=0)
         self._context.term()
         return is_alive
+
+    def _reason(self) -> str:
+        """Return why the engine has died."""
+        try:
+            self._client.snapshot()
+        except Exception as error:
+            return str(error)
+        return "the engine has stopped"
 
     def stop(self) -> None:
         """End `run`; from any thread."""
@@ -135,8 +149,11 @@ class EngineServer:
         if peer is None:
             return  # it has ended, but its last words came later
         match message:
-            case wire.Submit(requests=requests):
+            case wire.Submit(requests=requests, chunks=chunks):
                 self._submit(peer, requests)
+                for other in self._peers.values() if chunks else ():
+                    if other is not peer:
+                        other.send(wire.Placed(chunks))
             case wire.Abort(request_ids=request_ids):
                 peer.unfinished.difference_update(request_ids)
                 self._client.abort(request_ids)
@@ -188,7 +205,7 @@ class EngineServer:
 
 def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
     """Serve `client` until the parent closes this process or the engine dies. Returns the exit code."""
-    server = EngineServer(client, folder)
+    server = EngineServer(client, folder, on_death=parent.answer)
 
     def on_command(command: str) -> None:
         word, _, name = command.partition(" ")

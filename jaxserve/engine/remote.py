@@ -12,6 +12,7 @@ import logging
 import math
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Any, Self, override
 
 import msgspec
@@ -44,6 +45,9 @@ class RemoteEngineClient(EngineClient):
 
     `submit` and `abort` are thread-safe, but cheapest in the event loop; calls that wait for an answer must come from
     another thread. Sinks are called in the event loop.
+
+    Attributes:
+        on_placed: called in the event loop with the chunks of prompts that other clients have sent, see `wire.Submit`.
     """
 
     def __init__(self, folder: pathlib.Path, name: str):
@@ -63,6 +67,7 @@ class RemoteEngineClient(EngineClient):
         self._stats = EngineStats()
         self._silence = 0.0
         self._death: str | None = None
+        self.on_placed: Callable[[list[list[bytes]]], None] | None = None
 
     @classmethod
     async def connect(cls, folder: pathlib.Path, name: str) -> Self:
@@ -79,12 +84,15 @@ class RemoteEngineClient(EngineClient):
     _tasks: list[asyncio.Task[None]]
 
     @override
-    def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
+    def submit(
+        self, requests: list[EngineRequest], sink: OutputSink, *, chunks: list[list[bytes]] | None = None
+    ) -> None:
+        """Queue sequences; other clients of the engine learn the `chunks` of their prompts."""
         self._raise_if_dead()
         ids = [request.request_id for request in requests]
         if len(set(ids)) < len(ids) or not self._sinks.keys().isdisjoint(ids):
             raise InvalidRequest("a request with this id is running already", param="request_id")
-        message = wire.encode(wire.Submit(self._name, requests))
+        message = wire.encode(wire.Submit(self._name, requests, chunks or []))
         self._sinks.update(dict.fromkeys(ids, sink))
         self._send(message)
 
@@ -119,6 +127,11 @@ class RemoteEngineClient(EngineClient):
     @override
     def stop_profile(self) -> None:
         self._call("stop_profile")
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests of this client that have not ended."""
+        return len(self._sinks)
 
     def engine_died(self, reason: str) -> None:
         """Notify everyone who waits for the engine that its process has ended. Call it in the event loop."""
@@ -182,6 +195,9 @@ class RemoteEngineClient(EngineClient):
                     self._deliver(outputs if self._death is None else list(map(self._with_failure, outputs)))
                 case wire.Stats(stats):
                     self._stats = stats
+                case wire.Placed(chunks):
+                    if self.on_placed is not None:
+                        self.on_placed(chunks)
                 case wire.Answer(number, value, refusal):
                     self._answer(number, value, None if refusal is None else refusal.error())
                 case wire.Died(reason):

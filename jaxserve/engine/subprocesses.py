@@ -2,7 +2,7 @@
 
 A child reads its settings from the first line of its standard input, then one command per line. "end" is the last
 command; an end of the input without it means that the parent is gone. On its standard output the child reports that it
-is ready, or why it could not start. No signals, no pickle.
+is ready, or why it could not start, and later why it ends. No signals, no pickle.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -60,7 +60,7 @@ class Parent:
         return msgspec.json.decode(self._settings, type=kind)
 
     def answer(self, error: str | None = None) -> None:
-        """Say that this process is ready, or why it never will be."""
+        """Say that this process is ready, or why it never will be, or no longer is."""
         with contextlib.suppress(BrokenPipeError):
             self._answers.write(msgspec.json.encode(Answer(error)) + b"\n")
 
@@ -110,6 +110,13 @@ def run_child(main: Callable[[Parent], int]) -> int:
     return code
 
 
+def exit_words(code: int) -> str:
+    """Return what to say of a process that has ended with this code."""
+    if code == -signal.SIGKILL:
+        return "been killed (SIGKILL: by hand, or by the system for lack of memory)"
+    return f"ended with code {code}"
+
+
 class Child:
     """A child process, seen from its parent.
 
@@ -128,8 +135,16 @@ class Child:
         self._process = process
 
     @classmethod
-    async def start(cls, name: str, module: str, settings: msgspec.Struct, *, pass_fds: Sequence[int] = ()) -> Self:
-        """Run `python -m module`, which calls `run_child`."""
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        settings: msgspec.Struct,
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Run `python -m module`, which calls `run_child`; `environment` are variables besides its parent's."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -139,7 +154,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             pass_fds=pass_fds,
             start_new_session=True,  # Ctrl-C is for the parent alone
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
         )
         child = cls(name, process)
         child._write(msgspec.json.encode(settings))
@@ -156,11 +171,20 @@ class Child:
         line = await self._process.stdout.readline()
         if not line:
             code = await self.ended
-            self.error = f"{self.name} has ended with code {code} while it started"
+            self.error = f"{self.name} has {exit_words(code)} while it started"
             return False
         self.error = msgspec.json.decode(line, type=Answer).error
         self.is_up = self.error is None
         return self.is_up
+
+    async def last_words(self, *, timeout: float) -> str | None:
+        """Return why a child that was ready ends; None if it has not said it after `timeout` seconds."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                line = await self._process.stdout.readline()
+                return msgspec.json.decode(line, type=Answer).error if line else None
+        return None
 
     def tell(self, command: str) -> None:
         """Send a command. A child that is not up does not hear it."""

@@ -22,10 +22,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`EngineClient.submit`: all of `requests`, or none: then each gets an output with the refusal."""
+    """`EngineClient.submit`: all of `requests`, or none: then each gets an output with the refusal.
+
+    `chunks` are those of each prompt (`router.prompt_chunks`) for the other clients, if there are several engines.
+    """
 
     client: str
     requests: list[EngineRequest]
+    chunks: list[list[bytes]] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -62,6 +66,12 @@ class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stats: EngineStats
 
 
+class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Another client has sent prompts with these chunks."""
+
+    chunks: list[list[bytes]]
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The result of a Call, or the reason why it failed."""
 
@@ -77,7 +87,7 @@ class Died(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 type ToEngine = Hello | Submit | Abort | Call
-type ToClient = Welcome | Outputs | Stats | Answer | Died
+type ToClient = Welcome | Outputs | Stats | Placed | Answer | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

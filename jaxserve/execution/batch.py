@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.layers.batch import Batch, Kernels, Launch, Tables
+from jaxserve.layers.batch import Batch, Launch, Tables
+from jaxserve.layers.context import Kernels
 from jaxserve.scheduling.plan import StepPlan
 
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Slots, admit
-from jaxserve.layers.batch import Batch, Kernels, KVCache, Launch
+from jaxserve.layers.batch import Batch, KVCache, Launch
+from jaxserve.layers.context import PLAIN, Kernels
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
 from jaxserve.models.family import Family
@@ -185,8 +186,8 @@ def finish(
         x, kv_cache = family.run(params, config, x, own, kv_cache, span)
     last_tokens = x if batch.is_decode_only else x[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
-        logits = family.head(params, config, last_tokens, batch.kernels)
-        logits = gathered(logits, None if peers is None else peers.logits, kernels=batch.kernels)
+        logits = family.head(params, config, last_tokens, batch.context)
+        logits = gathered(logits, None if peers is None else peers.logits, batch.context)
     return kv_cache, Forwarded(logits, begun.rows, None if batch.is_decode_only else x)
 
 
@@ -308,7 +309,7 @@ def prompt_logprobs(
 
     def of_chunk(xs: tuple[Array, Array]) -> Logprobs:
         hidden, following = xs
-        return token_logprobs(gathered(family.head(params, config, hidden, "xla")), following, num_top)
+        return token_logprobs(gathered(family.head(params, config, hidden, PLAIN)), following, num_top)
 
     chunks = jax.lax.map(of_chunk, (hidden, following))
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:num_tokens], chunks)

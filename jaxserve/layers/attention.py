@@ -175,17 +175,9 @@ class Attention:
         and the cache after this step. `rotation` is that of `rope`.
         """
         with jax.named_scope("attention"):
-            qkv = linear(x, params["qkv"], params.get("qkv_bias"), kernels=batch.kernels)
+            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=batch.context, name="qkv")
             heads, cache = self.attend(params, qkv, cache, batch, rotation)
-            y = residual_update(
-                heads,
-                params["out"],
-                params.get("out_bias"),
-                kernels=batch.kernels,
-                peers=batch.peers,
-                consumer=consumer,
-            )
-            return y, cache
+            return residual_update(heads, params, "out", batch.context, consumer), cache
 
     def attend(
         self,

@@ -10,10 +10,8 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import flax.struct
 from jaxtyping import Array, Int
 
+from jaxserve.layers.context import Kernels, Record, StepContext
 from pallas_kernels.peers import PeerBuffers
-
-Kernels = Literal["xla", "sm90"]
-"""Implementations of the operations in `pallas_kernels`: plain XLA, and kernels for Hopper GPUs."""
 
 Launch = Literal["at once", "in parts", "in programs"]
 """How a forward pass is launched: as one command buffer, as several, or as two programs of which the second has
@@ -74,6 +72,14 @@ class Batch:
     """
     group_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Static: the group of each layer, if there are several."""
+
+    record: Record | None = flax.struct.field(pytree_node=False, default=None)
+    """Static: see `StepContext`."""
+
+    @property
+    def context(self) -> StepContext:
+        """What the parts of layers are given of the step."""
+        return StepContext(self.kernels, self.peers, self.is_decode_only, self.record)
 
     def of_layer(self, index: int) -> "Batch":
         """Return the Batch of this layer, with the block tables of its KV group."""

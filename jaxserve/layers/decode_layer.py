@@ -4,6 +4,7 @@ Three paths, fastest first: one kernel a layer, its attention included; one kern
 for each matmul, where devices add up partial sums in between. `paths` chooses; the result is the same up to rounding.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import Kernel, Part, StepContext, result
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.paged_kv import PagedKV
@@ -21,7 +23,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import partition_specs
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Weight, output_sharding
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
@@ -59,10 +61,11 @@ def run_fused_layer(
     if "qkv_bias" in params["attention"]:
         qkv = qkv + params["attention"]["qkv_bias"][None]
     if kind == Kind.LAYER:
-        assert rotation is not None
-        return _whole_layer(qkv, cache, x, batch, rotation, scale=attention.score_scale, **after)
+        makes = *_made(x, next_qkv), cache
+        run = functools.partial(_whole_layer, scale=attention.score_scale, **after)
+        return batch.context.call(run, makes, qkv, cache, x, batch, rotation)
     heads, cache = attention.attend(params["attention"], qkv, cache, batch, rotation)
-    return *_after_attention(heads, x, kind, **after, kernels=batch.kernels, peers=batch.peers), cache
+    return *_after_attention(heads, x, kind, **after, context=batch.context), cache
 
 
 def _whole_layer(
@@ -70,7 +73,7 @@ def _whole_layer(
     cache: PagedKV,
     x: Float[Array, "T E"],
     batch: Batch,
-    rotation: Rotation,
+    rotation: Rotation | None,
     *,
     weights: dict[str, Weight],
     next_qkv: Weight | None,
@@ -118,14 +121,16 @@ def _after_attention(
     gains: tuple[Array, Array],
     activation: Callable[[Array], Array],
     eps: float,
-    kernels: Kernels,
-    peers: PeerBuffers | None,
+    context: StepContext,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T N"] | Float[Array, "T K members D"]]:
     """Return the residual stream after the layer, and its norm or the next layer's qkv.
 
     Each device multiplies by its shard of the weights; partial sums are added up before the norm that follows.
     """
     axes = {name: weights[name].spec[1] for name in ("o", "down")}
+    kernels = context.kernels
+    if any(axis is not None for axis in axes.values()):
+        context.choose("sums over devices", Part(Kernel.ALL_REDUCE), is_product=False)
 
     def run(
         heads: Array,
@@ -192,7 +197,15 @@ def _after_attention(
             out_specs=(everywhere, everywhere if next_qkv is None else PartitionSpec(None, *next_qkv.spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-    return run(heads, x, weights, gains, next_qkv, peers)
+    return context.call(run, _made(x, next_qkv), heads, x, weights, gains, next_qkv, context.peers)
+
+
+def _made(x: Array, next_qkv: Weight | None) -> tuple[Array, Any]:
+    """Return the types of the residual stream and of what stands after it."""
+    if next_qkv is None:
+        return x, x
+    sharding = output_sharding(next_qkv.sharding, next_qkv.ndim - 1)
+    return x, result((len(x), *next_qkv.shape[:-1]), x.dtype, sharding)
 
 
 def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights:

@@ -6,14 +6,16 @@ traced once.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.context import result
 from jaxserve.layers.decode_layer import run_fused_layer
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
@@ -23,8 +25,8 @@ from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, add_update
 from jaxserve.layers.params import Params
-from jaxserve.layers.paths import Kind, LayerShape, Path, StepShape, choose
-from jaxserve.layers.rope import Rope, rotations
+from jaxserve.layers.paths import Kind, LayerShape, Path, choose
+from jaxserve.layers.rope import Rope, Rotation, frequencies, rotations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,26 +110,49 @@ def run_layers(
     After the model's last layer the first result is the hidden states after the final norm, if it has one. With kernels
     "sm90" some layers are fused, as `paths` chooses for each; consecutive ones pass on the next one's qkv.
     """
-    weights = params["layers"]
-    ropes = {layer.mixer.rope for layer in layers[span.start : span.stop]}
-    turned = {rope: None if rope is None else rotations(rope, batch.positions) for rope in ropes}
+    chosen = choose(layer_shapes(layers, params, kv_cache, span), x, batch.context)
+    return run_paths(layers, params, x, batch, kv_cache, span, dict(zip(span, chosen, strict=True)))
+
+
+def layer_shapes(layers: Sequence[Layer], params: Params, kv_cache: KVCache, span: range) -> list[LayerShape]:
+    """Return the layers of a range with their weights and caches."""
+    return [
+        LayerShape(layer=layers[index], weights=params["layers"][index], cache=kv_cache.of_layer(index))
+        for index in span
+    ]
+
+
+def run_paths(
+    layers: Sequence[Layer],
+    params: Params,
+    x: Float[Array, "T E"],
+    batch: Batch,
+    kv_cache: KVCache,
+    span: range,
+    paths: Mapping[int, Path],
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Run a range of layers as `run_layers` does, each by its path; those without one are left out."""
+    weights, context = params["layers"], batch.context
+    ropes = {layers[index].mixer.rope for index in paths}
+    turned = {rope: None if rope is None else _rotations(rope, batch) for rope in ropes}
     # Of this program only: what is traced once is dropped with it.
-    run = jax.jit(functools.partial(Layer.run), static_argnums=0, static_argnames="consumer")
-    run_fused = jax.jit(functools.partial(run_fused_layer), static_argnums=(0, 1))
-    sums = {"kernels": batch.kernels, "peers": batch.peers}
+    run, run_fused = functools.partial(Layer.run), functools.partial(run_fused_layer)
+    if context.record is None:
+        run = jax.jit(run, static_argnums=0, static_argnames="consumer")
+        run_fused = jax.jit(run_fused, static_argnums=(0, 1))
     update = qkv = hidden = None
-    for index, path in zip(span, _paths(layers, params, x, batch, kv_cache, span), strict=True):
+    for index, path in paths.items():
         layer, own, cache = layers[index], weights[index], kv_cache.of_layer(index)
         of_step = batch.of_layer(index), turned[layer.mixer.rope]
         with jax.named_scope(f"layer_{index}"):
             if path.kind == Kind.OPERATIONS:
-                consumer = _consumer(layers, params, index, span)
+                consumer = consumer_of(layers, params, index, span)
                 x, update, cache = run(layer, own, x, update, cache, *of_step, consumer=consumer)
                 qkv = hidden = None
             else:
-                if qkv is None:
-                    x, y = layer.norm.of_sum(x, update, own["attention_norm"], **sums)
-                    qkv = linear_of_few_rows(y, own["attention"]["qkv"], kernels=batch.kernels)
+                if qkv is None or index - 1 not in paths:
+                    x, y = layer.norm.of_sum(x, update, own["attention_norm"], context)
+                    qkv = linear_of_few_rows(y, own["attention"]["qkv"], context=context)
                 if path.passes_on_qkv:
                     after = weights[index + 1]["attention"]["qkv"], weights[index + 1]["attention_norm"]
                 else:
@@ -137,30 +162,19 @@ def run_layers(
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
     if span.stop < len(layers) or "norm" not in params:
-        return add_update(x, update, **sums), kv_cache
+        return add_update(x, update, context), kv_cache
     if hidden is None:
-        _, hidden = layers[-1].norm.of_sum(x, update, params["norm"], **sums)
+        _, hidden = layers[-1].norm.of_sum(x, update, params["norm"], context, "norm")
     return hidden, kv_cache
 
 
-def _paths(
-    layers: Sequence[Layer], params: Params, x: Array, batch: Batch, kv_cache: KVCache, span: range
-) -> list[Path]:
-    shapes = [
-        LayerShape(layer=layers[index], weights=params["layers"][index], cache=kv_cache.of_layer(index))
-        for index in span
-    ]
-    step = StepShape(
-        num_rows=len(x),
-        dtype=x.dtype,
-        kernels=batch.kernels,
-        is_decode_only=batch.is_decode_only,
-        peers=batch.peers,
-    )
-    return choose(shapes, step)
+def _rotations(rope: Rope, batch: Batch) -> Rotation:
+    shape = len(batch.positions), len(frequencies(rope))
+    angles = result(shape, jnp.float32)
+    return batch.context.call(rotations, (angles, angles), rope, batch.positions)
 
 
-def _consumer(layers: Sequence[Layer], params: Params, index: int, span: range) -> Consumer:
+def consumer_of(layers: Sequence[Layer], params: Params, index: int, span: range) -> Consumer:
     """Return what takes the update of this layer's feed-forward: the first norm of the next layer, the final norm, or
     the stream.
     """

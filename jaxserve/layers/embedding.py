@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.batch import Batch, Kernels
-from jaxserve.layers.linear import linear, linear_of_few_rows
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import PLAIN, Kernel, Kernels, StepContext, result
+from jaxserve.layers.linear import linear_of_few_rows
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.parts import Kernel, gather_part, sum_part
+from jaxserve.layers.parts import gather_part, sum_part
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_gather, all_reduce
@@ -32,17 +33,20 @@ def position_spec(source: str, *, num_positions: int, hidden_size: int) -> Param
 def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
     """Return the table's rows for the tokens of a step, replicated."""
     with jax.named_scope("embed"):
-        axis = None if table.mesh.empty else table.spec[0]
+        context, mesh = batch.context, table.mesh
+        axis = None if mesh.empty else table.spec[0]
+        makes = result((len(batch.token_ids), table.shape[1]), table.dtype, NamedSharding(mesh, PartitionSpec()))
         if axis is None:
-            return table.take(batch.token_ids)
-        found = jax.ShapeDtypeStruct((len(batch.token_ids), table.shape[1]), table.dtype)
-        sends = sum_part(found, batch.peers).kernel == Kernel.ALL_REDUCE
-        return jax.shard_map(
+            return context.call(table.take, makes, batch.token_ids)
+        kernel = context.choose("embedding", sum_part(makes, batch.peers), is_product=False)
+        peers = batch.peers if kernel == Kernel.ALL_REDUCE else None
+        island = jax.shard_map(
             functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
-            in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(table.mesh)),
+            in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(mesh)),
             out_specs=PartitionSpec(None, None),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )(table, batch.token_ids, batch.peers if sends else None)
+        )
+        return context.call(island, makes, table, batch.token_ids, peers)
 
 
 def _embed_shard(
@@ -70,37 +74,37 @@ def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
 
 
 def unembed(
-    table: Weight,
-    hidden: Float[Array, "N E"],
-    bias: Float[Array, " V"] | None = None,
-    *,
-    kernels: Kernels,
+    table: Weight, hidden: Float[Array, "N E"], bias: Float[Array, " V"] | None = None, context: StepContext = PLAIN
 ) -> Float[Array, "N V"]:
     """Logits in float32, split as the table is: see `gathered`."""
     with jax.named_scope("lm_head"):
         float32 = jnp.dtype(jnp.float32)
-        if bias is None:
-            return linear_of_few_rows(hidden, table, kernels=kernels, output_dtype=float32)
-        return linear(hidden, table, bias.astype(jnp.float32), output_dtype=float32)
+        bias = None if bias is None else bias.astype(float32)
+        return linear_of_few_rows(hidden, table, bias, context=context, name="LM head", output_dtype=float32)
 
 
 def gathered(
-    logits: Float[Array, "N V"], peers: PeerBuffers | None = None, *, kernels: Kernels = "xla"
+    logits: Float[Array, "N V"], peers: PeerBuffers | None = None, context: StepContext = PLAIN
 ) -> Float[Array, "N V"]:
-    """Return the logits of the whole vocabulary on each device, through the peers' memory if they fit."""
+    """Return the logits of the whole vocabulary on each device, through the peers' memory if they fit: `peers` are
+    those for logits.
+    """
     sharding = jax.typeof(logits).sharding
     if sharding.mesh.empty or sharding.spec[1] is None:
         return logits
     axis = sharding.spec[1]
     shard = jax.ShapeDtypeStruct(sharding.shard_shape(logits.shape), logits.dtype)
-    if peers is None or gather_part(shard, peers).kernel == Kernel.XLA:
-        return jax.sharding.reshard(logits, NamedSharding(sharding.mesh, PartitionSpec(None, None)))
-    return jax.shard_map(
-        functools.partial(all_gather.all_gather, axis_name=axis, implementation=kernels),
+    kernel = context.choose("gather of logits", gather_part(shard, peers), is_product=False)
+    whole = NamedSharding(sharding.mesh, PartitionSpec(None, None))
+    if kernel == Kernel.XLA:
+        return jax.sharding.reshard(logits, whole)
+    island = jax.shard_map(
+        functools.partial(all_gather.all_gather, axis_name=axis, implementation=context.kernels),
         in_specs=(PartitionSpec(None, axis), peer_buffers_spec(sharding.mesh)),
         out_specs=PartitionSpec(None, None),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )(logits, peers)
+    )
+    return context.call(island, result(logits.shape, logits.dtype, whole), logits, peers)
 
 
 def soft_cap(logits: Float[Array, "N V"], cap: float | None) -> Float[Array, "N V"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.schemes import with_divisible_codes

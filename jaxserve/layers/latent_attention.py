@@ -10,6 +10,7 @@ contexts.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +19,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes, LatentCache
+from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
 from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
@@ -113,9 +114,12 @@ class PagedLatent(NamedTuple):
             )
             return out, PagedLatent(pages)
 
-        sharding = jax.typeof(q).sharding
+        context, sharding = batch.context, jax.typeof(q).sharding
+        by_xla = context.kernels == "xla"
+        context.choose("attention", Part(Kernel.XLA, NO_KERNELS) if by_xla else Part(Kernel.LATENT_ATTENTION))
+        makes = result((*q.shape[:2], latent_size), q.dtype, sharding), self
         if sharding.mesh.empty:
-            return on_local_heads(q, stored, self.c, batch)
+            return context.call(on_local_heads, makes, q, stored, self.c, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
         island = jax.shard_map(
             on_local_heads,
@@ -123,11 +127,7 @@ class PagedLatent(NamedTuple):
             out_specs=(heads, whole),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return island(q, stored, self.c, batch.same_on_each_device())
-
-    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:  # noqa: ARG002
-        """Return what attends in a step, as `AttendsByKernels` says."""
-        return Part(Kernel.XLA, NO_KERNELS) if kernels == "xla" else Part(Kernel.LATENT_ATTENTION)
+        return context.call(island, makes, q, stored, self.c, batch.same_on_each_device())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,28 +238,27 @@ class LatentAttention:
     ) -> tuple[Any, LatentCache]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         assert rotation is not None
-        heads = self.heads
+        heads, context = self.heads, batch.context
+
+        def normed(x: Array, name: str) -> Array:
+            return context.call(rms_norm, x, x, params[name], LATENT_NORM_EPS)
+
+        def turned(x: Array) -> Array:
+            return context.call(rotate, x, x, *rotation)
+
         with jax.named_scope("attention"):
             ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
-            down = linear(x, params["down"], params.get("down_bias"), kernels=batch.kernels)
+            down = linear(x, params["down"], params.get("down_bias"), context=context, name="down")
             query_latent, latent, key = jnp.split(down, ends, axis=1)
-            source = x if heads.query_rank is None else rms_norm(query_latent, params["q_norm"], LATENT_NORM_EPS)
-            queries = linear(source, params["q"], kernels=batch.kernels)
+            source = x if heads.query_rank is None else normed(query_latent, "q_norm")
+            queries = linear(source, params["q"], context=context, name="q")
             plain, rotated = jnp.split(queries, [heads.plain_size], axis=-1)
-            q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params["k_up"]), rotate(rotated, *rotation)], axis=-1)
-            latent = rms_norm(latent, params["latent_norm"], LATENT_NORM_EPS)
-            stored = jnp.concatenate([latent, rotate(key[:, None], *rotation)[:, 0]], axis=-1)
+            q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params, "k_up", context), turned(rotated)], axis=-1)
+            latent = normed(latent, "latent_norm")
+            stored = jnp.concatenate([latent, turned(key[:, None])[:, 0]], axis=-1)
             out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=self.score_scale)
-            values = _by_head("thr,hvr->thv", out, params["v_up"])
-            y = residual_update(
-                values,
-                params["out"],
-                params.get("out_bias"),
-                kernels=batch.kernels,
-                peers=batch.peers,
-                consumer=consumer,
-            )
-            return y, cache
+            values = _by_head("thr,hvr->thv", out, params, "v_up", context)
+            return residual_update(values, params, "out", context, consumer), cache
 
     @property
     def score_scale(self) -> float:
@@ -277,7 +276,11 @@ class LatentAttention:
         return "the attention is latent"
 
 
-def _by_head(formula: str, x: Float[Array, "T H inputs"], weight: Weight) -> Float[Array, "T H outputs"]:
-    return jnp.einsum(
-        formula, x, weight.array(), precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    )
+def _by_head(
+    formula: str, x: Float[Array, "T H inputs"], params: Params, name: str, context: StepContext
+) -> Float[Array, "T H outputs"]:
+    context.choose(name, Part(Kernel.XLA))
+    weight, precision = params[name], jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    outputs = weight.shape[1] if formula.endswith("v") else weight.shape[2]
+    makes = result((*x.shape[:2], outputs), x.dtype, jax.typeof(x).sharding)
+    return context.call(functools.partial(jnp.einsum, formula, precision=precision), makes, x, weight.array())

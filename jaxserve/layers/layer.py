@@ -97,6 +97,19 @@ class Layer:
     arrangement: Arrangement = Arrangement.SEQUENTIAL
     update_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what the arrangement would leave out."""
+        if self.arrangement == Arrangement.SEQUENTIAL:
+            needed, known = (), SANDWICH_NORMS
+        elif self.arrangement == Arrangement.PARALLEL:
+            needed, known = ONE_NORM, PRE_NORMS
+        else:
+            needed, known = PRE_NORMS, PRE_NORMS
+            if self.update_scale != 1.0:
+                raise ValueError(f"{self.arrangement}: updates are not scaled, got update_scale={self.update_scale}")
+        if not set(needed) <= set(self.norms) <= set(known):
+            raise ValueError(f"{self.arrangement}: norms must be among {known}, with {needed}, got {self.norms}")
+
     def specs(self, prefix: str, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
@@ -164,9 +177,9 @@ class Layer:
     ) -> tuple[Array, Any, Any]:
         def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
             if name not in self.norms:
-                x = add_update(x, update, kernels=batch.kernels, peers=batch.peers)
+                x = add_update(x, update, batch.context)
                 return x, x
-            return self._normed_sum(x, update, params[name], batch, reader)
+            return self.norm.of_sum(x, update, params[name], batch.context, name, reader=reader)
 
         x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
         consumer_of_attention = self.consumer_of_attention
@@ -179,10 +192,10 @@ class Layer:
     def _parallel(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Any, Any]:
-        x, y = self._normed_sum(x, update, params["attention_norm"], batch)
+        x, y = self.norm.of_sum(x, update, params["attention_norm"], batch.context, "attention_norm")
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
         if "mlp_norm" in self.norms:
-            y = self.norm(x, params["mlp_norm"])
+            y = self.norm.alone(x, params, "mlp_norm", batch.context)
         update = update + self.feed_forward.run(params["mlp"], y, batch, consumer="stream")
         return x, self._pending(update, params), cache
 
@@ -190,25 +203,20 @@ class Layer:
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Array, Any]:
         """Add each update to its own input, the norm of the residual stream, as BLOOM may."""
-        _, x = self._normed_sum(x, update, params["attention_norm"], batch)
+        x = self.norm.alone(add_update(x, update, batch.context), params, "attention_norm", batch.context)
         update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
-        x = self.norm(x + update, params["mlp_norm"])
+        x = self.norm.alone(x + update, params, "mlp_norm", batch.context)
         return x, self.feed_forward.run(params["mlp"], x, batch, consumer="stream"), cache
 
     def _normed_sums(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, None, Any]:
         """Normalise the residual stream after each update."""
-        x = add_update(x, update, kernels=batch.kernels, peers=batch.peers)
+        x = add_update(x, update, batch.context)
         update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
-        x = self.norm(x + update, params["attention_norm"])
+        x = self.norm.alone(x + update, params, "attention_norm", batch.context)
         update = self.feed_forward.run(params["mlp"], x, batch, consumer="stream")
-        return self.norm(x + update, params["mlp_norm"]), None, cache
-
-    def _normed_sum(
-        self, x: Array, update: Any, weights: Any, batch: Batch, reader: Weight | None = None
-    ) -> tuple[Array, Any]:
-        return self.norm.of_sum(x, update, weights, kernels=batch.kernels, peers=batch.peers, reader=reader)
+        return self.norm.alone(x + update, params, "mlp_norm", batch.context), None, cache
 
     def _pending(self, update: Any, params: Params, post_norm: str | None = None) -> Any:
         """Return the update of a block with what is still to be done before it is added to the residual stream."""
@@ -216,7 +224,7 @@ class Layer:
         if weights is None and self.update_scale == 1.0:
             return update
         norm = None if weights is None else self.norm
-        return PendingUpdate(value=update, weights=weights, norm=norm, scale=self.update_scale)
+        return PendingUpdate(value=update, weights=weights, norm=norm, scale=self.update_scale, name=post_norm)
 
     @property
     def consumer_of_attention(self) -> Consumer:

@@ -6,19 +6,19 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, XIELU, Gate, gate_of
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.linear import Consumer, gated_linear_of_codes, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import KERNELS_OF_CODES, Kernel, gate_up_part, why_not_activation
-from jaxserve.layers.rounded import gated_linear_unit_of_rounded
+from jaxserve.layers.parts import KERNELS_OF_CODES, gate_up_part, why_not_activation
+from jaxserve.layers.rounded import gated_linear_unit_of_rounded, rows_of
 from jaxserve.layers.weight import Weight
 from pallas_kernels import gated_linear_unit as fused
-from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.row_quantization import QuantizedRows
 
 
@@ -86,11 +86,10 @@ class FeedForward:
 
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block; the result is that of `residual_update`."""
-        options: dict[str, Any] = {"kernels": batch.kernels, "peers": batch.peers, "consumer": consumer}
         if not self.is_gated:
-            return mlp(params, x, self.activation, **options)
+            return mlp(params, x, self.activation, batch.context, consumer)
         assert not isinstance(self.activation, XIELU)
-        return gated_mlp(params, x, self.activation, **options)
+        return gated_mlp(params, x, self.activation, batch.context, consumer)
 
     def leaves_partial_sums(self, params: Params) -> bool:
         """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
@@ -112,64 +111,59 @@ def gated_mlp(
     params: Params,
     x: Float[Array, "T E"] | QuantizedRows,
     activation: str | Gate,
-    *,
-    kernels: Kernels = "xla",
-    peers: PeerBuffers | None = None,
+    context: StepContext = PLAIN,
     consumer: Consumer = "stream",
 ) -> Any:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where `kernels` has one for such rows and weights. `peers` and `consumer` are
-    those of `residual_update`, as is the result.
+    The first includes the activation where a kernel does for such rows and weights. `consumer` is that of
+    `residual_update`, as is the result.
     """
-    sums = {"kernels": kernels, "peers": peers, "consumer": consumer}
     with jax.named_scope("mlp"):
-        inner = _gated_linear_unit(params, x, activation, kernels=kernels)
-        return residual_update(inner, params["down"], params.get("down_bias"), **sums)
+        inner = _gated_linear_unit(params, x, activation, context)
+        return residual_update(inner, params, "down", context, consumer)
 
 
 def _gated_linear_unit(
-    params: Params,
-    x: Float[Array, "T E"] | QuantizedRows,
-    activation: str | Gate,
-    *,
-    kernels: Kernels,
+    params: Params, x: Float[Array, "T E"] | QuantizedRows, activation: str | Gate, context: StepContext
 ) -> Float[Array, "T F"] | QuantizedRows:
     """Return the input of `params["down"]`: as codes if it rounds its rows to some, and a kernel gives them."""
-    weight, bias = params["gate_up"], params.get("gate_up_bias")
+    weight, bias, kernels = params["gate_up"], params.get("gate_up_bias"), context.kernels
     part = gate_up_part(x, weight, activation, kernels=kernels, has_bias=bias is not None)
+    kernel = context.choose("gate_up", part)
     if part.reason is not None:
-        gate_up = linear(x, weight, bias, kernels=kernels)
+        gate_up = linear(x, weight, bias, context=context)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
     assert isinstance(activation, str)
     function = ACTIVATIONS[activation]
-    if part.kernel == Kernel.SCALED_MATMUL:
-        return gated_linear_unit_of_rounded(x, weight, params["down"], function, by_xla=kernels == "xla")
+    mesh = weight.mesh
+    out_spec = PartitionSpec() if mesh.empty else PartitionSpec(None, weight.spec[1])
+    makes = result((len(x), weight.shape[1]), x.dtype, NamedSharding(mesh, out_spec))
+    if kernel == Kernel.SCALED_MATMUL:
+        code = params["down"].rounds_to(len(x), 1)
+        makes = makes if code is None else rows_of(makes, code)
+        options: dict[str, Any] = {"code": code, "by_xla": kernels == "xla"}
+        return context.call(gated_linear_unit_of_rounded, makes, x, weight, function, **options)
     assert not isinstance(x, QuantizedRows)
-    if part.kernel in KERNELS_OF_CODES:
-        return gated_linear_of_codes(x, weight, activation, part.kernel)
+    if kernel in KERNELS_OF_CODES:
+        return context.call(gated_linear_of_codes, makes, x, weight, activation, kernel)
     run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
-    if not jax.typeof(x).sharding.mesh.empty:
-        out_spec = PartitionSpec(None, weight.spec[1])
+    if not mesh.empty:
         run = jax.shard_map(run, in_specs=(PartitionSpec(), weight.spec), out_specs=out_spec, check_vma=False)
-    return run(x, weight.array())
+    return context.call(run, makes, x, weight.array())
 
 
 def mlp(
     params: Params,
     x: Float[Array, "T E"],
     activation: str | Gate | XIELU,
-    *,
-    kernels: Kernels = "xla",
-    peers: PeerBuffers | None = None,
+    context: StepContext = PLAIN,
     consumer: Consumer = "stream",
 ) -> Any:
     """down(activation(up(x))); `activation` is a key of ACTIVATIONS or an XIELU, the rest is as for `gated_mlp`."""
     assert isinstance(activation, str | XIELU)
     with jax.named_scope("mlp"):
-        inner = linear(x, params["up"], params.get("up_bias"), kernels=kernels)
+        inner = linear(x, params["up"], params.get("up_bias"), context=context, name="up")
         is_learned = isinstance(activation, XIELU)
         inner = activation(inner, params["activation"]) if is_learned else ACTIVATIONS[activation](inner)
-        return residual_update(
-            inner, params["down"], params.get("down_bias"), kernels=kernels, peers=peers, consumer=consumer
-        )
+        return residual_update(inner, params, "down", context, consumer)

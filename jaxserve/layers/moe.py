@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import Gate
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, linear_of_groups, norm_adds_partial_sums
 from jaxserve.layers.mlp import FeedForward, gated_mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import Kernel, experts_part, routing_part
+from jaxserve.layers.parts import experts_part, routing_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
-from pallas_kernels.peers import PeerBuffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,16 +108,7 @@ class Experts:
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
         num_tokens = batch.query_starts[batch.num_rows]
-        return moe(
-            params,
-            x,
-            num_tokens,
-            routing=self.routing,
-            activation=self.activation,
-            kernels=batch.kernels,
-            peers=batch.peers,
-            consumer=consumer,
-        )
+        return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer)
 
     def leaves_partial_sums(self, params: Params) -> bool:
         """Return true if each device along one mesh axis has a partial sum of the result."""
@@ -147,46 +138,42 @@ def moe(
     params: Params,
     x: Float[Array, "T E"],
     num_tokens: Int[Array, ""],
-    *,
     routing: Routing,
     activation: str | Gate,
-    kernels: Kernels = "xla",
-    peers: PeerBuffers | None = None,
+    context: StepContext = PLAIN,
     consumer: Consumer = "stream",
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `activations.gate_of`,
-    `peers` and `consumer` as for `residual_update`. Raises NotImplementedError for experts that `kernels` cannot
-    multiply by; if they do not support the routing, XLA does it.
+    `consumer` as for `residual_update`. Raises NotImplementedError for experts that kernels cannot multiply by; if they
+    do not support the routing, XLA does it.
     """
-    leaves_sums = consumer == "norm" and norm_adds_partial_sums(x.shape, x.dtype, peers) and _has_partial_sums(params)
+    has_peers = context.peers is not None
+    leaves_sums = consumer == "norm" and norm_adds_partial_sums(x.shape, x.dtype, context) and _has_partial_sums(params)
     # The experts and the shared one are in one sum over devices if possible.
-    together = peers is not None and _has_partial_sums(params)
-    alone = peers is not None and not together and len(_axes_of_partial_sums(params["experts"])) == 1
+    together = has_peers and _has_partial_sums(params)
+    alone = has_peers and not together and len(_axes_of_partial_sums(params["experts"])) == 1
     with jax.named_scope("moe"):
-        logits = linear(x, params["router"], output_dtype=jnp.dtype(jnp.float32))
+        by_xla = dataclasses.replace(context, kernels="xla")
+        float32 = jnp.dtype(jnp.float32)
+        logits = linear(x, params["router"], context=by_xla, name="router", output_dtype=float32)
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
         run = functools.partial(
-            _run_experts, routing=routing, activation=activation, kernels=kernels, leaves_partial_sums=together or alone
+            _run_experts, routing=routing, activation=activation, context=context, leaves_partial_sums=together or alone
         )
         y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
         if alone:
-            y = summed(y, peers, kernels=kernels)
+            y = summed(y, context)
         if "shared" in params:
-            shared = gated_mlp(
-                params["shared"],
-                x,
-                activation,
-                kernels=kernels,
-                peers=peers,
-                consumer="sum" if together else "stream",
-            )
+            of_shared = context.within("shared")
+            shared = gated_mlp(params["shared"], x, activation, of_shared, "sum" if together else "stream")
             if "shared_gate" in params:
-                shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
+                gate = linear(x, params["shared_gate"], context=by_xla, name="shared_gate")
+                shared = jax.nn.sigmoid(gate) * shared
             y = y + shared
-        return y if leaves_sums else summed(y, peers, kernels=kernels)
+        return y if leaves_sums else summed(y, context)
 
 
 def _run_experts(
@@ -198,13 +185,13 @@ def _run_experts(
     *,
     routing: Routing,
     activation: str | Gate,
-    kernels: Kernels,
+    context: StepContext,
     leaves_partial_sums: bool,
 ) -> Float[Array, "T E"]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
     of their inner sizes, for all tokens.
     """
-    run = functools.partial(_run_local_experts, routing=routing, activation=activation, kernels=kernels)
+    run = functools.partial(_run_local_experts, routing=routing, activation=activation, context=context)
     gate_up: Weight = experts["gate_up"]
     if gate_up.mesh.empty:
         return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
@@ -245,42 +232,46 @@ def _run_local_experts(
     first_expert: int | Int[Array, ""],
     routing: Routing,
     activation: str | Gate,
-    kernels: Kernels,
+    context: StepContext,
 ) -> Float[Array, "T E"]:
     """Return the partial sum of these experts, which begin at `first_expert`."""
     num_choices, num_experts = len(x) * routing.num_experts_per_token, experts["down"].shape[0]
+    routed_by = context.choose("routing", routing_part(len(x), routing, kernels=context.kernels))
     # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
-    is_of_codes = {
-        name: experts_part(experts[name], None, dtype=x.dtype, kernels=kernels).kernel == Kernel.GROUPED_CODES
-        for name in ("gate_up", "down")
-    }
+    is_of_codes = {}
+    for name, after in (("gate_up", activation), ("down", None)):
+        part = experts_part(experts[name], after, dtype=x.dtype, kernels=context.kernels)
+        is_of_codes[name] = context.choose("experts", part) == Kernel.GROUPED_CODES
     has_tiles_of_codes = all(is_of_codes.values())
-    routed_by = routing_part(len(x), routing, kernels=kernels).kernel
-    routed = expert_routing(
-        logits,
-        num_tokens,
-        routing=routing,
-        selection_bias=selection_bias,
-        first_expert=first_expert,
-        num_local_experts=num_experts,
-        rows_of_tile=grouped_codes.tile_rows(num_choices, num_experts) if has_tiles_of_codes else None,
-        implementation=kernels if routed_by == Kernel.EXPERT_ROUTING else "xla",
-    )
 
-    def multiply(rows: Array, name: str, activation: str | Gate | None = None) -> Array:
-        return linear_of_groups(
-            rows,
-            experts[name],
-            experts.get(f"{name}_bias"),
-            routed.group_sizes,
-            activation=activation,
-            tiles=routed.tiles if is_of_codes[name] == has_tiles_of_codes else None,
-            kernels=kernels,
+    def run() -> Array:
+        routed = expert_routing(
+            logits,
+            num_tokens,
+            routing=routing,
+            selection_bias=selection_bias,
+            first_expert=first_expert,
+            num_local_experts=num_experts,
+            rows_of_tile=grouped_codes.tile_rows(num_choices, num_experts) if has_tiles_of_codes else None,
+            implementation=context.kernels if routed_by == Kernel.EXPERT_ROUTING else "xla",
         )
 
-    rows = x[routed.token]
-    y = multiply(multiply(rows, "gate_up", activation), "down")
-    has_row = routed.row < len(rows)
-    y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
-    # After the last group y may be NaN.
-    return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
+        def multiply(rows: Array, name: str, activation: str | Gate | None = None) -> Array:
+            return linear_of_groups(
+                rows,
+                experts[name],
+                experts.get(f"{name}_bias"),
+                routed.group_sizes,
+                activation=activation,
+                tiles=routed.tiles if is_of_codes[name] == has_tiles_of_codes else None,
+                context=context,
+            )
+
+        rows = x[routed.token]
+        y = multiply(multiply(rows, "gate_up", activation), "down")
+        has_row = routed.row < len(rows)
+        y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
+        # After the last group y may be NaN.
+        return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
+
+    return context.call(run, result(x.shape, x.dtype))

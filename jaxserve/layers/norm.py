@@ -10,15 +10,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernel, Part, StepContext
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import Kernel, norm_part, update_norm_part
+from jaxserve.layers.parts import norm_part, update_norm_part
 from jaxserve.layers.peers import summed
+from jaxserve.layers.rounded import rows_of
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
-from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
+from pallas_kernels.peers import peer_buffers_spec
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
+
+LAYER_NORM = Part(Kernel.XLA, "no kernel computes layer norms")
+NORM_OF_BLOCK = Part(Kernel.XLA, "no kernel computes norms after blocks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,23 +53,30 @@ class Norm:
         """Normalise the vectors of the last axis with the weights of `specs`."""
         return rms_norm(x, weights, self.eps) if self.kind == "rms" else layer_norm(x, weights, self.eps)
 
+    def alone(self, x: Float[Array, "T E"], params: Params, name: str, context: StepContext) -> Float[Array, "T E"]:
+        """Normalise with the weights of this name, by XLA."""
+        context.choose(name, NORM_OF_BLOCK if self.kind == "rms" else LAYER_NORM, is_product=False)
+        return context.call(self, x, x, params[name])
+
     def of_sum(
         self,
         x: Float[Array, "T E"],
         update: Any,
         weights: Any,
+        context: StepContext,
+        name: str | None = None,
         *,
-        kernels: Kernels,
-        peers: PeerBuffers | None,
         reader: Weight | None = None,
     ) -> tuple[Float[Array, "T E"], Any]:
         """Return the sum of a residual stream and an update, and its norm, as `add_rms_norm` does where it can. An
-        update of None is nothing to add.
+        update of None is nothing to add. `name` is what the record calls the norm.
         """
         if self.kind == "rms" and update is not None:
-            return add_rms_norm(x, update, weights, self.eps, kernels=kernels, peers=peers, reader=reader)
-        total = add_update(x, update, kernels=kernels, peers=peers)
-        return total, self(total, weights)
+            return add_rms_norm(x, update, weights, self.eps, context, name, reader=reader)
+        total = add_update(x, update, context)
+        if self.kind == "layer":
+            context.choose(name, LAYER_NORM, is_product=False)
+        return total, context.call(self, total, total, weights)
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +93,8 @@ class PendingUpdate:
     norm: Norm | None = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     """Factor of the update after its norm."""
+    name: str | None = dataclasses.field(default=None, metadata={"static": True})
+    """What the record calls the norm."""
 
     def finished(self) -> Float[Array, "T E"]:
         """Return the update as it is added."""
@@ -89,25 +102,25 @@ class PendingUpdate:
         return update if self.scale == 1.0 else update * self.scale
 
 
-def add_update(
-    x: Float[Array, "T E"], update: Any, *, kernels: Kernels, peers: PeerBuffers | None
-) -> Float[Array, "T E"]:
+def add_update(x: Float[Array, "T E"], update: Any, context: StepContext) -> Float[Array, "T E"]:
     """Return the sum of a residual stream and an update: an array, partial sums of devices, an UnscaledProduct, a
-    PendingUpdate, whose norm is one kernel with the addition if `kernels` has one for such rows, or None if there is
-    nothing to add.
+    PendingUpdate, whose norm is one kernel with the addition if there is one for such rows, or None if there is nothing
+    to add.
     """
     if update is None:
         return x
     if isinstance(update, PendingUpdate):
-        norm, kernel = update.norm, update_norm_part(x, None, kernels=kernels).kernel
-        if norm is not None and norm.kind == "rms" and kernel == Kernel.ADD_RMS_NORM:
-            options: dict[str, Any] = {"eps": norm.eps, "update_scale": update.scale, "implementation": kernels}
+        norm, part = update.norm, update_norm_part(x, None, kernels=context.kernels)
+        if norm is not None:
+            context.choose(update.name, part if norm.kind == "rms" else LAYER_NORM, is_product=False)
+        if norm is not None and norm.kind == "rms" and part.kernel == Kernel.ADD_RMS_NORM:
+            options: dict[str, Any] = {"eps": norm.eps, "update_scale": update.scale, "implementation": context.kernels}
             run = functools.partial(fused.add_normed_update, **options)
-            return _on_each_device(run, x, update.value, update.weights)
+            return context.call(_on_each_device, x, run, x, update.value, update.weights)
         update = update.finished()
     if isinstance(update, UnscaledProduct):
         update = update.values()
-    return x + summed(update, peers, kernels=kernels)
+    return x + summed(update, context)
 
 
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
@@ -153,55 +166,61 @@ def add_rms_norm(
     update: Float[Array, "T E"] | UnscaledProduct | PendingUpdate,
     weight: Float[Array, " E"],
     eps: float,
+    context: StepContext,
+    name: str | None = None,
     *,
-    kernels: Kernels,
-    peers: PeerBuffers | None = None,
     reader: Weight | None = None,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | QuantizedRows]:
-    """Return the sum and its `rms_norm`, in one kernel if `kernels` has one for such rows.
+    """Return the sum and its `rms_norm`, in one kernel if there is one for such rows.
 
     That kernel also rounds the norm if the weight `reader` alone is multiplied by it, and rounds its rows; otherwise it
     finishes a PendingUpdate. Each device may have a partial sum of `update`, as `linear` leaves it;
-    these are added up through `peers`.
+    these are added up through `context.peers`.
     """
+    kernels = context.kernels
 
     def run_fused(x: Array, update: Array, weight: Array, gain: Array | None = None, *, scale: float = 1.0) -> Any:
         options: dict[str, Any] = {"eps": eps, "update_scale": scale, "implementation": kernels}
         return fused.add_rms_norm(x, update, weight, update_gain=gain, **options)
 
     if isinstance(update, PendingUpdate):
-        norm = update.norm
+        norm, part = update.norm, update_norm_part(x, reader, kernels=kernels)
+        if norm is not None:
+            context.choose(update.name, part if norm.kind == "rms" else LAYER_NORM, is_product=False)
         is_rms = norm is None or (norm.kind == "rms" and norm.eps == eps)
-        if is_rms and update_norm_part(x, reader, kernels=kernels).kernel == Kernel.ADD_RMS_NORM:
+        if is_rms and part.kernel == Kernel.ADD_RMS_NORM:
+            context.choose(name, part, is_product=False)
             run = functools.partial(run_fused, scale=update.scale)
-            return _on_each_device(run, x, update.value, weight, update.weights)
+            return context.call(_on_each_device, (x, x), run, x, update.value, weight, update.weights)
         update = update.finished()
     unreduced = frozenset() if isinstance(update, UnscaledProduct) else jax.typeof(update).sharding.spec.unreduced
-    kernel = norm_part(x, reader, kernels=kernels, has_partial_sums=bool(unreduced)).kernel
+    part = norm_part(x, reader, kernels=kernels, has_partial_sums=bool(unreduced))
+    kernel = context.choose(name, part, is_product=False)
     if kernel == Kernel.ALL_REDUCE:
         assert not isinstance(update, UnscaledProduct)
         [axis] = unreduced
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
         everywhere, of_device = PartitionSpec(), peer_buffers_spec(jax.typeof(x).sharding.mesh)
         with jax.named_scope("norm"):
-            return jax.shard_map(
+            island = jax.shard_map(
                 run,
                 in_specs=(everywhere, PartitionSpec(unreduced=unreduced), everywhere, of_device),
                 out_specs=everywhere,
                 check_vma=False,
-            )(x, update, weight, peers)
+            )
+            return context.call(island, (x, x), x, update, weight, context.peers)
     if kernel == Kernel.ROW_QUANTIZATION:
         assert reader is not None
         code = reader.rounds_to(len(x), 1)
         assert code is not None
         run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
-        return _on_each_device(run, x, update, weight)
+        return context.call(_on_each_device, (x, rows_of(x, code)), run, x, update, weight)
     if isinstance(update, UnscaledProduct):
         update = update.values()
     if kernel == Kernel.XLA:
         total = x + update
         return total, rms_norm(total, weight, eps)
-    return _on_each_device(run_fused, x, update, weight)
+    return context.call(_on_each_device, (x, x), run_fused, x, update, weight)
 
 
 def _on_each_device(run: Callable[..., Any], x: Array, *others: Any) -> Any:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
-from jaxserve.layers.parts import NO_KERNELS, Kernel, Part
+from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axis
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
@@ -57,9 +57,13 @@ class PagedKV(NamedTuple):
             written = PagedKV(*pages)
             return attend_over_pages(q, written, batch, scores), written
 
+        context = batch.context
+        context.choose("attention", self._chosen(qkv.dtype, context))
+        T, K, members, D = qkv.shape
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
-            return on_local_heads(qkv, self, scores, head_norms, rotation, batch)
+            makes = result((T, K * (members - 2), D), qkv.dtype), self
+            return context.call(on_local_heads, makes, qkv, self, scores, head_norms, rotation, batch)
         axis = sharding.spec[1]
         heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
         if scores.alibi_slopes is not None:  # a constant, so that every device has all of them
@@ -71,15 +75,16 @@ class PagedKV(NamedTuple):
             out_specs=(heads, of_heads),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return island(qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
+        makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
+        return context.call(island, makes, qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
 
-    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:
-        """Return what attends in a step, as `AttendsByKernels` says."""
-        if kernels == "xla":
+    def _chosen(self, dtype: Any, context: StepContext) -> Part:
+        """Return what attends in a step with activations of `dtype`. With `Kernel.NONE` no engine starts."""
+        if context.kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
         if (reason := why_not_pages(dtype, self.k, self.v)) is not None:
             return Part(Kernel.NONE, reason)
-        return Part(Kernel.PAGED_ATTENTION if is_decode_only else Kernel.RAGGED_ATTENTION)
+        return Part(Kernel.PAGED_ATTENTION if context.is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
 @dataclasses.dataclass(frozen=True)

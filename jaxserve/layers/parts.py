@@ -1,16 +1,15 @@
 """Which kernels compute the parts of a step where layers are not fused, as data: with the reason why no faster ones do.
 
-What computes a part asks here while a program is traced, and `path_table` asks the same functions.
+What computes a part asks here while a program is traced.
 """
 
-import enum
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
 from jaxserve.layers.activations import FUSED_ACTIVATIONS, Gate, fuses
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part
 from jaxserve.layers.weight import Weight
 from pallas_kernels import (
     add_rms_norm,
@@ -24,49 +23,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.peers import PeerBuffers
 
-
-class Kernel(enum.StrEnum):
-    """What computes a part: an operation of `pallas_kernels`, or XLA."""
-
-    SMALL_MATMUL = "small_matmul"
-    QUANTIZED_MATMUL = "quantized_matmuls"
-    SCALED_MATMUL = "scaled_matmul"
-    GATED_LINEAR_UNIT = "gated_linear_unit"
-    GROUPED_MATMUL = "grouped_matmul"
-    GROUPED_CODES = "grouped_codes"
-    EXPERT_ROUTING = "expert_routing"
-    ADD_RMS_NORM = "add_rms_norm"
-    ROW_QUANTIZATION = "row_quantization"
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    PAGED_ATTENTION = "paged_attention"
-    RAGGED_ATTENTION = "paged_attention and ragged_prefill_attention"
-    LATENT_ATTENTION = "latent_attention"
-    NONE = "no kernel"
-    XLA = "XLA"
-
-
 KERNELS_OF_CODES = (Kernel.QUANTIZED_MATMUL, Kernel.GROUPED_CODES)
 """Kernels that convert codes of weights, and multiply rows as they are."""
-
-
-class Part(NamedTuple):
-    """What computes a part, and why nothing faster does, if there is something faster for other models or steps."""
-
-    kernel: Kernel
-    reason: str | None = None
-
-
-NO_KERNELS = "XLA makes the kernels"
-
-
-@runtime_checkable
-class AttendsByKernels(Protocol):
-    """A LayerCache that knows what attends to it."""
-
-    def attention_part(self, *, dtype: Any, kernels: Kernels, is_decode_only: bool) -> Part:
-        """Return what attends in a step with activations of `dtype`. With `Kernel.NONE` no engine starts."""
-        ...
 
 
 def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: Kernels) -> Part:
@@ -75,8 +33,7 @@ def linear_part(x: Any, weight: Weight, reason: str | None = None, *, kernels: K
     For matrices of 16 bits XLA's kernels are the fastest with many rows, and tried out for each shape.
     """
     num_inputs = len(x.shape) - 1
-    matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(x.shape[0], num_inputs), weight)
-    if matrix is not None:
+    if weight.rounds_to(x.shape[0], num_inputs) is not None:
         return Part(Kernel.SCALED_MATMUL, reason)
     if (stored := weight.why_not_plain()) is None or kernels == "xla":
         return Part(Kernel.XLA, reason or stored)

@@ -3,8 +3,7 @@ faster path.
 
 A decode step of Llama and similar models does little but read weights, so norms, activations and additions are fused
 into the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not support runs as one
-operation after the other, for each of which `parts` chooses a kernel. Tracing a program and `path_table` use the same
-functions.
+operation after the other, for each of which `parts` chooses a kernel.
 """
 
 import dataclasses
@@ -18,15 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import NO_KERNELS, StepContext
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
-from jaxserve.layers.parts import NO_KERNELS
 from jaxserve.layers.rope import frequencies
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
-from pallas_kernels.peers import PeerBuffers
 
 
 class Kind(enum.StrEnum):
@@ -64,85 +61,73 @@ class LayerShape:
         return self.layer, structure, *map(jax.typeof, leaves)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What a program is compiled for: see the fields of these names in `Batch`; `num_rows` is that of the
-    activations.
+def choose(layers: Sequence[LayerShape], x: Any, context: StepContext) -> list[Path]:
+    """Return the path of each of consecutive layers for rows [T, E], an array or its shape. A fused one computes the
+    qkv of the next if that is fused too.
     """
-
-    num_rows: int
-    dtype: Any
-    kernels: Kernels
-    is_decode_only: bool
-    peers: PeerBuffers | None
-
-
-def choose(layers: Sequence[LayerShape], step: StepShape) -> list[Path]:
-    """Return the path of each of consecutive layers. A fused one computes the qkv of the next if that is fused too."""
     paths: list[Path] = []
     known: dict[object, Path] = {}
     following = None
     for layer in reversed(layers):
         key = layer.key, None if following is None else following.key
         if key not in known:
-            known[key] = _path(layer, following, step)
+            known[key] = _path(layer, following, x, context)
         paths.append(known[key])
         following = None if known[key].kind == Kind.OPERATIONS else layer
     return paths[::-1]
 
 
-def _path(layer: LayerShape, following: LayerShape | None, step: StepShape) -> Path:
+def _path(layer: LayerShape, following: LayerShape | None, x: Any, context: StepContext) -> Path:
     """Return the path of a layer; `following` is the next one if that is fused."""
     if following is not None and following.layer.norm == layer.layer.norm:
         qkv = following.weights["attention"]["qkv"]
-        if why_not_fused(layer, qkv, step) is None:
-            return _fused(layer, qkv, step)
-    reason = why_not_fused(layer, None, step)
-    return _fused(layer, None, step) if reason is None else Path(Kind.OPERATIONS, reason)
+        if why_not_fused(layer, qkv, x, context) is None:
+            return _fused(layer, qkv, x, context)
+    reason = why_not_fused(layer, None, x, context)
+    return _fused(layer, None, x, context) if reason is None else Path(Kind.OPERATIONS, reason)
 
 
-def _fused(layer: LayerShape, qkv: Weight | None, step: StepShape) -> Path:
+def _fused(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> Path:
     passes_on = qkv is not None
     if _is_quantized(layer):
         sums = _why_sums_between(layer)
         return Path(Kind.CODES if sums is None else Kind.MATMULS_OF_CODES, sums, passes_on)
-    whole = _why_not_one_kernel(layer, qkv, step)
+    whole = _why_not_one_kernel(layer, qkv, x, context)
     if whole is None:
         return Path(Kind.LAYER, None, passes_on)
-    between = _why_not_between(layer, qkv, step)
+    between = _why_not_between(layer, qkv, x)
     return Path(Kind.BETWEEN, whole, passes_on) if between is None else Path(Kind.MATMULS, between, passes_on)
 
 
-def why_not_fused(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
+def why_not_fused(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> str | None:
     """Return why the layer's matmuls cannot be fused with the operations around them, or None if they can.
 
     `qkv` is the weight of the next layer that is multiplied with them, if there is one.
     """
-    if step.kernels != "sm90":
+    if context.kernels != "sm90":
         return NO_KERNELS
     if (reason := layer.layer.why_not_fused) is not None:
         return reason
     # Between two matmuls, values are multiplied by a norm's gain and not yet divided by their root mean square: too
     # large for float16.
-    if step.dtype != jnp.bfloat16:
-        return f"what stands between two matmuls needs bfloat16, got {step.dtype}"
+    if x.dtype != jnp.bfloat16:
+        return f"what stands between two matmuls needs bfloat16, got {x.dtype}"
     weights = matrices_of(layer.weights)
     if _is_quantized(layer):
-        return _why_not_codes(layer, qkv, step)
+        return _why_not_codes(layer, qkv, x, context)
     if qkv is not None and (reason := qkv.why_not_plain()) is not None:
         return f"the next qkv: {reason}"
     for name, weight in weights.items():
-        if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, step)) is not None:
+        if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, x)) is not None:
             return f"{name}: {reason}"
-    return _why_no_sums(layer, step)
+    return _why_no_sums(layer, x, context)
 
 
-def _why_no_sums(layer: LayerShape, step: StepShape) -> str | None:
+def _why_no_sums(layer: LayerShape, x: Any, context: StepContext) -> str | None:
     """Return why devices cannot add up what they have of the layer's matmuls as its kernels do, or None if they can."""
     if _why_sums_between(layer) is None:
         return None
-    row = jax.ShapeDtypeStruct((step.num_rows, matrices_of(layer.weights)["o"].shape[0]), step.dtype)
-    return all_reduce.why_not(row, step.peers)
+    return all_reduce.why_not(x, context.peers)
 
 
 def _why_sums_between(layer: LayerShape) -> str | None:
@@ -157,10 +142,10 @@ def _is_quantized(layer: LayerShape) -> bool:
     return all(weight.why_not_plain() is not None for weight in matrices_of(layer.weights).values())
 
 
-def _why_not_codes(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
+def _why_not_codes(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> str | None:
     """Return why kernels do not convert the codes of all weights of the layer, or None if they do."""
     weights = matrices_of(layer.weights)
-    num_rows = step.num_rows
+    num_rows = x.shape[0]
     if any(weight.rounds_to(num_rows, weight.ndim - 1 if name == "o" else 1) for name, weight in weights.items()):
         return f"{num_rows} rows are rounded to 8 bits"
     shards = {name: weight.on_one_device() for name, weight in weights.items()}
@@ -168,11 +153,11 @@ def _why_not_codes(layer: LayerShape, qkv: Weight | None, step: StepShape) -> st
     if matrices is None:
         kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if qkv is None else [qkv]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
-    heads = jax.ShapeDtypeStruct((num_rows, matrices.o.depth), step.dtype)
+    heads = jax.ShapeDtypeStruct((num_rows, matrices.o.depth), x.dtype)
     if _why_sums_between(layer) is None:
         return quantized_matmuls.why_no_layer(heads, matrices)
     reasons = (quantized_matmuls.why_not(heads, matrix) for matrix in matrices if matrix is not None)
-    return next((reason for reason in reasons if reason), None) or _why_no_sums(layer, step)
+    return next((reason for reason in reasons if reason), None) or _why_no_sums(layer, x, context)
 
 
 def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:
@@ -185,23 +170,23 @@ def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quanti
     return quantized_matmuls.QuantizedWeights(o, gate_up, down, following)
 
 
-def _why_not_matmul(name: str, weight: Weight, step: StepShape) -> str | None:
+def _why_not_matmul(name: str, weight: Weight, x: Any) -> str | None:
     matrix = as_matrix(name, weight.shard)
-    return small_matmul.why_not(jax.ShapeDtypeStruct((step.num_rows, matrix.shape[-1]), step.dtype), matrix)
+    return small_matmul.why_not(jax.ShapeDtypeStruct((x.shape[0], matrix.shape[-1]), x.dtype), matrix)
 
 
-def _why_not_between(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
+def _why_not_between(layer: LayerShape, qkv: Weight | None, x: Any) -> str | None:
     """Return why the matmuls between two attentions are not one kernel, or None if they are."""
     if (reason := _why_sums_between(layer)) is not None:
         return reason
     matrices = _shapes_of_matrices(layer, qkv)
-    heads = jax.ShapeDtypeStruct((step.num_rows, matrices.o.shape[-1]), step.dtype)
+    heads = jax.ShapeDtypeStruct((x.shape[0], matrices.o.shape[-1]), x.dtype)
     return layer_matmuls.why_not(heads, matrices)
 
 
-def _why_not_one_kernel(layer: LayerShape, qkv: Weight | None, step: StepShape) -> str | None:
+def _why_not_one_kernel(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> str | None:
     """Return why the layer and its attention are not one kernel, or None if they are."""
-    if not step.is_decode_only:
+    if not context.is_decode_only:
         return "some rows may have several tokens"
     if not isinstance(layer.cache, PagedKV):
         return "keys and values are not in pages"
@@ -213,7 +198,7 @@ def _why_not_one_kernel(layer: LayerShape, qkv: Weight | None, step: StepShape) 
     if any(axis is not None for axis in jax.typeof(layer.cache.k).sharding.spec):
         return "devices have heads of their own"
     assert attention.rope is not None
-    heads = jax.ShapeDtypeStruct((step.num_rows, *layer.weights["attention"]["qkv"].shape[:-1]), step.dtype)
+    heads = jax.ShapeDtypeStruct((x.shape[0], *layer.weights["attention"]["qkv"].shape[:-1]), x.dtype)
     half = len(frequencies(attention.rope))
     return layer_matmuls.why_not_attention(heads, layer.cache.k, _shapes_of_matrices(layer, qkv), half=half)
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Kernels
-from jaxserve.layers.parts import Kernel, sum_part
+from jaxserve.layers.context import Kernel, StepContext, result
+from jaxserve.layers.parts import sum_part
 from jaxserve.layers.sharding import mesh_axis
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
@@ -70,19 +70,21 @@ def abstract_peers(
     return Peers(sums if takes_sums else None, logits if takes_logits and vocab_size % num_devices == 0 else None)
 
 
-def summed(x: Float[Array, "T E"], peers: PeerBuffers | None, *, kernels: Kernels) -> Float[Array, "T E"]:
-    """Return the sum of the devices' partial sums, if they have any, on each of them: through `peers` if it fits."""
-    sharding = jax.typeof(x).sharding
+def summed(x: Float[Array, "T E"], context: StepContext) -> Float[Array, "T E"]:
+    """Return the sum of the devices' partial sums, if they have any, on each of them: through peers if it fits."""
+    sharding, peers = jax.typeof(x).sharding, context.peers
     if not sharding.spec.unreduced:
         return x
+    whole = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
     if peers is None or sum_part(x, peers).kernel == Kernel.XLA:
-        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions)))
-    return jax.shard_map(
-        functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=kernels),
+        return jax.sharding.reshard(x, whole)
+    island = jax.shard_map(
+        functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=context.kernels),
         in_specs=(PartitionSpec(unreduced=sharding.spec.unreduced), peer_buffers_spec(sharding.mesh)),
         out_specs=PartitionSpec(),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )(x, peers)
+    )
+    return context.call(island, result(x.shape, x.dtype, whole), x, peers)
 
 
 def allocate_peers(shapes: Peers) -> Peers:

@@ -18,7 +18,7 @@ from jaxserve.layers.weight import Weight
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.values import dequantize
 from pallas_kernels import scaled_matmul
-from pallas_kernels.quantized_matmuls import QuantizedMatrix
+from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 
@@ -146,6 +146,13 @@ class Quantized(Weight):
             return None
         matrix = self.quantized_matrix(num_inputs)
         return None if matrix is None or scaled_matmul.why_not(matrix) is not None else matrix
+
+    @override
+    def rounds_to(self, num_rows: int, num_inputs: int) -> Code | None:
+        if self.scheme.rounds_activations is None:
+            return None
+        matrix = jax.eval_shape(lambda weight: weight.matrix_of_rounded(num_rows, num_inputs), self)
+        return None if matrix is None else matrix.code
 
     @override
     def multiply_rounded(self, x: QuantizedRows, *, output_dtype: jnp.dtype) -> Float[Array, " T *outputs"]:

@@ -46,15 +46,15 @@ def unscaled_product_of_rounded(x: Float[Array, "T K"] | QuantizedRows, matrix: 
 def gated_linear_unit_of_rounded(
     x: Float[Array, "T E"] | QuantizedRows,
     weight: Weight,
-    following: Weight,
     activation: Callable[[Array], Array],
     *,
+    code: Code | None,
     by_xla: bool,
 ) -> Float[Array, "T F"] | QuantizedRows:
-    """Return activation(gate) * up of rows that are rounded for a weight [2, F, E]; as the codes that it is rounded to
-    if the weight that it is multiplied by next does so.
+    """Return activation(gate) * up of rows that are rounded for a weight [2, F, E]; rounded to codes if `code` is one:
+    that of the weight that it is multiplied by next.
     """
-    matrix, code = weight.matrix_of_rounded(len(x), 1), following.rounds_to(len(x), 1)
+    matrix = weight.matrix_of_rounded(len(x), 1)
     assert matrix is not None
     implementation = _implementation(matrix, by_xla=by_xla)
 
@@ -72,6 +72,13 @@ def gated_linear_unit_of_rounded(
         )
 
     return _on_each_device(run, x, matrix)
+
+
+def rows_of(x: Any, code: Code) -> QuantizedRows:
+    """Return the types of the arrays of rows [M, K] that are rounded to codes; `x` is an array or its type."""
+    codes = jax.ShapeDtypeStruct(x.shape, row_quantization.CODES[code], sharding=jax.typeof(x).sharding)
+    scales = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    return QuantizedRows(codes=codes, scales=scales, dtype=x.dtype)
 
 
 def _rounded(x: Array | QuantizedRows, code: Code, *, by_xla: bool) -> QuantizedRows:

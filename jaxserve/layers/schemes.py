@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.params import Params, ParamSpec, path_name
 from jaxserve.layers.sharding import mesh_axis, splits_by_expert
 from jaxserve.quantization.scheme import ROUNDED_EARLY_ON_HOPPER, ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Scheme

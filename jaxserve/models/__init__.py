@@ -4,13 +4,9 @@ A module of a family declares what is its own and ends with its `FAMILY`; `famil
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.params import Params
-from jaxserve.layers.path_table import Ends
-from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.causality import check_causal
@@ -120,19 +116,6 @@ def get_family(hf_config: dict[str, Any]) -> Family:
     if (model_type := hf_config.get("model_type")) is not None:
         return FAMILIES[model_type]
     raise CheckpointError("config.json: there is no model_type; `jaxserve models` lists the known ones")
-
-
-def shapes_of(family: Family, config: Any, params: Params, caches: Sequence[Any]) -> tuple[Sequence[LayerShape], Ends]:
-    """Return the layers of a family's model, and what is below and above them, from which kernels are chosen.
-
-    `params` and `caches` are the weights and LayerCaches, or their shapes.
-    """
-    shapes = [
-        LayerShape(layer=layer, weights=weights, cache=cache)
-        for layer, weights, cache in zip(family.layers(config), params["layers"], caches, strict=True)
-    ]
-    table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return shapes, Ends(params["embed"], table, has_head_bias="lm_head_bias" in params)
 
 
 def max_context(config: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Attention, HeadNorm
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
 from jaxserve.layers.names import Names
@@ -78,9 +78,9 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (layer,) * config.num_layers
 
 
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return scaled logits in float32."""
-    return logits(params, config, hidden, kernels) * config.logit_scale
+    return logits(params, config, hidden, context) * config.logit_scale
 
 
 NAMES = Names(is_interleaved=True)

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels, KVCache
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import CacheSpec
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import decoder_specs, run_layers
 from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.layer import Layer
@@ -20,10 +21,10 @@ def embed_tokens(params: Params, config: Any, batch: Batch) -> Float[Array, "T E
     return embed(params["embed"], batch)
 
 
-def logits(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def logits(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return logits in float32, by the embedding or a matrix of their own, with a bias where there is one."""
     table = params["embed" if config.tie_word_embeddings else "lm_head"]
-    return unembed(table, hidden, params.get("lm_head_bias"), kernels=kernels)
+    return unembed(table, hidden, params.get("lm_head_bias"), context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Family:
     names: Names | Callable[[Any], Names] = LLAMA_NAMES
     amend: Callable[[Params, Any], Params] | None = None
     embed: Callable[[Params, Any, Batch], Array] = embed_tokens
-    head: Callable[[Params, Any, Array, Kernels], Array] = logits
+    head: Callable[[Params, Any, Array, StepContext], Array] = logits
     doc: str | None
     features: tuple[str, ...] = ()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
@@ -82,9 +82,9 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
 
 
-def head(params: Params, config: Any, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return logits in float32, bent to stay within the cap if there is one."""
-    return soft_cap(logits(params, config, hidden, kernels), config.logit_soft_cap)
+    return soft_cap(logits(params, config, hidden, context), config.logit_soft_cap)
 
 
 FAMILY = Family(

@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
@@ -76,9 +77,9 @@ def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "
     return embed(params["embed"], batch) * config.embedding_multiplier
 
 
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return scaled logits in float32."""
-    return logits(params, config, hidden, kernels) / config.logits_scaling
+    return logits(params, config, hidden, context) / config.logits_scaling
 
 
 FAMILY = Family(Config=Config, layers=layers, embed=embed_tokens, head=head, doc=__doc__)

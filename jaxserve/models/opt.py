@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch, Kernels
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, position_spec
 from jaxserve.layers.layer import Arrangement, Layer
@@ -110,11 +111,11 @@ def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "
     return x + embed_positions(params["positions"], batch.positions + FIRST_POSITION)
 
 
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], kernels: Kernels) -> Float[Array, "N V"]:
+def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return logits in float32, of narrowed hidden states if the embedding is narrow."""
     if "project_out" in params:
         hidden = linear(hidden, params["project_out"])
-    return logits(params, config, hidden, kernels)
+    return logits(params, config, hidden, context)
 
 
 NAMES = Names(

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import JaxserveError
-from jaxserve.server import errors
 from jaxserve.server.middleware.admission import Authentication, Door, Faults, Limits, Syntax
 from jaxserve.server.middleware.keys import admin_keys, client_keys
 from jaxserve.server.middleware.observation import QUIET_PATHS, Observation
@@ -36,8 +35,10 @@ from jaxserve.server.routes import (
     scoring,
     utility,
 )
+from jaxserve.server.routes.open_paths import OPEN_PATHS
 from jaxserve.server.state import ServerState, lifespan_state
 from jaxserve.server.tracing import Traces
+from jaxserve.server.wire import errors
 
 ROUTES = (
     Route("/v1/completions", completions.create, methods=["POST"]),
@@ -99,11 +100,11 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[dict[str, Any]]:
-        state.frontend.grammars.start()  # so that the first grammar need not wait for its processes
+        state.grammars.pool.start()  # so that the first grammar need not wait for its processes
         try:
             yield lifespan_state(state)
         finally:
-            await asyncio.to_thread(state.frontend.grammars.close)
+            await asyncio.to_thread(state.grammars.pool.close)
 
     keys_of_admin = admin_keys(config)
     admin_routes = (
@@ -114,7 +115,13 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
         Middleware(Faults),
         Middleware(Syntax),
         Middleware(Limits, max_body_size=config.max_body_size),
-        Middleware(Authentication, keys=client_keys(config), admin_keys=keys_of_admin, admin_paths=ADMIN_PATHS),
+        Middleware(
+            Authentication,
+            keys=client_keys(config),
+            admin_keys=keys_of_admin,
+            admin_paths=ADMIN_PATHS,
+            open_paths=OPEN_PATHS,
+        ),
         Middleware(Door),
     ]
     if config.allowed_origins:  # outermost: a browser first asks without a key, and must be able to read a refusal

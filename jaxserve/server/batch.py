@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import os
 import pathlib
+import shutil
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -33,6 +34,8 @@ REQUESTS_PER_SEQUENCE = 2
 """Requests submitted for each sequence that can run at once, so that the engine never waits for the next one."""
 TOO_MANY_REQUESTS = 429
 SERVER_FAULT = 500
+REFUSED = 3
+"""Exit code of a batch some of whose lines are refused; 2 is a usage error."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,29 +116,51 @@ def run(
     until then is in the file.
     """
     wanted = check_input(source)
+    started = open_output(destination, wanted, source=source, overwrite=overwrite)
+    lines = (text for text in _lines(source) if _custom_id(text) not in started.answered)
+    with started.file as output:
+        batch = _Batch(frontend, config, output, started.counts, total=wanted.num_lines, progress=progress)
+        asyncio.run(batch.run(lines))
+    return Summary(*started.counts)
+
+
+class Started(NamedTuple):
+    """An output file that is open for further lines, the ids that it answers, and its numbers of lines by `Summary`."""
+
+    file: BinaryIO
+    answered: set[str | None]
+    counts: list[int]
+
+
+def open_output(destination: pathlib.Path, wanted: "Input", *, source: pathlib.Path, overwrite: bool) -> Started:
+    """Open the output for what it does not answer yet; `overwrite` discards what it holds.
+
+    A file that exists remains the same file, for whoever has it open. Raises InvalidRequest if the files do not belong
+    together.
+    """
     if destination.exists():
-        if not destination.is_file():  # a device would be replaced by a file
+        if not destination.is_file():  # a device would take no answers back
             raise InvalidRequest(f"cannot write {destination}: it is no regular file")
         if destination.samefile(source):
             raise InvalidRequest(f"{destination} is the input: choose another file")
-    counts = [0, 0, 0]
-    skipped = set[str | None]()
+    counts, answered = [0, 0, 0], set[str | None]()
     beside = destination.with_name(f"{destination.name}.tmp")
     try:
-        with beside.open("wb") as kept:
+        with beside.open("w+b") as kept:
             for result, text in () if overwrite else _final_lines(destination, wanted):
                 kept.write(text)
                 counts[_kind(result)] += 1
-                skipped.add(result.custom_id)
-        os.replace(beside, destination)
-        output = destination.open("ab")
+                answered.add(result.custom_id)
+            file = destination.open("r+b" if destination.exists() else "w+b")
+            if kept.tell() != file.seek(0, os.SEEK_END):
+                kept.seek(0)
+                file.seek(0)
+                shutil.copyfileobj(kept, file)
+                file.truncate()
+        beside.unlink()
     except OSError as error:
         raise InvalidRequest(f"cannot write {destination}: {error.strerror}") from error
-    lines = (text for text in _lines(source) if _custom_id(text) not in skipped)
-    with output:
-        batch = _Batch(frontend, config, output, counts, total=wanted.num_lines, progress=progress)
-        asyncio.run(batch.run(lines))
-    return Summary(*counts)
+    return Started(file, answered, counts)
 
 
 class Input(NamedTuple):
@@ -146,7 +171,7 @@ class Input(NamedTuple):
 
 
 def check_input(path: pathlib.Path) -> Input:
-    """Read the ids of all lines. Raises InvalidRequest for a file that cannot be read, is empty, or repeats an id."""
+    """Read the ids of all lines. Raises InvalidRequest for a file that cannot be read or that repeats an id."""
     seen: dict[str, int] = {}
     number = 0
     for number, text in enumerate(_lines(path), 1):
@@ -156,8 +181,6 @@ def check_input(path: pathlib.Path) -> Input:
                 f"{path}: request {number} has the custom_id of request {seen[custom_id]}, {custom_id!r:.100}",
                 param="custom_id",
             )
-    if not number:
-        raise InvalidRequest(f"{path} has no requests")
     return Input(frozenset(seen), number)
 
 
@@ -254,7 +277,7 @@ class _Batch:
             raise errors.exceptions[0] from None
         finally:
             self._bar.close()
-            self._state.responses.close()
+            self._state.responses.store.close()
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -320,8 +343,10 @@ def _problem(line: Line) -> Problem | None:
 
 
 def tell(summary: Summary, destination: pathlib.Path) -> int:
-    """Print the summary of a batch to standard error. Returns the exit code: 1 if another run may answer more."""
+    """Print the summary of a batch to standard error. Returns the exit code: 0 if every line is answered, 1 if another
+    run may answer more, REFUSED if all that is left are lines that no run will answer.
+    """
     words = [f"{count} {word}" for word, count in summary._asdict().items() if count]
     again = "; run the command again for those that have failed" if summary.failed else ""
-    print(f"{destination}: {', '.join(words)}{again}", file=sys.stderr)  # noqa: T201
-    return int(summary.failed > 0)
+    print(f"{destination}: {', '.join(words) or 'no requests'}{again}", file=sys.stderr)  # noqa: T201
+    return 1 if summary.failed else REFUSED if summary.refused else 0

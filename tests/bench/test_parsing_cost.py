@@ -3,9 +3,9 @@
 import pytest
 from depths import quick_first
 
+from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.bench import parsing_cost
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 
 def test_a_report_of_some_syntaxes():

@@ -9,6 +9,7 @@ from depths import quick_first
 from golden_models import GOLDENS, load_golden
 from paged import empty_cache, make_batch, paged_logits
 
+from jaxserve.layers.context import PLAIN
 from jaxserve.layers.embedding import gathered
 
 SEQUENCE = [5, 9, 17, 3, 11, 2]
@@ -28,7 +29,7 @@ def tapped(family, config, taps, params, batch, cache):
         if last < config.num_layers:
             states.append(x)
         first = last
-    return gathered(family.head(params, config, x, "xla")), states, cache
+    return gathered(family.head(params, config, x, PLAIN)), states, cache
 
 
 @pytest.mark.slow

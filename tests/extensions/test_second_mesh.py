@@ -9,6 +9,7 @@ from depths import quick_only
 from golden_models import GOLDENS, load_golden
 from paged import empty_cache, make_batch, paged_logits
 
+from jaxserve.layers.context import PLAIN
 from jaxserve.layers.embedding import gathered
 
 SEQUENCE = [5, 9, 17, 3, 11, 2]
@@ -42,7 +43,7 @@ def test_logits_are_those_of_one_mesh(name):
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def finish(span, family, params, x, batch, cache):
         hidden, cache = family.run(params, config, x, batch, cache, span)
-        return gathered(family.head(params, config, hidden, "xla")), cache
+        return gathered(family.head(params, config, hidden, PLAIN)), cache
 
     parts, caches = [], []
     for span, own in zip(spans, meshes, strict=True):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Remake the golden values: tests/goldens/make.sh [SEED [ONLY]], or `make goldens SEED=n ONLY=olmo3`. ONLY is the beginning
-# of models' names, "ropes", "variations" or "quantized"; nothing else is installed for it or written. Without it, all.
+# of models' names, "ropes", "variations", "beams" or "quantized"; nothing else is installed for it or written. Without it, all.
 # They need torch, which has no wheels for every Python that jaxserve runs on, hence a Python 3.11 venv of their own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -49,6 +49,11 @@ make_variations() {
     "$venv/bin/python" tests/goldens/make_variations.py
 }
 
+make_beams() {
+    install "${of_models[@]}"
+    "$venv/bin/python" tests/goldens/make_beams.py
+}
+
 make_quantized() {
     install "${of_models[@]}" "${of_formats[@]}"
     if [[ ! -d $venv/$gptqmodel ]]; then  # of which the source is enough: see make_quantized.py
@@ -62,9 +67,11 @@ make_quantized() {
 case $only in
     quantized) make_quantized ;;
     variations) make_variations ;;
+    beams) make_beams ;;
     "")
         make_models ""
         make_variations
+        make_beams
         make_quantized
         ;;
     *) make_models "$only" ;;

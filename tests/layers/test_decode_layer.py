@@ -28,14 +28,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.layers import decoder, paths
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS
 from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.latent_attention import PagedLatent
-from jaxserve.layers.layer import SANDWICH_NORMS, Arrangement
+from jaxserve.layers.layer import ONE_NORM, SANDWICH_NORMS, Arrangement
 from jaxserve.layers.layouts import layouts, put
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.paths import Kind, LayerShape, StepShape, choose
+from jaxserve.layers.paths import Kind, LayerShape, choose
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, with_schemes
@@ -281,9 +282,10 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def step_of(num_rows=16, **changes):
-    options = {"dtype": jnp.dtype(jnp.bfloat16), "kernels": "sm90", "is_decode_only": True, "peers": None}
-    return StepShape(num_rows=num_rows, **options | changes)
+def step_of(num_rows=16, dtype=jnp.bfloat16, hidden_size=128, **changes):
+    """Return the rows of a step, and its context."""
+    x = jax.ShapeDtypeStruct((num_rows, hidden_size), dtype)
+    return x, StepContext(**{"kernels": "sm90", "is_decode_only": True} | changes)
 
 
 def bfloat16(tree):
@@ -327,7 +329,7 @@ def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, r
     shapes = shapes_of(value, layers)
     if callable(change):
         shapes[1] = replace(shapes[1], layer=change(value))
-    first, found, last = choose(shapes, step_of(**step))
+    first, found, last = choose(shapes, *step_of(**step))
     if reason is None:
         assert found.kind != Kind.OPERATIONS
         assert (first.passes_on_qkv, found.passes_on_qkv, last.passes_on_qkv) == (True, True, False)
@@ -336,6 +338,24 @@ def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, r
         assert reason in found.reason
         assert not first.passes_on_qkv
         assert {first.kind == Kind.OPERATIONS, last.kind == Kind.OPERATIONS} == {bool(step)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arrangement": Arrangement.NORMED_SUMS, "update_scale": 0.5}, "normalised sums: updates are not scaled"),
+        ({"arrangement": Arrangement.NORMED_INPUTS, "update_scale": 2.0}, "normalised inputs: updates are not scaled"),
+        ({"arrangement": Arrangement.NORMED_SUMS, "norms": SANDWICH_NORMS}, "normalised sums: norms must be among"),
+        ({"arrangement": Arrangement.NORMED_INPUTS, "norms": ONE_NORM}, "normalised inputs: norms must be among"),
+        ({"arrangement": Arrangement.PARALLEL, "norms": SANDWICH_NORMS}, "parallel blocks: norms must be among"),
+        ({"arrangement": Arrangement.PARALLEL, "norms": ("mlp_norm",)}, "parallel blocks: norms must be among"),
+        ({"norms": ("final_norm",)}, "one block after the other: norms must be among"),
+    ],
+)
+def test_a_layer_has_nothing_that_its_arrangement_leaves_out(changes, reason):
+    family, config, _ = make_model("llama")
+    with pytest.raises(ValueError, match=reason):
+        replace(family.layers(config)[0], **changes)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +386,7 @@ def test_which_layers_are_one_kernel(change, options, reason):
     cache = options.get("cache", PagedKV(pages, pages))
     shapes = shapes_of(value if change is None else change(value), layers, cache=cache)
     step = {name: options[name] for name in ("num_rows", "is_decode_only") if name in options}
-    for path in choose(shapes, step_of(**step)):
+    for path in choose(shapes, *step_of(**step)):
         assert (path.kind == Kind.LAYER) == (reason is None)
         assert path.kind in (Kind.LAYER, Kind.BETWEEN)
         assert path.reason is None if reason is None else reason in path.reason
@@ -388,7 +408,7 @@ def test_which_shards_it_takes(num_devices, hidden_size, takes):
     assert (peers is None) == (num_devices == 1 or hidden_size == 192)
     shapes = shapes_of(family.layers(config)[0], params["layers"])
     for given in (peers, None):
-        found = choose(shapes, step_of(peers=given))
+        found = choose(shapes, *step_of(hidden_size=hidden_size, peers=given))
         assert all((path.kind != Kind.OPERATIONS) == takes for path in found)
         assert takes or found[0].reason is not None
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.bench.workloads import LLAMA_3_8B
 from jaxserve.layers import activations, mlp
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.sharding import with_explicit_axes
@@ -53,7 +54,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_many_rows_take_the_kernel(calls, dtype, activation):
     params, x = make_params(dtype), make_rows(128, dtype)
-    got = mlp.gated_mlp(params, x, activation, kernels="sm90")
+    got = mlp.gated_mlp(params, x, activation, StepContext("sm90"))
     assert calls == ["sm90"]
     want = mlp.gated_mlp(params, x, activation)
     assert len(calls) == 1
@@ -74,7 +75,7 @@ def test_many_rows_take_the_kernel(calls, dtype, activation):
 def test_all_else_takes_xla(calls, case, changes):
     case = {"num_rows": 128, "dtype": jnp.bfloat16, "bias": False, "activation": "silu", "kernels": "sm90"} | changes
     params, x = make_params(case["dtype"], bias=case["bias"]), make_rows(case["num_rows"], case["dtype"])
-    assert mlp.gated_mlp(params, x, case["activation"], kernels=case["kernels"]).shape == x.shape
+    assert mlp.gated_mlp(params, x, case["activation"], StepContext(case["kernels"])).shape == x.shape
     assert calls == []
 
 
@@ -92,7 +93,7 @@ def test_on_several_devices(calls, num_devices, is_split, num_calls):
     params = jax.device_put(params, {name: Dense(NamedSharding(mesh, spec)) for name, spec in specs.items()})
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(mlp.gated_mlp, activation="silu", kernels="sm90"))(params, x)
+        got = jax.jit(functools.partial(mlp.gated_mlp, activation="silu", context=StepContext("sm90")))(params, x)
     assert len(calls) == num_calls
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02)
 

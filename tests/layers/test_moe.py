@@ -11,6 +11,7 @@ from expected_routing import expected_route
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.activations import ClampedSwiGLU
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing, moe
@@ -75,7 +76,7 @@ def test_what_stands_around_the_kernels(monkeypatch, activation):
     routing = Routing(num_experts=NUM_EXPERTS, num_experts_per_token=4)
 
     def run(kernels):
-        function = functools.partial(moe, routing=routing, activation=activation, kernels=kernels)
+        function = functools.partial(moe, routing=routing, activation=activation, context=StepContext(kernels))
         return jax.jit(function)(params, x, 13)
 
     want = run("xla")
@@ -110,7 +111,7 @@ def test_what_routes(num_tokens, per_token, kernels, reason):
 
     def layers(params, x, count):
         for _ in range(2):
-            x = moe(params, x, count, routing=routing, activation="silu", kernels="sm90")
+            x = moe(params, x, count, routing=routing, activation="silu", context=StepContext("sm90"))
         return x
 
     x = jax.ShapeDtypeStruct((num_tokens, E), jnp.bfloat16)
@@ -145,7 +146,7 @@ def test_devices_run_the_kernel_for_the_experts_that_they_have():
     routing = Routing(num_experts=4, num_experts_per_token=2)
 
     def trace(activation):
-        run = functools.partial(moe, routing=routing, activation=activation, kernels="sm90")
+        run = functools.partial(moe, routing=routing, activation=activation, context=StepContext("sm90"))
         with jax.set_mesh(mesh):
             return str(jax.make_jaxpr(run)(params, x, count))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.norm import Norm, PendingUpdate, add_update
 from jaxserve.layers.weight import Dense
 from pallas_kernels import add_rms_norm, row_quantization
@@ -71,7 +72,7 @@ def calls(monkeypatch):
 def test_sum_and_norm(calls, pending, norm, kernels):
     x, update, gain, finished = make_update(*PENDING[pending])
     weights = gain if norm is NORM else {}
-    total, normed = norm.of_sum(x, update, weights, kernels=kernels, peers=None)
+    total, normed = norm.of_sum(x, update, weights, StepContext(kernels))
     np.testing.assert_array_equal(total, x + finished)
     np.testing.assert_array_equal(normed, norm(x + finished, weights))
     alone = pending in ("normalised", "both", "of another eps")
@@ -83,7 +84,7 @@ def test_sum_and_norm(calls, pending, norm, kernels):
 @pytest.mark.parametrize("pending", PENDING)
 def test_sum_without_a_norm(calls, pending, kernels):
     x, update, _, finished = make_update(*PENDING[pending])
-    np.testing.assert_array_equal(add_update(x, update, kernels=kernels, peers=None), x + finished)
+    np.testing.assert_array_equal(add_update(x, update, StepContext(kernels)), x + finished)
     alone = pending in ("normalised", "both", "of another eps")
     assert calls == ["add_normed_update"] * (alone and kernels == "sm90")
 
@@ -92,7 +93,7 @@ def test_sum_without_a_norm(calls, pending, kernels):
 def test_rows_that_are_rounded_have_finished_updates(calls, pending):
     x, update, gain, finished = make_update(*PENDING[pending])
     reader = Rounding(jnp.zeros((1, 128)))
-    total, rows = NORM.of_sum(x, update, gain, kernels="sm90", peers=None, reader=reader)
+    total, rows = NORM.of_sum(x, update, gain, StepContext("sm90"), reader=reader)
     np.testing.assert_array_equal(total, x + finished)
     want = row_quantization.quantize_rows(NORM(x + finished, gain), "int8")
     np.testing.assert_array_equal(rows.codes, want.codes)

@@ -9,12 +9,12 @@ import pytest
 from depths import quick_first
 
 from jaxserve.layers.attention import Attention
+from jaxserve.layers.context import Kernel, Part, StepContext
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward, gated_mlp
 from jaxserve.layers.norm import Norm, add_rms_norm, rms_norm
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.parts import Kernel, Part
-from jaxserve.layers.paths import Kind, LayerShape, Path, StepShape, choose
+from jaxserve.layers.paths import Kind, LayerShape, Path, choose
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import with_rounded_activations
@@ -104,8 +104,8 @@ def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch,
     rng = np.random.default_rng(2)
     x, update = jnp.asarray(rng.standard_normal((2, num_rows, 128)), jnp.bfloat16)
     gain, params = jnp.ones(128, jnp.bfloat16), {"gate_up": matrix((2, 256, 128)), "down": matrix((128, 256))}
-    total, rows = add_rms_norm(x, update, gain, 1e-5, kernels="sm90", reader=params["gate_up"])
-    got = gated_mlp(params, rows, "silu", kernels="sm90", consumer="norm")
+    total, rows = add_rms_norm(x, update, gain, 1e-5, StepContext("sm90"), reader=params["gate_up"])
+    got = gated_mlp(params, rows, "silu", StepContext("sm90"), consumer="norm")
     assert (isinstance(rows, QuantizedRows), isinstance(got, UnscaledProduct)) == (num_rows == 65,) * 2
     got = got.values() if isinstance(got, UnscaledProduct) else got
     np.testing.assert_array_equal(total, x + update)
@@ -138,6 +138,6 @@ def test_layers_whose_rows_are_rounded_are_not_fused(min_rows, reason):
     feed_forward = FeedForward(size=256, activation="silu")
     value = Layer(hidden_size=128, mixer=attention, feed_forward=feed_forward, norm=Norm(eps=1e-5))
     layer = LayerShape(layer=value, weights=weights, cache=None)
-    step = StepShape(num_rows=64, dtype=jnp.dtype(jnp.bfloat16), kernels="sm90", is_decode_only=True, peers=None)
-    [path] = choose([layer], step)
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    [path] = choose([layer], x, StepContext("sm90", is_decode_only=True))
     assert path == Path(Kind.CODES if reason is None else Kind.OPERATIONS, reason)

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import embed, gathered, unembed
 from jaxserve.layers.linear import linear, linear_of_few_rows
 from jaxserve.layers.peers import abstract_peers, allocate_peers
@@ -123,7 +124,7 @@ def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
 
     monkeypatch.setattr("jaxserve.layers.linear.small_matmul.matmul", matmul, raising=True)
     want = linear(x, Dense(weight), output_dtype=output_dtype)
-    run = jax.jit(lambda x, w: linear_of_few_rows(x, w, kernels="sm90", output_dtype=output_dtype))
+    run = jax.jit(lambda x, w: linear_of_few_rows(x, w, context=StepContext("sm90"), output_dtype=output_dtype))
     if spec is None:
         got = run(x, Dense(weight))
     else:
@@ -142,7 +143,7 @@ def test_few_rows_that_the_kernel_does_not_take(monkeypatch, size):
     monkeypatch.delattr("jaxserve.layers.linear.small_matmul.matmul")
     dtype = jnp.bfloat16 if size % 64 else jnp.float32
     x, weight = jnp.ones((3, size), dtype), Dense(jnp.ones((64, size), dtype))
-    np.testing.assert_array_equal(linear_of_few_rows(x, weight, kernels="sm90"), linear(x, weight))
+    np.testing.assert_array_equal(linear_of_few_rows(x, weight, context=StepContext("sm90")), linear(x, weight))
 
 
 def test_linear_without_a_mesh_and_in_bfloat16():
@@ -160,7 +161,7 @@ def test_embedding_and_head_over_a_split_vocabulary(mesh):
     @jax.jit
     def forward(table, ids):
         x = embed(table, make_batch([1] * len(ids)).replace(token_ids=ids))
-        return x, gathered(unembed(table, x, kernels="xla"))
+        return x, gathered(unembed(table, x))
 
     with jax.set_mesh(mesh):
         x, logits = forward(Dense(put(table, mesh, "tensor")), ids)
@@ -186,7 +187,7 @@ def test_embedding_and_head_through_the_peers_memory(mesh, monkeypatch, num_rows
     def forward(table, ids, peers):
         batch = make_batch([1] * num_rows).replace(token_ids=ids, peers=peers.sums)
         x = embed(table, batch)
-        return x, gathered(unembed(table, x, kernels="xla"), peers.logits)
+        return x, gathered(unembed(table, x), peers.logits)
 
     with jax.set_mesh(mesh):
         x, logits = forward(Dense(put(table, mesh, "tensor")), ids, peers)

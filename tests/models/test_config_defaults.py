@@ -12,6 +12,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import FAMILIES, get_family
 
 NUM_SUBSETS = 20
+OF_TRANSFORMERS = [
+    path for path in GOLDENS if json.loads((path / "config.json").read_text())["model_type"] in CONFIG_MAPPING
+]
 
 
 def completed(fields):
@@ -28,7 +31,7 @@ def read(fields):
         return str(error)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))
 def test_a_config_that_says_nothing(model_type):
     # DeepSeek V2 has no number of chosen experts by default, and cannot be built without one.
     fields = {"model_type": model_type} | ({"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {})
@@ -37,7 +40,7 @@ def test_a_config_that_says_nothing(model_type):
     assert config == read(completed(fields))
 
 
-@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OF_TRANSFORMERS, ids=lambda path: path.name)
 def test_a_config_that_leaves_out_some_fields(path):
     fields = json.loads((path / "config.json").read_text())
     names = sorted(fields.keys() - {"model_type"})
@@ -57,7 +60,7 @@ def test_a_config_that_leaves_out_some_fields(path):
     assert num_compared > len(names) // 2
 
 
-@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OF_TRANSFORMERS, ids=lambda path: path.name)
 def test_other_names_of_fields(path):
     fields = json.loads((path / "config.json").read_text())
     for other, name in CONFIG_MAPPING[fields["model_type"]].attribute_map.items():

@@ -16,11 +16,12 @@ from depths import quick_only
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxserve.layers.context import Kernel, StepContext
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import layouts, num_bytes
 from jaxserve.layers.linear import gated_linear_of_codes, linear
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.parts import Kernel, linear_part
+from jaxserve.layers.parts import linear_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of, with_divisible_codes
@@ -145,13 +146,15 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
     want = x @ values.T
     on = NamedSharding(mesh, PartitionSpec(None, "tensor" if num_devices > 1 and axes[-1] == "ffn" else None))
 
+    context = StepContext("sm90")
+
     def run(weight, x):
         if len(axes) == 3:
             return gated_linear_of_codes(x, weight, "silu", Kernel.QUANTIZED_MATMUL)
-        y = linear(x, weight, kernels="sm90")
-        parts = linear(x, weight, kernels="sm90", leaves_partial_sums=True)
+        y = linear(x, weight, context=context)
+        parts = linear(x, weight, context=context, leaves_partial_sums=True)
         assert jax.typeof(parts).sharding.spec.unreduced == ({"tensor"} if on.spec[1] is not None else set())
-        return y, summed(parts, None, kernels="sm90")
+        return y, summed(parts, context)
 
     with jax.set_mesh(mesh):
         found = jax.jit(run)(weight, jax.device_put(x, on))

@@ -11,9 +11,9 @@ from serving import byte_tokenizer, running
 from waiting import PATIENCE, wait_until
 from wire_clock import WireClock
 
+from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient
-from jaxserve.server.syntaxes.table import TOOL_PARSERS
 
 SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """What may be a special token of the marks of calls."""
@@ -25,10 +25,10 @@ def patience():
     such a limit sets it itself.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxserve.server.process.http.ASK_INTERVAL", 0.05)
-        patch.setattr("jaxserve.server.grammars.QUEUE_SECONDS", PATIENCE)
+        patch.setattr("jaxserve.server.wire.http.ASK_INTERVAL", 0.05)
+        patch.setattr("jaxserve.server.generation.grammars.QUEUE_SECONDS", PATIENCE)
         patch.setattr("jaxserve.structured.pool.JOB_SECONDS", PATIENCE)
-        patch.setattr("jaxserve.server.generation.QUEUE_TIMEOUT", PATIENCE)
+        patch.setattr("jaxserve.server.generation.running.QUEUE_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.process.lifecycle.FLUSH_TIMEOUT", PATIENCE)
         patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
         patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)
@@ -74,7 +74,7 @@ def shared_server(tokenizer):
 @pytest.fixture
 def server(shared_server):
     """A server whose engine echoes the prompt, or does what the test sets as `play`; nothing runs in it."""
-    wait_until(lambda: shared_server.client.num_running == shared_server.server.state.num_inside == 0)
+    wait_until(lambda: shared_server.client.num_running == shared_server.server.state.life.num_inside == 0)
     shared_server.play = echo
     shared_server.client.refusal = None
     shared_server.client.submitted.clear()

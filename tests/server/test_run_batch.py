@@ -186,9 +186,6 @@ def test_files_that_do_not_fit(files, tmp_path):
     files.write(line("a"), line("b"), line("a"))
     with pytest.raises(InvalidRequest, match="request 3 has the custom_id of request 1, 'a'"):
         files.run()
-    files.write("")
-    with pytest.raises(InvalidRequest, match="has no requests"):
-        files.run()
     files.source.unlink()
     with pytest.raises(InvalidRequest, match=r"cannot read .*in\.jsonl: No such file"):
         files.run()
@@ -196,6 +193,30 @@ def test_files_that_do_not_fit(files, tmp_path):
     files.destination = tmp_path / "nowhere" / "out.jsonl"
     with pytest.raises(InvalidRequest, match=r"cannot write .*out\.jsonl: No such file"):
         files.run()
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_empty_input_has_an_empty_output(tmp_path, capsys, text):
+    source, destination = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text)
+    command = ["run-batch", "-i", str(source), "-o", str(destination), "--model", str(tmp_path / "no model")]
+    assert cli.main(command) == 0, "no model is loaded for it"
+    assert capsys.readouterr().err.endswith("out.jsonl: no requests\n")
+    assert destination.read_bytes() == b""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_whoever_has_the_output_open_reads_the_answers(files, overwrite):
+    """A file that exists is written to, not replaced; lines that another run repeats are removed from it."""
+    failed = {"id": "x", "custom_id": "b", "response": {"status_code": 500, "request_id": "r", "body": {}}}
+    kept = failed | {"custom_id": "a", "error": None, "response": failed["response"] | {"status_code": 200}}
+    files.write(line("a"), line("b"))
+    files.destination.write_text("".join(json.dumps(each) + "\n" for each in (failed | {"error": None}, kept)))
+    with files.destination.open() as reader:
+        assert files.run(overwrite=overwrite) == (2, 0, 0)
+        assert {json.loads(text)["custom_id"] for text in reader} == {"a", "b"}
+    assert sorted(path.name for path in files.destination.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert len(files.client.submitted) == 1 + overwrite
 
 
 def test_neither_the_input_nor_a_pipe_is_replaced(files):
@@ -262,7 +283,8 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_the_exit_code_says_whether_to_run_again(capsys, tmp_path):
-    assert batch.tell(batch.Summary(3, 1, 0), tmp_path / "out") == 0
+    assert batch.tell(batch.Summary(3, 0, 0), tmp_path / "out") == 0
+    assert batch.tell(batch.Summary(3, 1, 0), tmp_path / "out") == 3
     assert capsys.readouterr().err.endswith("out: 3 answered, 1 refused\n")
-    assert batch.tell(batch.Summary(3, 0, 2), tmp_path / "out") == 1
+    assert batch.tell(batch.Summary(3, 1, 2), tmp_path / "out") == 1
     assert "2 failed; run the command again" in capsys.readouterr().err

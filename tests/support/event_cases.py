@@ -2,11 +2,11 @@
 
 import itertools
 
-from jaxserve.server.parsing.events import CallArguments, CallStart, joined
-from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.syntaxes.syntax import Channels, Syntax
-from jaxserve.server.syntaxes.table import TOOL_PARSERS
+from jaxserve.answers.parsing.events import CallArguments, CallStart, joined
+from jaxserve.answers.parsing.harmony import HarmonyReader
+from jaxserve.answers.parsing.reader import Reader
+from jaxserve.answers.syntaxes.syntax import Channels, Syntax
+from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 
 NAMES = {
     "get_weather": {

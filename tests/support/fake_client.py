@@ -107,6 +107,7 @@ class FakeEngineClient(EngineClient):
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._is_alive = True
+        self._death = "it is closed"
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
@@ -135,7 +136,7 @@ class FakeEngineClient(EngineClient):
 
     def snapshot(self) -> EngineSnapshot:
         if not self._is_alive:
-            raise EngineDead("the engine is dead")
+            raise EngineDead(f"the engine has stopped: {self._death}")
         self.num_snapshots += 1
         running = [
             RequestSnapshot(
@@ -183,6 +184,7 @@ class FakeEngineClient(EngineClient):
 
     def die(self, message: str = "the device is gone", *, silently: bool = False) -> None:
         """End like an engine whose loop has raised: every request gets an error; if `silently`, nobody is told."""
+        self._death = message
         if silently:
             with self._changed:
                 self._running.clear()

@@ -94,7 +94,7 @@ def _parent() -> int:
     args = parser.parse_args()
     tokenizer = tokenizers.Tokenizer.from_file(f"{args.model}/tokenizer.json")  # quicker than our own
 
-    async def start_engine(folder: pathlib.Path) -> Child:
+    async def start_engine(index: int, folder: pathlib.Path) -> Child:
         dies, takes_long = (tokenizer.token_to_id(letter) for letter in "DL")
         settings = Settings(
             folder=str(folder),
@@ -103,7 +103,8 @@ def _parent() -> int:
             takes_long=takes_long,
             start_error=args.start_error,
         )
-        return await Child.start("the engine", "fake_serve", settings)
+        name = "the engine" if config.data_parallel_size == 1 else f"engine {index}"
+        return await Child.start(name, "fake_serve", settings)
 
     names = ServerConfig.__dataclass_fields__
     config = ServerConfig(**given(args, [*names]))

@@ -136,7 +136,7 @@ BODIES = {
         *fields("audio", {"voice": "a"}, paths=[CHAT]),
         *fields("functions", [{"name": "f"}], paths=[CHAT]),
         *fields("chat_template", "{{ ''.__class__ }}", paths=[CHAT]),
-        *fields("use_beam_search", True),
+        *fields("use_beam_search", True, paths=[RESPONSES]),
         *fields("prompt_embeds", "gASVAAAA"),
         *fields("conversation", "c", paths=[RESPONSES]),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.context import PLAIN
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import LatentSpec
 from pallas_kernels.kv_write import norm_and_rotate
@@ -80,7 +81,7 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0}
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)
 def naive_logits(params, config, family, token_ids):
     """Logits [T, V] of every position of one sequence, float32."""
-    return gathered(family.head(params, config, _forward(params, config, family, token_ids), "xla"))
+    return gathered(family.head(params, config, _forward(params, config, family, token_ids), PLAIN))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK_TO_COMPILE)

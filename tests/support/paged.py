@@ -9,6 +9,7 @@ from naive import QUICK_TO_COMPILE
 
 from jaxserve.execution.kv_cache import abstract_kv_cache, init_kv_cache
 from jaxserve.layers.batch import Batch
+from jaxserve.layers.context import PLAIN
 from jaxserve.layers.embedding import gathered
 
 BLOCK_SIZE = 4
@@ -67,7 +68,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
 def paged_logits(params, config, family, batch, kv_cache):
     """Logits of every token of a step, and the cache after it."""
     hidden, kv_cache = family.forward(params, config, batch, kv_cache)
-    return gathered(family.head(params, config, hidden, "xla")), kv_cache
+    return gathered(family.head(params, config, hidden, PLAIN)), kv_cache
 
 
 def chunked_logits(params, config, family, sequence, chunkings, *, mesh):

@@ -2,8 +2,8 @@
 
 import json
 
-from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
-from jaxserve.server.parsing.reader import Reader
+from jaxserve.answers.parsing.events import CallArguments, CallStart, Content, Reasoning
+from jaxserve.answers.parsing.reader import Reader
 
 
 def message_of(syntax, text, tools, *, size=4096, **options):

@@ -61,8 +61,13 @@ class Serving:
         return [child for child in self.children if "jaxserve.server.process.worker" in child.cmdline()]
 
     @property
+    def engines(self):
+        return [child for child in self.children if "fake_serve" in child.cmdline()]
+
+    @property
     def engine(self):
-        return self.child("fake_serve")
+        (engine,) = self.engines
+        return engine
 
     @property
     def folder(self):

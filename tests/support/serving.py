@@ -168,4 +168,4 @@ def assert_well(server: RunningFake) -> None:
     answer = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 2})
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == "ab"
-    wait_until(lambda: server.client.num_running == server.server.state.num_inside == 0)
+    wait_until(lambda: server.client.num_running == server.server.state.life.num_inside == 0)

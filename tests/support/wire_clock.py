@@ -7,7 +7,7 @@ from typing import Any
 
 from waiting import PATIENCE
 
-from jaxserve.server.process.http import HttpProtocol
+from jaxserve.server.wire.http import HttpProtocol
 
 
 @dataclasses.dataclass

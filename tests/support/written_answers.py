@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxserve.server.parsing.events import CallArguments, CallStart, Content, Reasoning
-from jaxserve.server.parsing.harmony import HarmonyReader
-from jaxserve.server.parsing.reader import Reader
-from jaxserve.server.syntaxes.syntax import Channels, Elements, Object, PythonCall, Syntax, Tags, Wrapped
-from jaxserve.server.syntaxes.table import TOOL_PARSERS
-from jaxserve.server.syntaxes.thought_table import REASONING_PARSERS
+from jaxserve.answers.parsing.events import CallArguments, CallStart, Content, Reasoning
+from jaxserve.answers.parsing.harmony import HarmonyReader
+from jaxserve.answers.parsing.reader import Reader
+from jaxserve.answers.syntaxes.syntax import Channels, Elements, Object, PythonCall, Syntax, Tags, Wrapped
+from jaxserve.answers.syntaxes.table import TOOL_PARSERS
+from jaxserve.answers.syntaxes.thought_table import REASONING_PARSERS
 
 
 class Message(NamedTuple):

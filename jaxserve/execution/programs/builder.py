@@ -4,7 +4,7 @@ What is exported is a function of flat lists of arrays; its caller assembles the
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,15 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxserve.execution.batch import Bucket
 from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program
 from jaxserve.execution.programs.model import StepModel
+from jaxserve.execution.programs.path_table import ProgramPaths, describe, program_paths
 from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
-from jaxserve.layers.path_table import Ends, describe, multiplies_by_xla
-from jaxserve.layers.paths import LayerShape, StepShape
-from jaxserve.models import shapes_of
+from jaxserve.layers.decoder import layer_shapes
+from jaxserve.layers.paths import LayerShape
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """The custom calls of steps for which jax guarantees no compatibility. None is needed: an export is for one version of
@@ -62,6 +63,7 @@ class StepBuilder:
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
         )
+        self._paths: dict[tuple[Bucket, bool], ProgramPaths] = {}
 
     @property
     def expected_step_memory(self) -> int:
@@ -91,10 +93,7 @@ class StepBuilder:
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
         programs = [each for each in self.shapes.programs if isinstance(each, PlainDecode | Forward | Begin)]
-        (layers, ends), peers = self._shapes, self.model.peers
-        steps = [(self._step_shape(each), each.bucket.num_rows) for each in programs]
-        with self.model.on_mesh():
-            return describe(layers, steps, ends, logits_peers=None if peers is None else peers.logits)
+        return describe(map(self._paths_of, programs))
 
     def is_tuned(self, program: Program) -> bool:
         """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""
@@ -102,28 +101,21 @@ class StepBuilder:
             return False
         if not self.model.has_kernels or not isinstance(program, PlainDecode | Forward | Begin | Finish):
             return True
-        layers, ends = self._shapes
-        with self.model.on_mesh():
-            return multiplies_by_xla(layers, self._step_shape(program), ends, num_logits=program.bucket.num_rows)
+        return self._paths_of(program).multiplies_by_xla
+
+    def _paths_of(self, program: PlainDecode | Forward | Begin | Finish) -> ProgramPaths:
+        is_forward = isinstance(program, Forward)
+        is_decode_only = isinstance(program, PlainDecode) or (is_forward and program.is_decode_only)
+        key = program.bucket, is_decode_only
+        if key not in self._paths:
+            self._paths[key] = program_paths(self.model, self._layers, program.bucket, is_decode_only=is_decode_only)
+        return self._paths[key]
 
     @functools.cached_property
-    def _shapes(self) -> tuple[Sequence[LayerShape], Ends]:
+    def _layers(self) -> list[LayerShape]:
         model = self.model
-        cache = model.kv_cache(1)
-        caches = [cache.of_layer(index) for index in range(len(model.params["layers"]))]
-        with model.on_mesh():
-            return shapes_of(model.family, model.config, model.params, caches)
-
-    def _step_shape(self, program: PlainDecode | Forward | Begin | Finish) -> StepShape:
-        model = self.model
-        return StepShape(
-            num_rows=program.bucket.num_tokens,
-            dtype=model.dtype,
-            kernels=model.kernels,
-            is_decode_only=isinstance(program, PlainDecode)
-            or (isinstance(program, Forward) and program.is_decode_only),
-            peers=None if model.peers is None else model.peers.sums,
-        )
+        layers = model.family.layers(model.config)
+        return layer_shapes(layers, model.params, model.kv_cache(1), range(len(layers)))
 
     def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.

@@ -15,7 +15,8 @@ from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.layers import launch
-from jaxserve.layers.batch import Kernels, KVCache
+from jaxserve.layers.batch import KVCache
+from jaxserve.layers.context import Kernels
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes

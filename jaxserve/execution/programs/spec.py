@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from jaxserve.layers.batch import Kernels
+from jaxserve.layers.context import Kernels
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.request import DEFAULT_MAX_LOGPROBS
 

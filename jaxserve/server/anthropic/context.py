@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import AppliedEdit, Block, ContextManagement, Message
-from jaxserve.server.protocol.decoding import converted
 
 CLEARED = "[Old tool result content cleared]"
 """The text in place of a result that was cleared."""

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from jaxserve.decoding import converted
 from jaxserve.errors import ContextLengthExceeded, InvalidRequest
 from jaxserve.server.anthropic.blocks import (
     CALLS,
@@ -19,7 +20,6 @@ from jaxserve.server.anthropic.protocol import CountRequest, Message, MessagesRe
 from jaxserve.server.anthropic.tools import chat_tool, chat_tool_choice, offer
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import refuse_unless_empty, rename
-from jaxserve.server.protocol.decoding import converted
 
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {

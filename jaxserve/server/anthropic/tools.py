@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import Block, CountRequest, Message, ToolChoice, ToolDefinition
 from jaxserve.server.protocol.common import not_supported
-from jaxserve.server.protocol.decoding import converted
 
 _TEXT, _LINES = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 

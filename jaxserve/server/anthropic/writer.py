@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from jaxserve.answers.message import ChatFinishReason
+from jaxserve.answers.tools.cut_json import as_object
 from jaxserve.server.anthropic.protocol import (
     Block,
     MessagesResponse,
@@ -14,8 +16,7 @@ from jaxserve.server.anthropic.protocol import (
     OutputTokensDetails,
     StopReason,
 )
-from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason
-from jaxserve.server.protocol.cut_json import as_object
+from jaxserve.server.protocol.chat import ChatChunkChoice
 from jaxserve.server.protocol.usage import Usage
 
 type Event = dict[str, Any]

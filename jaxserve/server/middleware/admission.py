@@ -13,10 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.server.errors import error_body, error_response, refusal
 from jaxserve.server.middleware.keys import Keys
-from jaxserve.server.routes import docs, playground
 from jaxserve.server.state import server_state
+from jaxserve.server.wire.errors import error_body, error_response, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ LINGERING_SECONDS = 5.0  # in which they must arrive
 
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)  # RFC 3986, 3.2.2; it may be empty
 
-OPEN_PATHS = playground.FILES | docs.FILES | {"/live", "/health", "/ping"}  # answered without a key
 PROBE_PATHS = frozenset({"/live", "/health", "/ping", "/load", "/metrics", "/version", "/engine/state"})
 """Paths answered while draining, which a draining server does not wait for."""
 
@@ -188,20 +186,29 @@ def _lingering(receive: Receive, send: Send, *, waits_to_be_told: bool) -> tuple
 
 
 class Authentication:
-    """Requires one of `keys` on every path but OPEN_PATHS, known or not. Without keys everyone is admitted.
+    """Requires one of `keys` on every path but `open_paths`, known or not. Without keys everyone is admitted.
 
     `admin_paths` require one of `admin_keys` instead. From here on `scope["owner"]` names the key, "" if there is none.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, admin_keys: Keys, admin_paths: frozenset[str]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        admin_keys: Keys,
+        admin_paths: frozenset[str],
+        open_paths: frozenset[str],
+    ):
         self._app = app
+        self._open_paths = open_paths
         self._keys = keys
         self._admin_keys = admin_keys
         self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on if its key is valid."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         is_admin = bool(self._admin_keys) and scope["path"] in self._admin_paths
@@ -231,10 +238,10 @@ class Door:
         if scope["type"] != "http" or scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, send)
             return
-        state = server_state(scope)
-        closed = state.why_closed()
+        life = server_state(scope).life
+        closed = life.why_closed()
         if closed is not None:
             await error_response(closed.status, error_body(closed))(scope, receive, send)
             return
-        with state.counted():
+        with life.counted():
             await self._app(scope, receive, send)

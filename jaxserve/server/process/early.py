@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from jaxserve.config import ServerConfig
-from jaxserve.server.errors import refusal
-from jaxserve.server.process.http import protocol_class
 from jaxserve.server.process.tls import ssl_context
 from jaxserve.server.protocol.utility import Health
+from jaxserve.server.wire.errors import refusal
+from jaxserve.server.wire.http import protocol_class
 
 RETRY_AFTER = 5
 """Seconds after which a client may ask again; the duration of a start is unknown."""

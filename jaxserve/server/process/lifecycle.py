@@ -19,22 +19,29 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.answers.choosing.choice import Choice, choose
+from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
+from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.metrics import Metrics
 from jaxserve.server.app import METHODS_AND_PATHS, create_app
-from jaxserve.server.choosing.choice import Choice, choose
-from jaxserve.server.model_syntax import ModelSyntax
+from jaxserve.server.engine_view import EngineView
+from jaxserve.server.generation.grammars import Grammars
+from jaxserve.server.generation.reading import BodyReader
+from jaxserve.server.generation.running import Runner
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.process.announcement import announce, url_of
-from jaxserve.server.process.http import protocol_class
 from jaxserve.server.process.listening import BACKLOG
 from jaxserve.server.process.settings import FLUSH_TIMEOUT
 from jaxserve.server.process.tls import ssl_context
-from jaxserve.server.responses.answer import fail_abandoned
+from jaxserve.server.responses.answer import Responses, fail_abandoned
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.state import ServerState, lifespan_state
-from jaxserve.server.template import served_tokenizer
 from jaxserve.server.tracing import start_tracing
+from jaxserve.server.wire.http import protocol_class
+from jaxserve.server.wire.life import Life
 
 logger = logging.getLogger(__name__)
 
@@ -78,23 +85,43 @@ def make_state(
         routes=METHODS_AND_PATHS,
         file=metrics_file,
     )
-    return ServerState(
+    choice = choice or _choose(frontend, config)
+    model = ServedModel(
         frontend=frontend,
         names=names,
-        metrics=metrics,
-        request_timeout=config.request_timeout,
-        tracing=None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint),
+        syntax=ModelSyntax(frontend.tokenizer, choice.syntax, vocab_size=frontend.client.info.vocab_size),
         pooling=config.pooling,
-        closes_objects=config.disable_additional_properties,
-        forces_usage=config.enable_force_include_usage,
-        shows_token_ids=config.return_tokens_as_token_ids,
+    )
+    model.prepare()
+    life = Life(frontend.client)
+    tracing = None if config.otlp_traces_endpoint is None else start_tracing(config.otlp_traces_endpoint)
+    store = ResponseStore(
+        max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, worker=worker
+    )
+    return ServerState(
+        model=model,
+        life=life,
+        reader=BodyReader(
+            check_model=model.check_name,
+            unknown_fields=UnknownFields(metrics.unknown_fields),
+            forces_usage=config.enable_force_include_usage,
+            shows_token_ids=config.return_tokens_as_token_ids,
+        ),
+        runner=Runner(
+            frontend=frontend,
+            metrics=metrics,
+            tracing=tracing,
+            request_timeout=config.request_timeout,
+            stopping=life.stopping,
+        ),
+        grammars=Grammars(
+            pool=frontend.grammars, closes_objects=config.disable_additional_properties, stopping=life.stopping
+        ),
+        responses=Responses(store=store, life=life),
+        metrics=metrics,
+        engine_view=EngineView(frontend.client),
+        tracing=tracing,
         profile_dir=config.profile_dir,
-        syntax=ModelSyntax(
-            frontend.tokenizer, (choice or _choose(frontend, config)).syntax, vocab_size=frontend.client.info.vocab_size
-        ),
-        responses=ResponseStore(
-            max_entries=config.max_stored_responses, ttl=config.response_ttl, file=responses_file, worker=worker
-        ),
     )
 
 
@@ -121,7 +148,7 @@ class Server:
         self.state = make_state(
             frontend, config, self._choice, metrics_file=metrics_file, responses_file=responses_file, worker=worker
         )
-        fail_abandoned(self.state.responses)
+        fail_abandoned(self.state.responses.store)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._listener = listener
         self._config = config
@@ -160,25 +187,25 @@ class Server:
 
     def announce(self) -> None:
         """Log what is served, and where."""
-        frontend = self.state.frontend
+        frontend = self.state.model.frontend
         announce(
             frontend.client.info,
             self._config,
-            names=self.state.names,
+            names=self.state.model.names,
             url=url_of(self._listener, self._config),
             has_chat=frontend.tokenizer.has_chat_template,
         )
 
     def tell_choices(self) -> None:
         """Log the syntax in which the model's answers are parsed, and the pooling of embeddings if a file names one."""
-        embedder, pooling = self.state.frontend.embedder, self.state.pooling
+        embedder, pooling = self.state.model.frontend.embedder, self.state.model.pooling
         if embedder.source is not None:
             own = "+".join(embedder.pooling)
             if pooling is not None:
                 logger.info("pooling: %s, by --pooling; %s says %s", pooling, embedder.source, own)
             else:
                 logger.info("pooling: %s, by %s", own, embedder.source)
-        if self.state.frontend.tokenizer.has_chat_template:
+        if self.state.model.frontend.tokenizer.has_chat_template:
             for title, text in self._choice.rows():
                 logger.info("%s: %s", title, text)
 
@@ -191,7 +218,7 @@ class Server:
             supervisor.cancel()
             if self.state.tracing is not None:
                 await asyncio.to_thread(self.state.tracing.close)
-            self.state.responses.close()
+            self.state.responses.store.close()
         return 1 if self._has_engine_died else 0
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,15 +227,15 @@ class Server:
 
     def drain(self) -> None:
         """Refuse new requests, and end when the running ones have finished. Thread-safe."""
-        self.state.is_draining = True
+        self.state.life.is_draining = True
 
     def stop_now(self) -> None:
         """Refuse new requests, and abort the running ones. Thread-safe."""
-        self.state.is_draining = self._is_stopping = True
+        self.state.life.is_draining = self._is_stopping = True
 
     def stop(self) -> None:
         """Drain and end; called again, end now, as for signals. Callable from any thread or signal handler."""
-        (self.stop_now if self.state.is_draining else self.drain)()
+        (self.stop_now if self.state.life.is_draining else self.drain)()
 
     @property
     def is_serving(self) -> bool:
@@ -220,26 +247,26 @@ class Server:
         while not self.is_serving:
             await asyncio.sleep(POLL_INTERVAL)
         on_serving()
-        while not self.state.is_draining and self._is_engine_alive():
+        while not self.state.life.is_draining and self._is_engine_alive():
             self._look_for_descriptors()
             await asyncio.sleep(POLL_INTERVAL)
-        self.state.is_draining = True
+        self.state.life.is_draining = True
         if self._is_engine_alive():
-            logger.info("shutting down%s", _what_may_finish(self.state.num_inside))
+            logger.info("shutting down%s", _what_may_finish(self.state.life.num_inside))
             await self._empty(self._config.shutdown_timeout, lambda: not self._is_stopping and self._is_engine_alive())
         if self._has_engine_died:
             await asyncio.sleep(DEATH_NOTICE)
             await self._empty(FLUSH_TIMEOUT)  # the front end is reporting it to each request
-        if self.state.num_inside:
-            logger.warning("requests are cut off: %d", self.state.num_inside)
-            self.state.stopping.set()
+        if self.state.life.num_inside:
+            logger.warning("requests are cut off: %d", self.state.life.num_inside)
+            self.state.life.stopping.set()
             await self._empty(FLUSH_TIMEOUT)
         self._uvicorn.should_exit = True
 
     async def _empty(self, timeout: float, is_patient: Callable[[], bool] = lambda: True) -> None:
         """Wait until no request is running and every answer is sent, for `timeout` seconds and while `is_patient`."""
         deadline = time.monotonic() + timeout
-        while self.state.num_inside or self._uvicorn.num_unsent_bytes:
+        while self.state.life.num_inside or self._uvicorn.num_unsent_bytes:
             if time.monotonic() >= deadline or not is_patient():
                 return
             await asyncio.sleep(POLL_INTERVAL)
@@ -254,7 +281,7 @@ class Server:
                 logger.error("connections are turned away: %s; raise the limit (ulimit -n)", error.strerror)
 
     def _is_engine_alive(self) -> bool:
-        self._has_engine_died |= not self.state.frontend.client.is_alive()
+        self._has_engine_died |= not self.state.model.frontend.client.is_alive()
         return not self._has_engine_died
 
 

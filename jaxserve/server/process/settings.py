@@ -16,7 +16,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `name` is the engine's name for this process, new with each start; `worker` identifies the worker across restarts;
     `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
-    same for all. With `opens_when_told` it waits for the others, and reports first that it is ready, then that it
+    same for all. `engines` are the folders of the engines that run or start, by their numbers below `num_engines`. With
+    `opens_when_told` it waits for the others, and reports first that it is ready, then that it
     serves.
     """
 
@@ -25,6 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     tells: bool
     folder: str
+    engines: dict[int, str]
+    num_engines: int
     listener: int
     tokenizer: str
     model_path: str

@@ -1,9 +1,11 @@
-"""The parent of `jaxserve serve`: starts the engine's process and the API workers, and sees to it that none is left.
+"""The parent of `jaxserve serve`: starts the engines' processes and the API workers, and sees to it that none is left.
 
 It holds the listening sockets and the private folder of the Unix sockets, hears the signals, and nothing else: no
 request passes through it. What happens when one of the processes ends:
 
-    the engine              clients get an error, /health turns 503, the workers end, exit code 1
+    the only engine         clients get an error, /health turns 503, the workers end, exit code 1
+    one of several engines  clients of its requests get an error, the other engines take all new ones, it is started
+                            again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor if it cannot start
     an API worker           its clients' connections break, the engine aborts its requests, a new one is started, which
                             says of its responses in the background that they have failed; after MAX_RESTARTS in
                             RESTART_PERIOD seconds the server gives up, exit code 1
@@ -15,19 +17,21 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
 from jaxserve.engine import process
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
+from jaxserve.server.process.endings import how_child_ended
 from jaxserve.server.process.listening import bind
 from jaxserve.server.process.settings import ENGINE_DIED, FLUSH_TIMEOUT, Settings
 
@@ -43,6 +47,19 @@ MAX_FOLDER_LENGTH = 80
 """Maximum bytes of the folder's path: a Unix socket's address has room for 107, including its name."""
 
 
+class Restarts:
+    """The last times at which a process was started again."""
+
+    def __init__(self) -> None:
+        self._times: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+
+    def may_follow(self, now: float) -> bool:
+        """Note another one. Returns false if they have become too frequent."""
+        is_frequent = len(self._times) == MAX_RESTARTS and now - self._times[0] < RESTART_PERIOD
+        self._times.append(now)
+        return not is_frequent
+
+
 @dataclasses.dataclass
 class _Worker:
     """One of the API workers, which outlives its process. A new process gets the same listener."""
@@ -54,11 +71,23 @@ class _Worker:
     num_starts: int = 0
 
 
-class Supervisor:
-    """Runs one engine and `config.api_workers` workers, until a signal or until one of them cannot go on.
+@dataclasses.dataclass
+class _Engine:
+    """One of the engines, which outlives its process. `folder` has the sockets of the process that serves, if any."""
 
-    `start_engine` starts the engine's process over a folder for its sockets (`engine.process`, or one with the same
-    protocol).
+    index: int
+    child: Child | None = None
+    folder: pathlib.Path | None = None
+    num_starts: int = 0
+    restarts: Restarts = dataclasses.field(default_factory=Restarts)
+
+
+class Supervisor:
+    """Runs `config.data_parallel_size` engines and `config.api_workers` workers, until a signal or until they cannot go
+    on.
+
+    `start_engine` starts the process of the engine with a number over a folder for its sockets (`engine.process`, or
+    one with the same protocol).
 
     Attributes:
         serving: set when requests are accepted; from then on `address` (host, port) and `worker_pids` are known.
@@ -71,7 +100,7 @@ class Supervisor:
         self,
         config: ServerConfig,
         *,
-        start_engine: Callable[[pathlib.Path], Awaitable[Child]],
+        start_engine: Callable[[int, pathlib.Path], Awaitable[Child]],
         model_path: str,
         tokenizer: str,
         seed: int,
@@ -83,9 +112,10 @@ class Supervisor:
         self._seed = seed
         self.serving = asyncio.Event()
         self._workers: list[_Worker] = []
+        self._engines = [_Engine(index) for index in range(config.data_parallel_size)]
         self._signals: list[int] = []
         self._signalled = asyncio.Event()
-        self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+        self._restarts = Restarts()
 
     async def run(self) -> int:
         """Serve, and return the exit code.
@@ -97,22 +127,24 @@ class Supervisor:
         with self._hearing_signals(), self._listeners() as listeners, _private_folder() as self._folder:
             self.address = listeners[0].getsockname()[:2]
             self._workers = workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
-            engine = await self._start_engine(self._folder)
             try:
+                for engine in self._engines:
+                    _, engine.folder = await self._start(engine)
                 await asyncio.gather(*map(self._start_worker, workers))
-                if not await self._all_ready(engine, workers):
+                if not await self._all_ready():
                     return 128 + self._signals[0]
                 await _open(workers)  # a signal from now on is for a running server
                 first, *_ = workers
                 assert first.child is not None
                 first.child.tell("announce")
                 self.serving.set()
-                return await self._watch(engine, workers)
+                return await self._watch(workers)
             finally:
                 for worker in workers:
                     if worker.child is not None:
                         await worker.child.end(timeout=0)
-                await engine.end(timeout=END_TIMEOUT)
+                engines = [engine.child for engine in self._engines if engine.child is not None]
+                await asyncio.gather(*(engine.end(timeout=END_TIMEOUT) for engine in engines))
 
     async def run_last(self) -> int:
         """Run as the last act of this process: later signals do not change its exit code."""
@@ -132,6 +164,16 @@ class Supervisor:
         self._signals.append(number)
         self._signalled.set()
 
+    async def _start(self, engine: _Engine) -> tuple[Child, pathlib.Path]:
+        """Start an engine's process, over a folder of its own if it is not the only one. Returns both."""
+        folder = self._folder
+        if len(self._engines) > 1:
+            folder /= f"{engine.index}-{engine.num_starts}"
+            folder.mkdir()
+        engine.num_starts += 1
+        engine.child = child = await self._start_engine(engine.index, folder)
+        return child, folder
+
     async def _start_worker(self, worker: _Worker) -> None:
         name = f"api-{worker.index}"
         worker.client = f"{name}-{worker.num_starts}"
@@ -143,6 +185,8 @@ class Supervisor:
             worker=name,
             tells=worker.index == 0 and is_first,
             folder=str(self._folder),
+            engines={engine.index: str(engine.folder) for engine in self._engines if engine.folder is not None},
+            num_engines=len(self._engines),
             listener=worker.listener.fileno(),
             tokenizer=self._tokenizer,
             model_path=self._model_path,
@@ -158,11 +202,11 @@ class Supervisor:
             pass_fds=[worker.listener.fileno()],
         )
 
-    async def _all_ready(self, engine: Child, workers: list[_Worker]) -> bool:
+    async def _all_ready(self) -> bool:
         """Wait for all processes. False if a signal came first. Raises StartupError with the first error of one that
         failed.
         """
-        children = [engine, *(worker.child for worker in workers if worker.child is not None)]
+        children = [each.child for each in (*self._engines, *self._workers) if each.child is not None]
         pending = {asyncio.create_task(child.is_ready()): child for child in children}
         signalled = asyncio.create_task(self._signalled.wait())
         while pending:
@@ -176,38 +220,60 @@ class Supervisor:
         signalled.cancel()
         return True
 
-    async def _watch(self, engine: Child, workers: list[_Worker]) -> int:
-        """Replace workers that die, until there is a reason to end. Returns the exit code."""
+    async def _watch(self, workers: list[_Worker]) -> int:
+        """Replace workers and engines that die, until there is a reason to end. Returns the exit code."""
         signalled = asyncio.create_task(self._signalled.wait())
         reports: set[asyncio.Task[None]] = set()
         while True:
             ends = {worker.child.ended: worker for worker in workers if worker.child is not None}
-            await asyncio.wait([engine.ended, signalled, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if engine.ended.done():
-                return await self._lose_engine(engine, workers)
+            engines = {engine.child.ended: engine for engine in self._engines if engine.child is not None}
+            await asyncio.wait([signalled, *engines, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if len(lost := [engine for ended, engine in engines.items() if ended.done()]) == len(engines):
+                return await self._lose_engines(workers)
             if signalled.done():
-                return await self._drain(engine, workers)
+                return await self._drain(workers)
+            for engine in lost:
+                assert engine.child is not None
+                logger.error("%s", await how_child_ended(engine.child))
+                engine.child = engine.folder = None
+                reports.add(asyncio.create_task(self._replace(engine, workers)))
             for ended, worker in ends.items():
                 if not ended.done():
                     continue
                 if ended.result() == ENGINE_DIED:  # its process exists, but no longer responds
-                    return await self._lose_engine(engine, workers)
-                engine.tell(f"gone {worker.client}")
+                    return await self._lose_engines(workers)
+                for child in [engine.child for engine in self._engines if engine.child is not None]:
+                    child.tell(f"gone {worker.client}")
                 logger.error("API worker %d has ended with code %d", worker.index, ended.result())
-                if not self._may_restart(time.monotonic()):
+                if not self._restarts.may_follow(time.monotonic()):
                     logger.error("API workers have ended %d times in %.0f s", MAX_RESTARTS + 1, RESTART_PERIOD)
                     return 1
                 await self._start_worker(worker)
                 assert worker.child is not None
-                reports.add(asyncio.create_task(_report(worker.child)))
+                reports.add(asyncio.create_task(self._report(worker.child)))
 
-    def _may_restart(self, now: float) -> bool:
-        is_frequent = len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_PERIOD
-        self._restarts.append(now)
-        return not is_frequent
+    async def _replace(self, engine: _Engine, workers: list[_Worker]) -> None:
+        """Start an engine again that has ended while others serve."""
+        await self._tell(workers, f"engine {engine.index} died")
+        if not engine.restarts.may_follow(time.monotonic()):
+            logger.error("engine %d has ended too often and stays away", engine.index)
+            return
+        child, folder = await self._start(engine)
+        if not await child.is_ready():
+            logger.error("engine %d could not start again: %s", engine.index, child.error)
+            return
+        engine.folder = folder  # not before: workers that start meanwhile would wait for it
+        logger.info("engine %d is there again", engine.index)
+        await self._tell(workers, f"engine {engine.index} started {folder}")
 
-    async def _drain(self, engine: Child, workers: list[_Worker]) -> int:
-        """Let running requests finish; a second signal or the engine's end stops the wait."""
+    async def _report(self, child: Child) -> None:
+        if not await child.is_ready():
+            logger.error("%s could not start: %s", child.name, child.error)
+            return
+        logger.info("%s is there again", child.name)
+
+    async def _drain(self, workers: list[_Worker]) -> int:
+        """Let running requests finish; a second signal or the end of all engines stops the wait."""
         for worker in workers:
             worker.listener.close()
         await self._tell(workers, "drain")
@@ -215,23 +281,29 @@ class Supervisor:
         if len(self._signals) > 1:
             self._signalled.set()
         signalled = asyncio.create_task(self._signalled.wait())
-        all_ended = asyncio.create_task(_ends(workers))
+        all_ended = asyncio.create_task(_ends(worker.child for worker in workers if worker.child is not None))
+        engines = [engine.child for engine in self._engines if engine.child is not None]
+        no_engine = asyncio.create_task(_ends(engines))
         limit = self._config.shutdown_timeout + 2 * FLUSH_TIMEOUT + END_TIMEOUT
-        await asyncio.wait([all_ended, signalled, engine.ended], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if engine.ended.done():
-            return await self._lose_engine(engine, workers)
+        await asyncio.wait([all_ended, signalled, no_engine], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if no_engine.done():
+            return await self._lose_engines(workers)
+        no_engine.cancel()
         if signalled.done():
             await self._tell(workers, "stop")
         signalled.cancel()
         await asyncio.wait([all_ended], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
         return 0
 
-    async def _lose_engine(self, engine: Child, workers: list[_Worker]) -> int:
-        """Let the workers report the engine's death to their clients, and end."""
-        how = f"ended with code {engine.ended.result()}" if engine.ended.done() else "gone silent"
-        logger.error("the engine's process has %s", how)
-        await self._tell(workers, "engine died")
-        await asyncio.wait([asyncio.create_task(_ends(workers))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+    async def _lose_engines(self, workers: list[_Worker]) -> int:
+        """Let the workers report the death of all engines to their clients, and end; the last lines say why."""
+        lost = [(engine.index, engine.child) for engine in self._engines if engine.child is not None]
+        for index, _ in lost:
+            await self._tell(workers, f"engine {index} died")
+        children = [worker.child for worker in workers if worker.child is not None]
+        await asyncio.wait([asyncio.create_task(_ends(children))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+        for _, child in lost:
+            logger.error("%s", await how_child_ended(child))
         return 1
 
     async def _tell(self, workers: list[_Worker], command: str) -> None:
@@ -271,12 +343,14 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
     Raises StartupError.
     """
+    environments = _device_environments(config.data_parallel_size, engine.tensor_parallel_size)
 
-    async def start_engine(folder: pathlib.Path) -> Child:
+    async def start_engine(index: int, folder: pathlib.Path) -> Child:
         settings = process.Settings(
             engine=engine, folder=str(folder), log_level=config.log_level, log_format=config.log_format
         )
-        return await Child.start("the engine", "jaxserve.engine.process", settings)
+        name = "the engine" if config.data_parallel_size == 1 else f"engine {index}"
+        return await Child.start(name, "jaxserve.engine.process", settings, environment=environments[index])
 
     supervisor = Supervisor(
         config,
@@ -298,17 +372,30 @@ async def _open(workers: list[_Worker]) -> None:
     await asyncio.gather(*(child.is_ready() for child in children))
 
 
-async def _report(child: Child) -> None:
-    if await child.is_ready():
-        logger.info("%s is there again", child.name)
-    else:
-        logger.error("%s could not start: %s", child.name, child.error)
+def _device_environments(num_engines: int, num_devices: int) -> list[dict[str, str]]:
+    """Return the variable that gives each of several engines its own GPUs, of those that this process may use.
+
+    Raises StartupError if these are listed and too few.
+    """
+    if num_engines == 1:
+        return [{}]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = listed.split(",") if listed else list(map(str, range(num_engines * num_devices)))
+    if len(devices) < num_engines * num_devices:
+        raise StartupError(
+            f"data_parallel_size {num_engines} with tensor_parallel_size {num_devices} needs "
+            f"{num_engines * num_devices} GPUs, CUDA_VISIBLE_DEVICES has {len(devices)}"
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(devices[index * num_devices : (index + 1) * num_devices])}
+        for index in range(num_engines)
+    ]
 
 
-async def _ends(workers: list[_Worker]) -> None:
-    for worker in workers:
-        if worker.child is not None:
-            await asyncio.shield(worker.child.ended)
+async def _ends(children: Iterable[Child]) -> None:
+    """Wait until all of them have ended."""
+    for child in children:
+        await asyncio.shield(child.ended)
 
 
 @contextlib.contextmanager

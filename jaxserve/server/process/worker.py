@@ -15,13 +15,14 @@ from collections.abc import Callable
 import uvloop
 
 from jaxserve import logs
+from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
 from jaxserve.engine.frontend import Frontend, sampling_defaults
 from jaxserve.engine.remote import RemoteEngineClient
+from jaxserve.engine.replicas import ReplicatedEngineClient
 from jaxserve.engine.subprocesses import Parent, run_child
 from jaxserve.server.process import early
 from jaxserve.server.process.lifecycle import Server
 from jaxserve.server.process.settings import ENGINE_DIED, Settings
-from jaxserve.server.template import served_tokenizer
 from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer
 
@@ -29,6 +30,8 @@ GC_THRESHOLD = 50_000
 """Allocated objects between two garbage collections: a stream's garbage has no cycles, so most collections find
 nothing.
 """
+
+ENGINE_ENDED = "its process has ended"
 
 
 async def _serve(parent: Parent, settings: Settings) -> int:
@@ -51,12 +54,12 @@ async def _serve(parent: Parent, settings: Settings) -> int:
 
 async def _start(
     parent: Parent, settings: Settings, listener: socket.socket, opened: asyncio.Event | None = None
-) -> tuple[Server, RemoteEngineClient]:
+) -> tuple[Server, RemoteEngineClient | ReplicatedEngineClient]:
     """Connect to the engine as soon as it is up, and follow the parent's commands."""
     folder = pathlib.Path(settings.folder)
     grammars = GrammarPool()
     grammars.start()  # its processes are ready when the engine is
-    connecting = asyncio.create_task(RemoteEngineClient.connect(folder, settings.name))
+    connecting = asyncio.create_task(_connect(settings))
     # Before the engine is up, so that a faulty tokenizer is reported at once.
     tokenizer = await asyncio.to_thread(lambda: served_tokenizer(Tokenizer.load(settings.tokenizer), settings.server))
     defaults = sampling_defaults(settings.model_path)
@@ -75,17 +78,36 @@ async def _start(
         "drain": server.drain,
         "stop": server.stop_now,
         "announce": server.announce,
-        "engine died": lambda: client.engine_died("its process has ended"),
     }
     if opened is not None:
         commands["open"] = opened.set
     loop = asyncio.get_running_loop()
+    replacing: set[asyncio.Task[None]] = set()
+
+    def on_engine(index: int, event: str, engine_folder: str = "") -> None:
+        if isinstance(client, RemoteEngineClient):
+            client.engine_died(ENGINE_ENDED)
+        elif event == "died":
+            client.engine_died(index, ENGINE_ENDED)
+        else:
+            replacing.add(asyncio.create_task(client.replace(index, pathlib.Path(engine_folder))))
 
     def on_command(command: str) -> None:
-        loop.call_soon_threadsafe(commands[command])
+        if command.startswith("engine "):
+            _, index, *event = command.split(" ", 3)
+            loop.call_soon_threadsafe(on_engine, int(index), *event)
+        else:
+            loop.call_soon_threadsafe(commands[command])
 
     parent.on_command = on_command
     return server, client
+
+
+async def _connect(settings: Settings) -> RemoteEngineClient | ReplicatedEngineClient:
+    folders = {index: pathlib.Path(folder) for index, folder in settings.engines.items()}
+    if settings.num_engines == 1:
+        return await RemoteEngineClient.connect(folders[0], settings.name)
+    return await ReplicatedEngineClient.connect(folders, settings.name, num_engines=settings.num_engines)
 
 
 def _main(parent: Parent) -> int:

@@ -5,8 +5,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxserve.answers.message import AssistantMessage, ChatFinishReason, Delta
+from jaxserve.answers.tools.definitions import ToolChoice, ToolDefinition, check_tools
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import FinishReason, Logprob
+from jaxserve.request import Logprob
 from jaxserve.server.protocol.common import (
     Effort,
     GenerationRequest,
@@ -18,7 +20,6 @@ from jaxserve.server.protocol.common import (
 )
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
-from jaxserve.server.protocol.tools import ToolCall, ToolCallDelta, ToolChoice, ToolDefinition, check_tools
 from jaxserve.server.protocol.usage import Usage
 
 
@@ -74,9 +75,6 @@ def check_chat_request(body: ChatRequest) -> None:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
-
-
 class TopLogprob(msgspec.Struct):
     """One candidate token: its text, its log probability, and its UTF-8 bytes."""
 
@@ -99,27 +97,6 @@ class ChatLogprobs(msgspec.Struct):
 
     content: list[TokenLogprob]
     refusal: None = None
-
-
-class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The model's message. `reasoning_content` is another name for `reasoning`."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    """The new part of a message in a chunk: the role first, then thoughts, text and calls."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

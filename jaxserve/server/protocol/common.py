@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import MAX_INT32, MAX_N, SamplingParams, TruncationSide
 from jaxserve.server.protocol import fields
-from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.protocol.structured import (
@@ -27,6 +27,7 @@ from jaxserve.unsupported import Refused, refuse
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
 MAX_CACHE_SALT_LENGTH = 256
 PRIORITY_LIMIT = 2**31
+_DIGITS = re.compile(r"[0-9]{1,20}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -99,6 +100,9 @@ class GenerationRequest(AnswerRequest, kw_only=True):
 
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     request_id: str | None = None
@@ -227,10 +231,12 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    vocab_size: int,
 ) -> SamplingParams:
     """Make SamplingParams of a request: its own fields, else the model's `defaults`, else the API's.
 
-    Raises InvalidRequest, naming the field, for a value out of range.
+    Raises InvalidRequest, naming the field, for a value out of range. If keys of `logit_bias` are malformed, the
+    message names those outside the vocabulary, too.
     """
     chosen: dict[str, Any] = {}
     for name in fields.SAMPLING:
@@ -239,13 +245,20 @@ def sampling_params(
             value = defaults.get(name)
         if value is not None:
             chosen[name] = value
-    return SamplingParams(
-        **chosen,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
-    )
+    try:
+        return SamplingParams(
+            **chosen,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
+        )
+    except InvalidRequest as error:
+        if error.param != "logit_bias":
+            raise
+        outside = [key for key in chosen["logit_bias"] if _DIGITS.fullmatch(str(key)) and int(key) >= vocab_size]
+        more = f"; outside the vocabulary of {vocab_size}: {', '.join(map(str, outside))}" if outside else ""
+        raise InvalidRequest(error.message + more, param=error.param, code=error.code) from None
 
 
 def check_choices(num_prompts: int, n: int | None) -> None:

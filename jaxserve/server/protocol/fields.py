@@ -50,6 +50,7 @@ _NEEDS_CHAT = Refused("only conversations have it, /v1/chat/completions and /v1/
 _NO_VECTOR = Refused("embeddings have nothing of the kind")
 _ONLY_RESPONSES = Refused("only /v1/responses has it")
 _WHOLE_TEXT = Refused("the whole text is tokenized", UNLESS_NULL)
+_NO_BEAMS = Refused("/v1/completions and /v1/chat/completions have beam search", (None, False, 1, 1.0))
 _ONE_ANSWER = Refused("a response has one answer", (None, 1))
 _ANSWERS = (FOLLOWED, FOLLOWED, FOLLOWED)
 _READERS = (*_ANSWERS, FOLLOWED)
@@ -95,6 +96,14 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("n", "number of answers to a prompt", FOLLOWED, FOLLOWED, _ONE_ANSWER, is_sampling=True),
     Field("best_of", "must be equal to n", FOLLOWED, FOLLOWED, _ONE_ANSWER),
+    *(
+        Field(name, meaning, FOLLOWED, FOLLOWED, cell, cell, cell)
+        for name, meaning, cell in (
+            ("use_beam_search", "the answers are the n most likely ones that a search finds", _NO_BEAMS),
+            ("length_penalty", "of beam search: a score is divided by the length to this power", _NO_BEAMS),
+            ("early_stopping", "of beam search: true ends it when n answers are complete", _NO_BEAMS),
+        )
+    ),
     # What is returned.
     Field("stream", "send the answer piece by piece", *_ANSWERS, _NO_VECTOR, _WHOLE_TEXT._replace(neutral=EMPTY)),
     Field("stream_options", "usage at the end of a stream (a response always has it), or in each chunk", *_ANSWERS),
@@ -333,9 +342,6 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("return_token_strs", "the tokens beside their ids", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED),
     # Not supported by this server.
-    _everywhere("use_beam_search", "beam search", EVERYWHERE["use_beam_search"]),
-    _everywhere("length_penalty", "of beam search", EVERYWHERE["length_penalty"]),
-    _everywhere("early_stopping", "of beam search", EVERYWHERE["early_stopping"]),
     _everywhere("logits_processors", "code in a request", EVERYWHERE["logits_processors"]),
     _everywhere("prompt_embeds", "a prompt as vectors"),
     _everywhere("audio", "sound"),

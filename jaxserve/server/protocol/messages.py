@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from jaxserve.answers.choosing.message_style import MessageStyle
+from jaxserve.answers.tools.cut_json import as_object
+from jaxserve.answers.tools.definitions import ToolCall
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.common import not_supported, refuse_unless_empty
-from jaxserve.server.protocol.cut_json import as_object
-from jaxserve.server.protocol.tools import ToolCall
 
 MAX_MESSAGES = 4096
 USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -40,21 +41,6 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     audio: Any = None
     annotations: Any = None
     """Set in OpenAI's answers, so that it comes back in the next request; ignored."""
-
-
-class MessageStyle(NamedTuple):
-    """What a template expects of messages; see `message_style`.
-
-    `arguments_are_text`: the arguments of a call are JSON text, not the object itself. `empty_content` represents
-    absent content. `shows_both`: a message with a call may have both content and reasoning. `shows_systems`: several
-    system messages may begin a conversation; `shows_late_system`: one may come later.
-    """
-
-    arguments_are_text: bool = False
-    empty_content: str | None = ""
-    shows_both: bool = True
-    shows_systems: bool = True
-    shows_late_system: bool = True
 
 
 def template_messages(

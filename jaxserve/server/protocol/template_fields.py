@@ -49,6 +49,22 @@ def template_variables(body: TemplateFields) -> dict[str, Any]:
     return variables | _checked(body.chat_template_kwargs or {})
 
 
+def turns_thinking_off(body: TemplateFields, defaults: Mapping[str, Any]) -> bool:
+    """Return true if a request asks for an answer without thoughts, or the operator's `defaults` of the template do.
+
+    The first of chat_template_kwargs, the effort and the defaults that says something decides.
+    """
+    given, effort = body.chat_template_kwargs or {}, _effort(body)
+    asked = {} if effort is None else {"reasoning_effort": effort}
+    for variables in (given, asked, defaults):
+        switches = [variables[name] for name in ("enable_thinking", "thinking") if name in variables]
+        if switches:
+            return all(switch is False for switch in switches)
+        if "reasoning_effort" in variables:
+            return variables["reasoning_effort"] == "none"
+    return False
+
+
 def _effort(body: TemplateFields) -> Effort | None:
     nested = None if body.reasoning is None else body.reasoning.effort
     if body.reasoning_effort is not None and nested not in (None, body.reasoning_effort):

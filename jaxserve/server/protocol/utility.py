@@ -4,11 +4,11 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from jaxserve.answers.tools.definitions import ToolChoice, ToolDefinition
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.common import Effort, Reasoning, RequestBody, Verbosity
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
-from jaxserve.server.protocol.tools import ToolChoice, ToolDefinition
 
 
 class TokenizeRequest(RequestBody, kw_only=True):

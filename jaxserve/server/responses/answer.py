@@ -1,6 +1,7 @@
 """One answer of /v1/responses on its way: at once, as a stream, or in the background, and into the store."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import sqlite3
@@ -11,10 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message
 
+from jaxserve.answers.message import ChatFinishReason
 from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
-from jaxserve.server.body import encoded, json_response
-from jaxserve.server.errors import error_body
-from jaxserve.server.protocol.chat import ChatChunkChoice, ChatFinishReason, TokenLogprob
+from jaxserve.server.generation.chat import Chat
+from jaxserve.server.protocol.chat import ChatChunkChoice, TokenLogprob
 from jaxserve.server.protocol.items import Item
 from jaxserve.server.protocol.responses import ResponseBody, ResponseError, ResponsesRequest, Status, without_logprobs
 from jaxserve.server.responses.conversation import name_as_sent
@@ -23,9 +24,10 @@ from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import Tools
 from jaxserve.server.responses.writer import Event, ResponseWriter, frame
-from jaxserve.server.routes.chat import Chat
-from jaxserve.server.state import ServerState
-from jaxserve.server.streaming import Write, while_wanted
+from jaxserve.server.wire.body import encoded, json_response
+from jaxserve.server.wire.errors import error_body
+from jaxserve.server.wire.life import Life
+from jaxserve.server.wire.streaming import Write, while_wanted
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,21 @@ CANCEL_INTERVAL = 0.5  # seconds between checks if a background response is stil
 STORE_INTERVAL = 1.0  # seconds until storing is retried
 
 
+@dataclasses.dataclass(kw_only=True, frozen=True)
+class Responses:
+    """The responses of a server: stored ones, and those that run without a connection."""
+
+    store: ResponseStore
+    life: Life
+    background: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
+
+
 class Answer:
     """The answer to one request."""
 
     def __init__(
         self,
-        state: ServerState,
+        responses: Responses,
         body: ResponsesRequest,
         chat: Chat,
         response: ResponseBody,
@@ -53,7 +64,8 @@ class Answer:
         self.response = response
         self._body = body
         self._owner = owner
-        self._state = state
+        self._responses = responses
+        self._store = responses.store
         self._chat = chat
         self._items = items
         self._tools = tools
@@ -75,13 +87,13 @@ class Answer:
 
     async def start_in_background(self, relay: Relay | None = None) -> Response:
         """Start a background response, and return its initial state; `relay` receives its events. Raises QueueFull."""
-        limit = min(MAX_IN_BACKGROUND, self._state.responses.max_entries)
+        limit = min(MAX_IN_BACKGROUND, self._store.max_entries)
         is_begun = asyncio.get_running_loop().create_future()
         answer = json_response(self.response)
-        if len(self._state.background) < limit:
+        if len(self._responses.background) < limit:
             task = asyncio.create_task(self._run_in_background(is_begun, limit, relay))
-            self._state.background.add(task)  # before the first await: a burst must not exceed the limit
-            task.add_done_callback(self._state.background.discard)
+            self._responses.background.add(task)  # before the first await: a burst must not exceed the limit
+            task.add_done_callback(self._responses.background.discard)
         else:
             is_begun.set_result(False)
         if not await is_begun:
@@ -90,8 +102,8 @@ class Answer:
 
     async def _begin(self, is_begun: asyncio.Future[bool], limit: int) -> bool:
         """Store the incomplete answer unless `limit` are running already; set the result of `is_begun` accordingly."""
-        responses, response_id = self._state.responses, self.response.id
-        begin = functools.partial(responses.begin, owner=self._owner, max_incomplete=limit)
+        store, response_id = self._store, self.response.id
+        begin = functools.partial(store.begin, owner=self._owner, max_incomplete=limit)
         try:
             has_room = await asyncio.to_thread(begin, response_id, self._stored())
         except Exception as error:
@@ -99,20 +111,20 @@ class Answer:
                 is_begun.set_exception(error)
             return False
         if is_begun.cancelled():  # the client has gone, and nobody knows the answer's id
-            await asyncio.to_thread(responses.delete, response_id, owner=self._owner)
+            await asyncio.to_thread(store.delete, response_id, owner=self._owner)
             return False
         is_begun.set_result(has_room)
         return has_room
 
     async def _run_in_background(self, is_begun: asyncio.Future[bool], limit: int, relay: Relay | None) -> None:
         """Run the answer, if the limit allows one more."""
-        with self._state.counted():
+        with self._responses.life.counted():
             if not await self._begin(is_begun, limit):
                 return
-            journal = Journal(self._state.responses, self.response.id, relay)
+            journal = Journal(self._store, self.response.id, relay)
             saving = asyncio.create_task(journal.keep_saving())
             try:
-                await while_wanted(self.run(journal), receive=self._unwanted, stopping=self._state.stopping)
+                await while_wanted(self.run(journal), receive=self._unwanted, stopping=self._responses.life.stopping)
             except ClientDisconnect:
                 told = b"".join(frame(event) for event in self._writer.cancel())
                 await self._save()
@@ -128,7 +140,7 @@ class Answer:
 
     async def _unwanted(self) -> Message:
         """Act as the `receive` of a response without a connection, which disconnects when it is cancelled."""
-        while not await asyncio.to_thread(self._state.responses.is_cancelled, self.response.id):
+        while not await asyncio.to_thread(self._store.is_cancelled, self.response.id):
             await asyncio.sleep(CANCEL_INTERVAL)
         return {"type": "http.disconnect"}
 
@@ -209,7 +221,7 @@ class Answer:
 
     async def _put(self) -> None:
         """Store the answer, or set its `store` to false if that fails, since the client receives it anyway."""
-        put = functools.partial(self._state.responses.put, owner=self._owner)
+        put = functools.partial(self._store.put, owner=self._owner)
         try:
             await asyncio.to_thread(put, self.response.id, self._stored())
         except sqlite3.Error as error:
@@ -221,13 +233,13 @@ class Answer:
         stops.
         """
         is_complete, stored = not is_running(self.response), self._stored()
-        replace = functools.partial(self._state.responses.replace, is_complete=is_complete)
+        replace = functools.partial(self._store.replace, is_complete=is_complete)
         while True:
             try:
                 return await asyncio.to_thread(replace, self.response.id, stored)
             except sqlite3.Error as error:
                 logger.warning("the response %s could not be stored: %s", self.response.id, error)
-            if not is_complete or self._state.stopping.is_set():
+            if not is_complete or self._responses.life.stopping.is_set():
                 return None
             await asyncio.sleep(STORE_INTERVAL)
 

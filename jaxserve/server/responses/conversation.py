@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import not_supported, rename
-from jaxserve.server.protocol.decoding import converted
 from jaxserve.server.protocol.items import (
     CallItem,
     CallOutputItem,

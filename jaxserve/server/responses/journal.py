@@ -11,7 +11,7 @@ from jaxserve.server.protocol.responses import ResponseBody
 from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.responses.writer import frame, is_last, last_event, replay
-from jaxserve.server.streaming import Write
+from jaxserve.server.wire.streaming import Write
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jaxserve.server.streaming import Write
+from jaxserve.server.wire.streaming import Write
 
 
 class Relay:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.common import not_supported
-from jaxserve.server.protocol.decoding import converted
 from jaxserve.server.protocol.items import Item, ToolsItem
 from jaxserve.server.protocol.responses import (
     CustomTool,

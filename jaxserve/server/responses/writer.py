@@ -7,8 +7,8 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET
 
-from jaxserve.server.body import EncodedList, encoded
-from jaxserve.server.protocol.chat import ChatFinishReason, TokenLogprob
+from jaxserve.answers.message import ChatFinishReason
+from jaxserve.server.protocol.chat import TokenLogprob
 from jaxserve.server.protocol.responses import (
     CustomToolCall,
     FunctionCall,
@@ -25,6 +25,7 @@ from jaxserve.server.protocol.responses import (
     ResponseUsage,
 )
 from jaxserve.server.protocol.usage import Usage
+from jaxserve.server.wire.body import EncodedList, encoded
 
 type Event = dict[str, Any]
 

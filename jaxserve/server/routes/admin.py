@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.body import json_response
-from jaxserve.server.errors import refusal
 from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import json_response
+from jaxserve.server.wire.errors import refusal
 
 # Paths of the API that this server does not support, whatever the key.
 NOT_IMPLEMENTED = {
@@ -30,7 +30,7 @@ class Done(msgspec.Struct):
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Drop every cached prefix; 409 while a request is running."""
-    client = server_state(request.scope).frontend.client
+    client = server_state(request.scope).model.frontend.client
     if not await asyncio.to_thread(client.reset_prefix_cache):
         return refusal(409, "the prefix cache cannot be reset while requests are running", kind="conflict_error")
     return json_response(Done())
@@ -41,13 +41,13 @@ async def start_profile(request: Request) -> Response:
     state = server_state(request.scope)
     if state.profile_dir is None:
         raise InvalidRequest("there is no directory for profiles: start the server with --profile-dir")
-    await asyncio.to_thread(state.frontend.client.start_profile, state.profile_dir)
+    await asyncio.to_thread(state.model.frontend.client.start_profile, state.profile_dir)
     return json_response(Done())
 
 
 async def stop_profile(request: Request) -> Response:
     """Stop the profile and write it."""
-    await asyncio.to_thread(server_state(request.scope).frontend.client.stop_profile)
+    await asyncio.to_thread(server_state(request.scope).model.frontend.client.stop_profile)
     return json_response(Done())
 
 

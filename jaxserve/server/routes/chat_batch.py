@@ -8,20 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.body import json_response
+from jaxserve.server.generation.chat import Chat
+from jaxserve.server.generation.reading import unique
 from jaxserve.server.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from jaxserve.server.protocol.common import MAX_CHOICES, not_supported, rename
 from jaxserve.server.protocol.usage import total_usage
-from jaxserve.server.reading import read_request, unique
-from jaxserve.server.routes import chat
 from jaxserve.server.state import server_state
-from jaxserve.server.streaming import while_wanted
+from jaxserve.server.wire.body import json_response
+from jaxserve.server.wire.streaming import while_wanted
 
 
 async def create(request: Request) -> Response:
     """Answer each conversation once. Choice k is the answer to conversation k."""
     state = server_state(request.scope)
-    body = await read_request(state, request, ChatBatchRequest)
+    body = await state.reader.request(request, ChatBatchRequest)
     _check(body)
     size = len(await request.body())
     answer_id = f"chatcmpl-{body.request_id or request.scope['request_id']}"
@@ -30,14 +30,14 @@ async def create(request: Request) -> Response:
     for index, messages in enumerate(body.messages):
         single = ChatRequest(**{**fields, "messages": messages})
         try:
-            group = await chat.prepare(
-                state, single, request_id=f"{unique(answer_id)}-{index}", size=size, receive=request.receive
+            group = await state.chats.prepare(
+                single, request_id=f"{unique(answer_id)}-{index}", size=size, receive=request.receive
             )
         except InvalidRequest as error:
             rename(error, "messages", f"messages[{index}]")
             raise
-        chats.append(chat.Chat(state, single, group, answer_id=answer_id))
-    answers = await while_wanted(_answers(chats), receive=request.receive, stopping=state.stopping)
+        chats.append(Chat(state.chats, single, group, answer_id=answer_id))
+    answers = await while_wanted(_answers(chats), receive=request.receive, stopping=state.life.stopping)
     first = answers[0]
     first.choices = [choice for answer in answers for choice in answer.choices]
     for index, choice in enumerate(first.choices):
@@ -61,7 +61,7 @@ def _check(body: ChatBatchRequest) -> None:
             raise not_supported(name, f"{name} with several conversations")
 
 
-async def _answers(chats: Sequence[chat.Chat]) -> list[ChatResponse]:
+async def _answers(chats: Sequence[Chat]) -> list[ChatResponse]:
     """Return the answers. If one fails, so do all."""
     tasks = [asyncio.create_task(each.answer()) for each in chats]
     try:

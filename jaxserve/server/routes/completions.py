@@ -13,9 +13,11 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
-from jaxserve.server import generation, grammars
-from jaxserve.server.body import encoded_in_turns, json_response
-from jaxserve.server.logprobs import Candidates, CompletionLogprobsBuilder, shown
+from jaxserve.server.generation.beams import beam_params, for_beams, set_beams
+from jaxserve.server.generation.logprobs import Candidates, CompletionLogprobsBuilder, shown
+from jaxserve.server.generation.reading import unique
+from jaxserve.server.generation.running import Runner, UsageCounter, while_wanted_by_client
+from jaxserve.server.generation.served_model import ServedModel
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.completions import (
     CompletionChoice,
@@ -25,50 +27,50 @@ from jaxserve.server.protocol.completions import (
 )
 from jaxserve.server.protocol.structured import structured_outputs
 from jaxserve.server.protocol.usage import Usage
-from jaxserve.server.reading import read_request, unique
-from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
+from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import encoded_in_turns, json_response
+from jaxserve.server.wire.streaming import EventStream, TextEvents, Write, event, large_event, while_wanted
 
 
 async def create(request: Request) -> Response:
     """Continue each prompt n times."""
     state = server_state(request.scope)
-    body = await read_request(state, request, CompletionRequest)
+    body = await state.reader.request(request, CompletionRequest)
     size = len(await request.body())
     constraint = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
     if constraint is not None and not body.is_score_only:  # once, for all prompts
-        grammar = await grammars.answer_grammar(
-            state, constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
+        grammar = await state.grammars.answer(
+            constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
         )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     request_id = unique(answer_id)
-    groups = await generation.prepare(
-        state, lambda gone: _prepare(state, body, grammar, gone, request_id), size=size, receive=request.receive
+    groups = await state.runner.prepare(
+        lambda gone: _prepare(state.model, body, grammar, gone, request_id), size=size, receive=request.receive
     )
-    completion = _Completion(state, body, groups, answer_id=answer_id)
+    completion = _Completion(state.model, state.runner, body, groups, answer_id=answer_id)
     if body.stream:
-        return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.stopping)
-    answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.stopping)
+        return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.life.stopping)
+    answer = await while_wanted(completion.answer(), receive=request.receive, stopping=state.life.stopping)
     return json_response(answer)
 
 
 def _prepare(
-    state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
+    model: ServedModel, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
 ) -> list[RequestGroup]:
     """Validate and tokenize the prompts, whose answers follow `grammar`.
 
     Raises InvalidRequest, naming fields as they were sent.
     """
     try:
-        return _checked(state, body, grammar, gone, request_id)
+        return _checked(model, body, grammar, gone, request_id)
     except InvalidRequest as error:
         rename(error, "max_tokens", body.token_limit_field)
         raise
 
 
 def _checked(
-    state: ServerState, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
+    model: ServedModel, body: CompletionRequest, grammar: str, gone: threading.Event, request_id: str
 ) -> list[RequestGroup]:
     prompts = body.prompts()
     check_completion_request(body, prompts)
@@ -77,16 +79,19 @@ def _checked(
         num_prompt_logprobs.append(body.num_logprobs)
     params = sampling_params(
         body,
-        state.frontend.default_sampling,
+        model.frontend.default_sampling,
         max_tokens=body.output_limit,
         logprobs=body.logprobs,
         prompt_logprobs=-1 if -1 in num_prompt_logprobs else max(num_prompt_logprobs, default=None),
+        vocab_size=model.frontend.client.info.vocab_size,
     )
+    if (beams := beam_params(body)) is not None:
+        params = for_beams(params)
     groups = []
-    for index, prompt in enumerate(generation.while_wanted_by_client(prompts, gone)):
+    for index, prompt in enumerate(while_wanted_by_client(prompts, gone)):
         if isinstance(prompt, str):
-            generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
-        group = state.frontend.prepare(
+            model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
+        group = model.frontend.prepare(
             prompt,
             params,
             request_id=f"{request_id}-{index}",
@@ -99,24 +104,33 @@ def _checked(
             grammar=grammar,
         )
         if body.echo and group.prompt is None:
-            group.prompt = state.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
+            group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
         elif body.echo and body.truncate_prompt_tokens is not None:
-            group.prompt = state.frontend.tokenizer.decode(group.prompt_token_ids)
-        groups.append(group)
+            group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids)
+        groups.append(set_beams(model.frontend, group, beams))
     return groups
 
 
 class _Completion:
     """The answer to one request. Choice k is continuation k % n of prompt k // n."""
 
-    def __init__(self, state: ServerState, body: CompletionRequest, groups: Sequence[RequestGroup], *, answer_id: str):
+    def __init__(
+        self,
+        model: ServedModel,
+        runner: Runner,
+        body: CompletionRequest,
+        groups: Sequence[RequestGroup],
+        *,
+        answer_id: str,
+    ):
         self._id = answer_id
-        self._state = state
+        self._model = model
+        self._runner = runner
         self._body = body
         self._groups = groups
         self._is_from_ids = [not isinstance(prompt, str) for prompt in body.prompts()]
         self._created = int(time.time())
-        self._usage = generation.UsageCounter(groups, is_score_only=body.is_score_only)
+        self._usage = UsageCounter(groups, is_score_only=body.is_score_only)
 
     async def answer(self) -> CompletionResponse:
         """Return the whole answer."""
@@ -211,7 +225,7 @@ class _Completion:
     def _writer(self, prompt_index: int, output: CompletionOutput) -> "_ChoiceWriter":
         group = self._groups[prompt_index]
         return _ChoiceWriter(
-            self._state,
+            self._model,
             self._body,
             group,
             index=prompt_index * len(group.requests) + output.index,
@@ -219,14 +233,14 @@ class _Completion:
         )
 
     async def _run(self, take: Take) -> None:
-        await generation.run(self._state, self._groups, take, grammar_field=self._body.constraint_field)
+        await self._runner.run(self._groups, take, grammar_field=self._body.constraint_field)
 
     def _response(self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(
             id=self._id,
             created=self._created,
-            model=self._state.model,
-            system_fingerprint=self._state.fingerprint,
+            model=self._model.name,
+            system_fingerprint=self._model.fingerprint,
             choices=choices,
             usage=usage,
         )
@@ -241,12 +255,11 @@ class _ChoiceWriter:
     """Writes one choice: complete, or the pieces of a stream in order."""
 
     def __init__(
-        self, state: ServerState, body: CompletionRequest, group: RequestGroup, *, index: int, is_from_ids: bool
+        self, model: ServedModel, body: CompletionRequest, group: RequestGroup, *, index: int, is_from_ids: bool
     ):
         """Prepare to write a choice. `is_from_ids`: the prompt was token ids, so that an echo shows special tokens
         among them.
         """
-        self._state = state
         self._body = body
         self._group = group
         self._index = index
@@ -257,7 +270,7 @@ class _ChoiceWriter:
         of_tokens = shown(request.params, as_ids=body.return_tokens_as_token_ids)
         if of_tokens is not None:
             self._logprobs = CompletionLogprobsBuilder(
-                state.frontend.tokenizer,
+                model.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
                 num_shown=len(group.prompt_token_ids) if body.echo and is_from_ids else 0,
                 skip_special_tokens=request.params.skip_special_tokens,

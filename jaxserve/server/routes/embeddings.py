@@ -20,8 +20,9 @@ from jaxserve.engine.embedding import Embedder, check_dimensions, finish_embeddi
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import RequestOutput
-from jaxserve.server import generation
-from jaxserve.server.body import VECTORS_A_TURN, EncodedList, in_turns, json_response
+from jaxserve.server.generation.running import while_wanted_by_client
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.generation.template import render_chat
 from jaxserve.server.protocol.common import rename
 from jaxserve.server.protocol.completions import Prompt
 from jaxserve.server.protocol.embeddings import (
@@ -31,10 +32,9 @@ from jaxserve.server.protocol.embeddings import (
     EmbeddingUsage,
     check_embedding_request,
 )
-from jaxserve.server.reading import read_request
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import while_wanted
-from jaxserve.server.template import render_chat
+from jaxserve.server.wire.body import VECTORS_A_TURN, EncodedList, in_turns, json_response
+from jaxserve.server.wire.streaming import while_wanted
 
 MAX_METADATA_BYTES = 32 * 1024
 """Maximum bytes of the header that describes a body of bytes: what clients usually accept."""
@@ -51,17 +51,17 @@ _DTYPES: dict[str, Any] = {
 async def create(request: Request) -> Response:
     """Return the vector of each input."""
     state = server_state(request.scope)
-    body = await read_request(state, request, EmbeddingRequest)
+    body = await state.reader.request(request, EmbeddingRequest)
     groups = await embed(state, body, request)
     answer_id = f"embd-{body.request_id or request.scope['request_id']}"
     num_tokens = sum(len(group.prompt_token_ids) for group in groups)
     usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model, usage=usage)
+    answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model.name, usage=usage)
     if body.encoding_format in ("bytes", "bytes_only"):
-        return _in_one_piece(body, answer, groups, state.frontend.embedder)
+        return _in_one_piece(body, answer, groups, state.model.frontend.embedder)
     data: Any = EncodedList()
     async for some in in_turns(list(enumerate(groups)), num_a_turn=VECTORS_A_TURN):
-        data.extend([_embedding(body, index, group, state.frontend.embedder) for index, group in some])
+        data.extend([_embedding(body, index, group, state.model.frontend.embedder) for index, group in some])
     answer.data = data
     return json_response(answer)
 
@@ -69,19 +69,19 @@ async def create(request: Request) -> Response:
 async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
     """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
     size = len(await request.body())
-    groups = await generation.prepare(
-        state, lambda gone: _prepare(state, body, gone), size=size, receive=request.receive
+    groups = await state.runner.prepare(
+        lambda gone: _prepare(state.model, body, gone), size=size, receive=request.receive
     )
-    await while_wanted(generation.run(state, groups, _ignore), receive=request.receive, stopping=state.stopping)
+    await while_wanted(state.runner.run(groups, _ignore), receive=request.receive, stopping=state.life.stopping)
     return groups
 
 
-def _prepare(state: ServerState, body: EmbeddingRequest, gone: threading.Event) -> list[RequestGroup]:
+def _prepare(model: ServedModel, body: EmbeddingRequest, gone: threading.Event) -> list[RequestGroup]:
     """Validate and tokenize the inputs. Raises InvalidRequest, naming fields as they were sent."""
     check_embedding_request(body)
-    info = state.frontend.client.info
-    check_dimensions(body.dimensions, size=state.frontend.embedder.size, allowed=info.embedding_dimensions)
-    if body.messages is not None and state.frontend.embedder.lowercases:
+    info = model.frontend.client.info
+    check_dimensions(body.dimensions, size=model.frontend.embedder.size, allowed=info.embedding_dimensions)
+    if body.messages is not None and model.frontend.embedder.lowercases:
         raise InvalidRequest(
             "this model reads lowercase text (do_lower_case), which a chat template is not: give input",
             param="messages",
@@ -89,34 +89,34 @@ def _prepare(state: ServerState, body: EmbeddingRequest, gone: threading.Event) 
     request_id = f"embd-{uuid.uuid4().hex}"
     try:
         return [
-            _prepare_one(state, body, prompt, text, request_id=f"{request_id}-{index}")
-            for index, (prompt, text) in enumerate(generation.while_wanted_by_client(_prompts(state, body), gone))
+            _prepare_one(model, body, prompt, text, request_id=f"{request_id}-{index}")
+            for index, (prompt, text) in enumerate(while_wanted_by_client(_prompts(model, body), gone))
         ]
     except InvalidRequest as error:
         rename(error, "prompt", "input" if body.messages is None else "messages")
         raise
 
 
-def _prompts(state: ServerState, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
+def _prompts(model: ServedModel, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
     """Yield each prompt, and its text if it was rendered. Raises InvalidRequest."""
     if body.messages is None:
         for prompt in body.prompts():
             if isinstance(prompt, str):
-                generation.check_text_length(prompt, state, may_exceed=body.truncate_prompt_tokens is not None)
+                model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
             yield prompt, None
         return
-    text = render_chat(state.frontend.tokenizer, state.message_style, body.conversation())
-    generation.check_text_length(text, state, may_exceed=body.truncate_prompt_tokens is not None)
+    text = render_chat(model.frontend.tokenizer, model.message_style, body.conversation())
+    model.check_text_length(text, may_exceed=body.truncate_prompt_tokens is not None)
     yield text, text
 
 
 def _prepare_one(
-    state: ServerState, body: EmbeddingRequest, prompt: Prompt, text: str | None, *, request_id: str
+    model: ServedModel, body: EmbeddingRequest, prompt: Prompt, text: str | None, *, request_id: str
 ) -> RequestGroup:
     is_rendered = text is not None  # a template writes its own special tokens
-    return state.frontend.prepare_embedding(
+    return model.frontend.prepare_embedding(
         prompt,
-        pooling=body.pooling or state.pooling,
+        pooling=body.pooling or model.pooling,
         request_id=request_id,
         prompt_text=text,
         priority=body.priority or 0,

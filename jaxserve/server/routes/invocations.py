@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.body import read_json
 from jaxserve.server.protocol.common import given_fields
 from jaxserve.server.routes import chat, completions, embeddings, scoring
 from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import read_json
 
 _ROUTES: dict[str, Callable[[Request], Awaitable[Response]]] = {
     "messages": chat.create,
@@ -28,6 +28,6 @@ async def create(request: Request) -> Response:
     given = await read_json(request, given_fields)
     for name, route in _ROUTES.items():
         if bytes(given.get(name, b"null")) != b"null":
-            is_classified = name == "input" and server_state(request.scope).frontend.head is not None
+            is_classified = name == "input" and server_state(request.scope).model.frontend.head is not None
             return await (scoring.classify if is_classified else route)(request)
     raise InvalidRequest("give messages, prompt, input, query or text_1", param="messages")

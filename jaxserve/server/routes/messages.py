@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequest, JaxserveError
-from jaxserve.server import errors, generation
 from jaxserve.server.anthropic.context import Edit, edited, edits_of
 from jaxserve.server.anthropic.conversation import chat_request, ignored, name_as_sent
 from jaxserve.server.anthropic.protocol import (
@@ -27,13 +26,14 @@ from jaxserve.server.anthropic.protocol import (
     TokenCount,
 )
 from jaxserve.server.anthropic.writer import MessageWriter, frame
-from jaxserve.server.body import json_response
+from jaxserve.server.generation.chat import Chat
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.generation.template import render_chat
 from jaxserve.server.protocol.chat import ChatChunkChoice, ChatRequest, check_chat_request
-from jaxserve.server.reading import read_struct
-from jaxserve.server.routes.chat import Chat, prepare
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, Write, while_wanted
-from jaxserve.server.template import render_chat
+from jaxserve.server.wire import errors
+from jaxserve.server.wire.body import json_response
+from jaxserve.server.wire.streaming import EventStream, Write, while_wanted
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -70,21 +70,21 @@ async def create(request: Request) -> Response:
     size = len(await request.body())
     request_id = f"msg_{uuid.uuid4().hex}"
     try:
-        group = await prepare(state, chat_body, request_id=request_id, size=size, receive=request.receive)
+        group = await state.chats.prepare(chat_body, request_id=request_id, size=size, receive=request.receive)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
     usage = MessagesUsage(input_tokens=len(group.prompt_token_ids), output_tokens=0)
-    message = MessagesResponse(id=request_id, model=state.model, content=[], usage=usage)
+    message = MessagesResponse(id=request_id, model=state.model.name, content=[], usage=usage)
     if body.context_management is not None:
         message.context_management = AppliedEdits(applied_edits=applied)
-    info = state.frontend.client.info
+    info = state.model.frontend.client.info
     writer = MessageWriter(
         message,
         shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
         cache_block=info.block_size if info.enable_prefix_caching and _asks_to_cache(body) else None,
     )
-    answer = _Answer(body, Chat(state, chat_body, group, answer_id=request_id), writer)
+    answer = _Answer(body, Chat(state.chats, chat_body, group, answer_id=request_id), writer)
     if body.stream:
 
         async def tell_failure(error: Exception) -> bytes:
@@ -92,9 +92,13 @@ async def create(request: Request) -> Response:
             return b"event: error\ndata: %b\n\n" % msgspec.json.encode(failure)
 
         return EventStream(
-            answer.run, slow_readers=state.slow_readers, stopping=state.stopping, done=b"", tell_failure=tell_failure
+            answer.run,
+            slow_readers=state.slow_readers,
+            stopping=state.life.stopping,
+            done=b"",
+            tell_failure=tell_failure,
         )
-    await while_wanted(answer.run(), receive=request.receive, stopping=state.stopping)
+    await while_wanted(answer.run(), receive=request.receive, stopping=state.life.stopping)
     return json_response(message)
 
 
@@ -106,7 +110,7 @@ async def count_tokens(request: Request) -> Response:
     size = len(await request.body())
     try:
         check_chat_request(chat_body)
-        count = await generation.prepare(state, lambda _: _count(state, chat_body), size=size, receive=request.receive)
+        count = await state.runner.prepare(lambda _: _count(state.model, chat_body), size=size, receive=request.receive)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
@@ -114,10 +118,10 @@ async def count_tokens(request: Request) -> Response:
     return json_response(TokenCount(count, UNSET if body.context_management is None else original))
 
 
-def _count(state: ServerState, body: ChatRequest) -> int:
-    text = render_chat(state.frontend.tokenizer, state.message_style, body)
-    generation.check_text_length(text, state, may_exceed=True, param="messages")
-    return len(state.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
+def _count(model: ServedModel, body: ChatRequest) -> int:
+    text = render_chat(model.frontend.tokenizer, model.message_style, body)
+    model.check_text_length(text, may_exceed=True, param="messages")
+    return len(model.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
 class _Read[T: CountRequest](NamedTuple):
@@ -130,30 +134,30 @@ class _Read[T: CountRequest](NamedTuple):
 
 async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> _Read[T]:
     """Return what a request asks for. Raises InvalidRequest and ModelNotFound."""
-    body = await read_struct(state, request, kind, route="messages")
+    body = await state.reader.struct(request, kind, route="messages")
     try:
-        chat = chat_request(body, has_thoughts=state.syntax.has_thoughts)
+        chat = chat_request(body, has_thoughts=state.model.syntax.has_thoughts)
         edits = edits_of(body.context_management).known
         for what in ignored(body):
-            state.unknown_fields.ignore(what, route="messages")
+            state.reader.ignore(what, route="messages")
         if not edits:
             return _Read(body, chat, [])
         check_chat_request(chat)
         size = len(await request.body())
-        messages, applied = await generation.prepare(
-            state, lambda _: _edited(state, body, edits), size=size, receive=request.receive
+        messages, applied = await state.runner.prepare(
+            lambda _: _edited(state.model, body, edits), size=size, receive=request.receive
         )
         body = msgspec.structs.replace(body, messages=messages)
-        return _Read(body, chat_request(body, has_thoughts=state.syntax.has_thoughts), applied)
+        return _Read(body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
 
 
-def _edited(state: ServerState, body: CountRequest, edits: Sequence[Edit]) -> tuple[list[Message], list[AppliedEdit]]:
+def _edited(model: ServedModel, body: CountRequest, edits: Sequence[Edit]) -> tuple[list[Message], list[AppliedEdit]]:
     def count(messages: Sequence[Message]) -> int:
         edited_body = msgspec.structs.replace(body, messages=list(messages))
-        return _count(state, chat_request(edited_body, has_thoughts=state.syntax.has_thoughts))
+        return _count(model, chat_request(edited_body, has_thoughts=model.syntax.has_thoughts))
 
     return edited(body.messages, edits, count)
 

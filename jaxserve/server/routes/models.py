@@ -7,8 +7,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.body import json_response
-from jaxserve.server.state import ServerState, server_state
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import json_response
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -41,25 +42,25 @@ class ModelList(msgspec.Struct):
 async def index(request: Request) -> Response:
     """Answer with the served model, once under each of its names."""
     state = server_state(request.scope)
-    names = state.names
-    models = [_model(state, name) for name in names]
+    names = state.model.names
+    models = [_model(state.model, name) for name in names]
     return json_response(ModelList(models, first_id=names[0], last_id=names[-1]))
 
 
 async def show(request: Request) -> Response:
     """Answer with one model by its name. Raises ModelNotFound."""
     state, name = server_state(request.scope), request.path_params["model"]
-    state.check_model(name)
-    return json_response(_model(state, name))
+    state.model.check_name(name)
+    return json_response(_model(state.model, name))
 
 
-def _model(state: ServerState, name: str) -> Model:
-    info = state.frontend.client.info
-    created = datetime.datetime.fromtimestamp(state.created, datetime.UTC)
+def _model(model: ServedModel, name: str) -> Model:
+    info = model.frontend.client.info
+    created = datetime.datetime.fromtimestamp(model.created, datetime.UTC)
     return Model(
         id=name,
-        created=state.created,
-        root=state.frontend.model,
+        created=model.created,
+        root=model.frontend.model,
         max_model_len=info.max_model_len,
         display_name=name,
         created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),

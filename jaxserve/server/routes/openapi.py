@@ -13,8 +13,6 @@ from jaxserve import __version__
 from jaxserve.server.anthropic.protocol import CountRequest, MessagesRequest, MessagesResponse, TokenCount
 from jaxserve.server.anthropic.protocol import ErrorBody as MessagesError
 from jaxserve.server.engine_view import EngineState
-from jaxserve.server.errors import ErrorBody
-from jaxserve.server.middleware.admission import OPEN_PATHS
 from jaxserve.server.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
@@ -38,7 +36,9 @@ from jaxserve.server.protocol.utility import (
 )
 from jaxserve.server.routes.admin import Done
 from jaxserve.server.routes.models import Model, ModelList
+from jaxserve.server.routes.open_paths import OPEN_PATHS
 from jaxserve.server.routes.playground import MarkdownRequest, MarkdownResponse
+from jaxserve.server.wire.errors import ErrorBody
 
 
 class _Operation(NamedTuple):

@@ -12,10 +12,10 @@ from markdown_it import MarkdownIt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.body import json_response, read_json
-from jaxserve.server.protocol.decoding import decoded
 from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import json_response, read_json
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[1] / "static"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest, NotFound
-from jaxserve.server.body import decode, json_response
-from jaxserve.server.protocol.decoding import decoded
+from jaxserve.server.generation.chat import Chat
 from jaxserve.server.protocol.messages import MAX_MESSAGES
 from jaxserve.server.protocol.responses import (
     DeletedResponse,
@@ -27,7 +27,6 @@ from jaxserve.server.protocol.responses import (
     TextFormat,
     check_responses_request,
 )
-from jaxserve.server.reading import read_request
 from jaxserve.server.responses.answer import CANCEL_INTERVAL, Answer, is_running, progress
 from jaxserve.server.responses.conversation import (
     Item,
@@ -42,9 +41,9 @@ from jaxserve.server.responses.journal import follow
 from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import tools_of
-from jaxserve.server.routes.chat import Chat, prepare
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import EventStream, while_wanted
+from jaxserve.server.wire.body import decode, json_response
+from jaxserve.server.wire.streaming import EventStream, while_wanted
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +53,24 @@ WAIT_FOR_CANCEL = 10.0  # seconds
 async def create(request: Request) -> Response:
     """Answer a conversation, and store the answer."""
     state = server_state(request.scope)
-    body = await read_request(state, request, ResponsesRequest)
+    body = await state.reader.request(request, ResponsesRequest)
     size = len(await request.body())
     answer = await _prepare(state, body, owner=request.scope["owner"], size=size, receive=request.receive)
     if body.background and body.stream:
         relay = Relay()
         await answer.start_in_background(relay)
-        return EventStream(relay.copy, slow_readers=state.slow_readers, stopping=state.stopping, done=b"")
+        return EventStream(relay.copy, slow_readers=state.slow_readers, stopping=state.life.stopping, done=b"")
     if body.background:
         return await answer.start_in_background()
     if body.stream:
         return EventStream(
-            answer.stream, slow_readers=state.slow_readers, stopping=state.stopping, done=b"", tell_failure=answer.fail
+            answer.stream,
+            slow_readers=state.slow_readers,
+            stopping=state.life.stopping,
+            done=b"",
+            tell_failure=answer.fail,
         )
-    await while_wanted(answer.run(), receive=request.receive, stopping=state.stopping)
+    await while_wanted(answer.run(), receive=request.receive, stopping=state.life.stopping)
     return json_response(answer.response)
 
 
@@ -78,8 +81,10 @@ async def show(request: Request) -> Response:
     stored = await _find(request)
     if is_stream:
         state, owner = server_state(request.scope), request.scope["owner"]
-        tell = functools.partial(follow, state.responses, request.path_params["response_id"], owner=owner, after=after)
-        return EventStream(tell, slow_readers=state.slow_readers, stopping=state.stopping, done=b"")
+        tell = functools.partial(
+            follow, state.responses.store, request.path_params["response_id"], owner=owner, after=after
+        )
+        return EventStream(tell, slow_readers=state.slow_readers, stopping=state.life.stopping, done=b"")
     return Response(stored.body, media_type="application/json")
 
 
@@ -104,7 +109,7 @@ async def delete(request: Request) -> Response:
     """Delete a stored response. One that runs in the background is cancelled."""
     state = server_state(request.scope)
     response_id = request.path_params["response_id"]
-    if not await asyncio.to_thread(state.responses.delete, response_id, owner=request.scope["owner"]):
+    if not await asyncio.to_thread(state.responses.store.delete, response_id, owner=request.scope["owner"]):
         raise _not_found(response_id)
     return json_response(DeletedResponse(id=response_id))
 
@@ -128,7 +133,7 @@ async def cancel(request: Request) -> Response:
         raise InvalidRequest(
             "only a response that was created with background=true can be cancelled", param="response_id"
         )
-    await asyncio.to_thread(state.responses.cancel, request.path_params["response_id"])
+    await asyncio.to_thread(state.responses.store.cancel, request.path_params["response_id"])
     deadline = time.monotonic() + WAIT_FOR_CANCEL
     while is_running(progress(stored)) and time.monotonic() < deadline:
         await asyncio.sleep(CANCEL_INTERVAL / 5)
@@ -142,12 +147,12 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
     Raises InvalidRequest.
     """
     check_responses_request(body)
-    limit = state.frontend.client.info.max_logprobs
+    limit = state.model.frontend.client.info.max_logprobs
     if 0 <= limit < (body.top_logprobs or 0):  # also where `include` does not ask for them, and no chat would check it
         raise InvalidRequest(
             f"top_logprobs is {body.top_logprobs}, at most {limit} are allowed here", param="top_logprobs"
         )
-    if body.background and not state.responses.is_enabled:
+    if body.background and not state.responses.store.is_enabled:
         raise InvalidRequest("background needs stored responses, and this server stores none", param="background")
     earlier: list[Item] = []
     if body.previous_response_id is not None:
@@ -166,20 +171,20 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
             f"the conversation has {len(items)} items, at most {MAX_MESSAGES} are allowed", param="input"
         )
     if any(is_reference(item) for item in items):
-        items = await asyncio.to_thread(_resolved, state.responses, items, num_before=len(earlier), owner=owner)
+        items = await asyncio.to_thread(_resolved, state.responses.store, items, num_before=len(earlier), owner=owner)
     response_id = f"resp_{uuid.uuid4().hex}"
     tools = tools_of(body, items, num_before=len(earlier))
     for kind in tools.left_out:
-        state.unknown_fields.ignore(f"tools[].type {kind[:40]!r}", route="responses")
+        state.reader.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
-        group = await prepare(state, chat_body, request_id=response_id, size=size, receive=receive)
+        group = await state.chats.prepare(chat_body, request_id=response_id, size=size, receive=receive)
     except InvalidRequest as error:
         name_as_sent(error, body, tools)
         raise
     response = _new_response(state, body, response_id)
-    chat = Chat(state, chat_body, group, answer_id=response_id)
-    return Answer(state, body, chat, response, items, tools, owner=owner)
+    chat = Chat(state.chats, chat_body, group, answer_id=response_id)
+    return Answer(state.responses, body, chat, response, items, tools, owner=owner)
 
 
 def _resolved(responses: ResponseStore, items: list[Item], *, num_before: int, owner: str) -> list[Item]:
@@ -208,7 +213,7 @@ def _resolved(responses: ResponseStore, items: list[Item], *, num_before: int, o
 
 
 async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> StoredResponse:
-    stored = await asyncio.to_thread(state.responses.get, response_id, owner=owner)
+    stored = await asyncio.to_thread(state.responses.store.get, response_id, owner=owner)
     if stored is None:
         raise InvalidRequest(
             f"there is no stored response {response_id[:80]!r}",
@@ -222,7 +227,7 @@ async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> 
 
 
 def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) -> ResponseBody:
-    defaults = state.frontend.default_sampling
+    defaults = state.model.frontend.default_sampling
     return ResponseBody(
         id=response_id,
         created_at=int(time.time()),
@@ -231,12 +236,12 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
-        model=state.model,
+        model=state.model.name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         reasoning=body.reasoning or Reasoning(),
-        store=body.store is not False and state.responses.is_enabled,
+        store=body.store is not False and state.responses.store.is_enabled,
         temperature=float(defaults.get("temperature", 1.0) if body.temperature is None else body.temperature),
         text=TextConfig(
             format=(body.text and body.text.format) or TextFormat(type="text"),
@@ -262,7 +267,7 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 async def _find(request: Request) -> StoredResponse:
     """Return the response in the path. Raises NotFound, also for one of another key."""
     response_id = request.path_params["response_id"]
-    responses = server_state(request.scope).responses
+    responses = server_state(request.scope).responses.store
     stored = await asyncio.to_thread(responses.get, response_id, owner=request.scope["owner"])
     if stored is None:
         raise _not_found(response_id)

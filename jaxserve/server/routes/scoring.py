@@ -17,8 +17,8 @@ from jaxserve.engine.embedding import NO_HEAD, finish_embedding, pooled_vector
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.scoring import NO_INSTRUCTION, PairScorer, check_pair_options, pair_scorer, shortened
 from jaxserve.errors import InvalidRequest
-from jaxserve.server import generation
-from jaxserve.server.body import json_response
+from jaxserve.server.generation.running import while_wanted_by_client
+from jaxserve.server.generation.served_model import ServedModel
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingUsage
 from jaxserve.server.protocol.scoring import (
     Classification,
@@ -33,22 +33,22 @@ from jaxserve.server.protocol.scoring import (
     ScoreResponse,
     ScoringRequest,
 )
-from jaxserve.server.reading import read_struct
 from jaxserve.server.routes.embeddings import embed
 from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.streaming import while_wanted
+from jaxserve.server.wire.body import json_response
+from jaxserve.server.wire.streaming import while_wanted
 
 
 async def score(request: Request) -> Response:
     """Return the score of each pair of texts."""
     state = server_state(request.scope)
-    body = await read_struct(state, request, ScoreRequest, route="score")
+    body = await state.reader.struct(request, ScoreRequest, route="score")
     scores, usage = await _scores(state, body, request)
     return json_response(
         ScoreResponse(
             id=f"score-{body.request_id or uuid.uuid4().hex}",
             created=int(time.time()),
-            model=state.model,
+            model=state.model.name,
             data=[Score(index=index, score=value) for index, value in enumerate(scores)],
             usage=usage,
         )
@@ -58,7 +58,7 @@ async def score(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """Return documents, the one that fits the query best first."""
     state = server_state(request.scope)
-    body = await read_struct(state, request, RerankRequest, route="rerank")
+    body = await state.reader.struct(request, RerankRequest, route="rerank")
     texts = body.texts()
     scores, usage = await _scores(state, body, request)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or None]
@@ -70,14 +70,14 @@ async def rerank(request: Request) -> Response:
         for index in order
     ]
     answer_id = f"rerank-{body.request_id or uuid.uuid4().hex}"
-    return json_response(RerankResponse(id=answer_id, model=state.model, results=results, usage=usage))
+    return json_response(RerankResponse(id=answer_id, model=state.model.name, results=results, usage=usage))
 
 
 async def classify(request: Request) -> Response:
     """Return the probabilities of the labels of each input, by the model's classification head."""
     state = server_state(request.scope)
-    body = await read_struct(state, request, ClassifyRequest, route="classify")
-    head = state.frontend.head
+    body = await state.reader.struct(request, ClassifyRequest, route="classify")
+    head = state.model.frontend.head
     if head is None:
         raise InvalidRequest(NO_HEAD, param="model")
     options = body.options() | {"add_special_tokens": body.add_special_tokens}
@@ -96,7 +96,7 @@ async def classify(request: Request) -> Response:
         ClassifyResponse(
             id=f"classify-{body.request_id or uuid.uuid4().hex}",
             created=int(time.time()),
-            model=state.model,
+            model=state.model.name,
             data=data,
             usage=_usage(groups),
         )
@@ -106,23 +106,23 @@ async def classify(request: Request) -> Response:
 async def _scores(state: ServerState, body: ScoringRequest, request: Request) -> tuple[list[float], EmbeddingUsage]:
     """Return the score of each pair. Raises InvalidRequest."""
     body.check()
-    pairs, scorer = body.pairs(), pair_scorer(state.frontend)
+    pairs, scorer = body.pairs(), pair_scorer(state.model.frontend)
     if scorer is None:
         return await _similarities(state, body, pairs, request)
     body.options()  # raises
     check_pair_options(scorer, pooling=body.pooling)
     size = len(await request.body())
-    groups = await generation.prepare(
-        state, lambda gone: _prepare(state, scorer, body, pairs, gone), size=size, receive=request.receive
+    groups = await state.runner.prepare(
+        lambda gone: _prepare(state.model, scorer, body, pairs, gone), size=size, receive=request.receive
     )
-    run = generation.run(state, groups, lambda _index, _delta: None)
-    await while_wanted(run, receive=request.receive, stopping=state.stopping)
+    run = state.runner.run(groups, lambda _index, _delta: None)
+    await while_wanted(run, receive=request.receive, stopping=state.life.stopping)
     has_activation = body.use_activation is not False
     return [scorer.score(group, use_activation=has_activation) for group in groups], _usage(groups)
 
 
 def _prepare(
-    state: ServerState,
+    model: ServedModel,
     scorer: PairScorer,
     body: ScoringRequest,
     pairs: Sequence[tuple[str, str]],
@@ -131,7 +131,7 @@ def _prepare(
     """Validate and tokenize the pairs. Raises InvalidRequest, naming the second text of a pair that is too long."""
     request_id = f"score-{uuid.uuid4().hex}"
     groups = []
-    for index, (query, document) in enumerate(generation.while_wanted_by_client(_shortened(state, body, pairs), gone)):
+    for index, (query, document) in enumerate(while_wanted_by_client(_shortened(model, body, pairs), gone)):
         try:
             groups.append(
                 scorer.prepare(
@@ -152,14 +152,14 @@ def _prepare(
     return groups
 
 
-def _shortened(state: ServerState, body: ScoringRequest, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _shortened(model: ServedModel, body: ScoringRequest, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield pairs with no more tokens than the request allows for each text. Raises InvalidRequest."""
-    tokenizer = state.frontend.tokenizer
+    tokenizer = model.frontend.tokenizer
     limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
     for index, pair in enumerate(pairs):
         for name, text, limit in zip(body.names(), pair, limits, strict=True):
             may_exceed = bool(limit) or body.truncate_prompt_tokens is not None
-            generation.check_text_length(text, state, may_exceed=may_exceed, param=f"{name}[{index}]")
+            model.check_text_length(text, may_exceed=may_exceed, param=f"{name}[{index}]")
         first, second = (shortened(text, tokenizer, limit) for text, limit in zip(pair, limits, strict=True))
         yield first, second
 
@@ -172,11 +172,11 @@ async def _similarities(
     """
     if body.instruct is not None:
         raise InvalidRequest(NO_INSTRUCTION, param="instruct")
-    embedder = state.frontend.embedder
+    embedder = state.model.frontend.embedder
     has_cosine = embedder.similarity == "cosine"
     if body.use_activation is False:
         raise InvalidRequest("this model compares embeddings, and has no logits of pairs", param="use_activation")
-    pairs = await asyncio.to_thread(lambda: list(_shortened(state, body, pairs)))
+    pairs = await asyncio.to_thread(lambda: list(_shortened(state.model, body, pairs)))
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     wanted = msgspec.convert({"input": texts, **body.options()}, EmbeddingRequest)
     try:

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from jaxserve import __version__
 from jaxserve.errors import InvalidRequest
-from jaxserve.server import generation
-from jaxserve.server.body import EncodedList, json_response
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.generation.template import render_chat
 from jaxserve.server.protocol.utility import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -21,9 +21,8 @@ from jaxserve.server.protocol.utility import (
     Version,
     check_tokenize_request,
 )
-from jaxserve.server.reading import read_request, read_struct
-from jaxserve.server.state import ServerState, server_state
-from jaxserve.server.template import render_chat
+from jaxserve.server.state import server_state
+from jaxserve.server.wire.body import EncodedList, json_response
 
 VALUES_A_PIECE = 2**14  # token ids, which take 0.3 ms to encode
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,25 +31,25 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or of a rendered chat."""
     state = server_state(request.scope)
-    body = await read_request(state, request, TokenizeRequest)
+    body = await state.reader.request(request, TokenizeRequest)
     check_tokenize_request(body)
     size = len(await request.body())
-    tokenizing = generation.prepare(state, lambda _: _tokenized(state, body), size=size, receive=request.receive)
+    tokenizing = state.runner.prepare(lambda _: _tokenized(state.model, body), size=size, receive=request.receive)
     return json_response(await tokenizing)
 
 
-def _tokenized(state: ServerState, body: TokenizeRequest) -> TokenizeResponse:
-    tokenizer = state.frontend.tokenizer
+def _tokenized(model: ServedModel, body: TokenizeRequest) -> TokenizeResponse:
+    tokenizer = model.frontend.tokenizer
     if body.prompt is None:
-        text = render_chat(tokenizer, state.message_style, body)
-        generation.check_text_length(text, state, may_exceed=True, param="messages")
+        text = render_chat(tokenizer, model.message_style, body)
+        model.check_text_length(text, may_exceed=True, param="messages")
         tokens = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     else:
-        generation.check_text_length(body.prompt, state, may_exceed=True)
+        model.check_text_length(body.prompt, may_exceed=True)
         tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     return TokenizeResponse(
         count=len(tokens),
-        max_model_len=state.frontend.client.info.max_model_len,
+        max_model_len=model.frontend.client.info.max_model_len,
         tokens=_as_encoded_list(tokens),
         token_strs=_as_encoded_list(tokens, tokenizer.vocabulary_token) if body.return_token_strs else None,
     )
@@ -72,14 +71,14 @@ def _as_encoded_list(values: list[int], shown: Callable[[int], object] | None = 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = server_state(request.scope)
-    body = await read_struct(state, request, DetokenizeRequest, route="detokenize")
+    body = await state.reader.struct(request, DetokenizeRequest, route="detokenize")
     size = len(await request.body())
-    decoding = generation.prepare(state, lambda _: _detokenized(state, body), size=size, receive=request.receive)
+    decoding = state.runner.prepare(lambda _: _detokenized(state.model, body), size=size, receive=request.receive)
     return json_response(await decoding)
 
 
-def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeResponse:
-    tokenizer = state.frontend.tokenizer
+def _detokenized(model: ServedModel, body: DetokenizeRequest) -> DetokenizeResponse:
+    tokenizer = model.frontend.tokenizer
     if not all(0 <= token <= tokenizer.max_token_id for token in body.tokens):
         raise InvalidRequest(f"tokens must be in [0, {tokenizer.max_token_id}]", param="tokens")
     return DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False))
@@ -87,14 +86,14 @@ def _detokenized(state: ServerState, body: DetokenizeRequest) -> DetokenizeRespo
 
 async def health(request: Request) -> Response:
     """Answer 200 while new requests are accepted, else 503."""
-    closed = server_state(request.scope).why_closed()
+    closed = server_state(request.scope).life.why_closed()
     body = Health("ok" if closed is None else str(closed))
     return Response(msgspec.json.encode(body), 200 if closed is None else 503, media_type="application/json")
 
 
 async def load(request: Request) -> Response:
     """Return how many requests the engine runs or has waiting."""
-    stats = server_state(request.scope).frontend.client.stats()
+    stats = server_state(request.scope).model.frontend.client.stats()
     return json_response(Load(stats.num_running + stats.num_waiting))
 
 

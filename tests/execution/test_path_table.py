@@ -1,0 +1,144 @@
+"""The table of paths: its lines, and that they cost little."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import msgspec
+import pytest
+from golden_models import GOLDENS
+from jax.sharding import AbstractMesh, AxisType
+from step_specs import make_spec
+
+from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.layers.schemes import rounded_to
+from jaxserve.loading.huggingface import load_config
+from jaxserve.models import get_family
+from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES, RoundedActivations
+
+ROUNDED = msgspec.structs.replace(SCHEMES["int8"], rounds_activations=ROUNDED_ON_HOPPER)
+ROUNDED_FROM_ONE_ROW = msgspec.structs.replace(ROUNDED, rounds_activations=RoundedActivations(min_rows=1))
+LLAMA = LLAMA_3_8B | {"num_hidden_layers": 2, "vocab_size": 1024}
+GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 128}
+FEW_SIZES = {"max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512}
+EXPERTS = QWEN3_30B_A3B | {"num_hidden_layers": 2}
+LATENTS = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
+
+
+def make_builder(fields, *, num_devices=1, scheme=None, without="", **sizes):
+    schemes = {}
+    if scheme is not None:
+        family = get_family(fields)
+        schemes = rounded_to(family.param_specs(family.Config.from_hf(fields)), SCHEMES.get(scheme, scheme))
+    schemes = {name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)}
+    mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
+    return StepBuilder(make_spec(fields, schemes=schemes, **FEW_SIZES | sizes), mesh)
+
+
+def test_lines_of_a_dense_model():
+    assert make_builder(LLAMA, max_num_seqs=256).describe_paths() == [
+        "decode of 1 to 16 rows: one kernel a layer; LM head: small_matmul",
+        "decode of 32 to 64 rows: one kernel between two attentions (at most 16 rows, got 32); "
+        "attention: paged_attention; LM head: small_matmul",
+        "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128); "
+        "qkv, out, down: XLA; attention: paged_attention; gate_up: gated_linear_unit; "
+        "LM head: XLA (at most 64 rows, got 128); "
+        "attention_norm, mlp_norm, norm: add_rms_norm",
+        "prompts, 64 tokens: one kernel between two attentions (some rows may have several tokens); "
+        "attention: paged_attention and ragged_prefill_attention; LM head: small_matmul",
+        "prompts, 128 to 512 tokens: one operation after the other (qkv: at most 64 rows, got 128); "
+        "qkv, out, down: XLA; attention: paged_attention and ragged_prefill_attention; "
+        "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); "
+        "attention_norm, mlp_norm, norm: add_rms_norm",
+    ]
+
+
+def test_keys_of_layers():
+    first, *_, last = make_builder(LLAMA | {"num_hidden_layers": 4})._layers
+    assert first.key == last.key
+    for name, other in {
+        "layer": dataclasses.replace(first.layer, update_scale=2.0),
+        "weights": first.weights | {"bias": first.weights["mlp_norm"]},
+        "cache": first.cache._replace(k=first.cache.k.update(dtype=jnp.float32)),
+    }.items():
+        assert dataclasses.replace(first, **{name: other}).key != first.key, name
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "text"),
+    [
+        (
+            LLAMA,
+            {"scheme": "int4"},
+            "converts codes between two attentions; attention: paged_attention",
+        ),
+        (
+            LLAMA,
+            {"scheme": "int4", "without": "down"},
+            "one operation after the other (qkv: it is stored as int4",
+        ),
+        (LLAMA, {"scheme": "int4", "num_devices": 2}, "codes for each matmul (devices add up partial sums between"),
+        (LLAMA, {"num_devices": 4}, "a kernel for each matmul (devices add up partial sums between matmuls)"),
+        (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
+        (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),
+        (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
+        (LLAMA | {"vocab_size": 1001}, {}, "LM head: XLA (K in multiples of 64 and outputs in multiples of 8"),
+        (EXPERTS | {"vocab_size": 1024}, {}, "routing: expert_routing; experts: grouped_matmul; LM head: small_matmul"),
+        (LATENTS, {}, "(the attention is latent); down, q, k_up, v_up, out"),
+        (
+            LATENTS,
+            {},
+            "shared gate_up: XLA (the gated linear unit takes at least 128 rows, got 1)",
+        ),
+        (LATENTS, {}, "LM head: small_matmul; attention_norm, mlp_norm, norm: add_rms_norm"),
+        (
+            LLAMA | {"mlp_bias": True, "hidden_size": 2112},
+            {},
+            "attention_norm, mlp_norm, norm: XLA (rows must be",
+        ),
+        (LLAMA, {"num_devices": 4}, "sums over devices, embedding: all_reduce; gather of logits: all_gather"),
+        (LLAMA | {"hidden_size": 2112}, {"num_devices": 2}, "embedding: XLA (devices have no buffers for sums)"),
+        (LLAMA | {"vocab_size": 1000}, {"num_devices": 4}, "gather of logits: XLA (devices have no buffers for logits"),
+        (
+            LLAMA | {"mlp_bias": True},
+            {"num_devices": 2},
+            "attention_norm, norm: add_rms_norm; mlp_norm, sums over devices, embedding: all_reduce",
+        ),
+        (
+            EXPERTS,
+            {"num_devices": 2},
+            "attention_norm, mlp_norm, norm, sums over devices, embedding: all_reduce",
+        ),
+        (EXPERTS, {"scheme": "int8"}, "mlp_norm, norm: add_rms_norm"),
+        (GEMMA, {}, "attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, norm: add_rms_norm"),
+        (GEMMA, {"num_devices": 2}, "mlp_norm, mlp_post_norm, norm: add_rms_norm; sums over devices"),
+        (
+            GEMMA,
+            {"scheme": ROUNDED_FROM_ONE_ROW},
+            "attention_norm, mlp_norm: row_quantization; "
+            "attention_post_norm: XLA (the next kernel rounds rows); "
+            "mlp_post_norm: XLA (the next kernel rounds rows) or add_rms_norm; norm: add_rms_norm",
+        ),
+        (LLAMA | {"model_type": "olmo2"}, {}, "attention_post_norm, mlp_post_norm, norm: add_rms_norm"),
+    ],
+    ids=str,
+)
+def test_reasons_are_told_for_each_part(fields, options, text):
+    first, *_ = make_builder(fields, **options).describe_paths()
+    assert first.startswith("decode of 1 ")
+    assert text in first
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+def test_every_model_has_a_table_of_paths(golden):
+    """It says what the layers have that no kernel of whole layers has."""
+    fields = load_config(golden)
+    family = get_family(fields)
+    lines = make_builder(fields, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64).describe_paths()
+    assert lines[0].startswith("decode of 1 ")
+    assert all(line.count("LM head: ") == line.count("attention: ") == 1 for line in lines)
+    layers = family.layers(family.Config.from_hf(fields))
+    for reason in {layer.why_not_fused for layer in layers} - {None}:
+        assert all(f"({reason})" in line for line in lines) or len({layer.why_not_fused for layer in layers}) > 1
+    by_xla = any(layer.norm.kind == "layer" for layer in layers)
+    assert all("XLA (no kernel computes layer norms)" in line for line in lines) == by_xla
