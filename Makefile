@@ -12,7 +12,7 @@ ONLY ?=
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens parity formats clients schemas bench clean
+.PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens notebooks parity formats clients schemas bench clean
 
 # What serves, and what development needs beside it. Both choose CUDA where there is an NVIDIA GPU: see deploy/install.py.
 define INSTALL
@@ -75,6 +75,10 @@ types: install
 # 3.11 venv of their own.
 goldens:
 	tests/goldens/make.sh "$(SEED)" "$(ONLY)"
+
+# The notebooks, run from top to bottom and saved with their outputs; those whose name begins with ONLY.
+notebooks: install
+	$(BIN)/python tests/support/save_notebooks.py "$(ONLY)"
 
 # The worst error of every model family against transformers.
 parity: install

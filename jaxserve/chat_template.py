@@ -3,6 +3,7 @@
 The reference is transformers' `apply_chat_template`, which takes seconds to import.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -21,6 +22,9 @@ from jinja2.utils import Namespace
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, by precedence. Templates read the first, those of GPT-OSS the second."""
+
+_PROBE = "a quokka"
+"""Text by which it is found out what a template shows."""
 
 _CUT = "CUT_THE_TEXT_HERE "  # marks the end of the message to be continued; ends in a space that a template may strip
 
@@ -46,6 +50,31 @@ def render(
         **_plain({**given, "tools": tools}), messages=chat, add_generation_prompt=add_generation_prompt
     )
     return _cut(text, final) if continue_final_message else text
+
+
+def with_parts(template: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with each text as a list of one part if the template shows no other: those of some models
+    that read images do not.
+    """
+    if not _reads_parts_only(template):
+        return [dict(message) for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _reads_parts_only(template: str) -> bool:
+    def shows(content: Any) -> bool:
+        options = {"tools": None, "add_generation_prompt": False, "continue_final_message": False}
+        with contextlib.suppress(Exception):  # a template is a program
+            return _PROBE in render(template, [{"role": "user", "content": content}], variables={}, **options)
+        return False
+
+    return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxserve.bench.commands import add_commands as add_bench_commands
 from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
+from jaxserve.planning.commands import add_compile, add_plan, run_compile, run_plan
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -150,10 +151,15 @@ def _parser() -> Parser:
         ("chat", "[MODEL] [options]", "talk with a model; /exit or the end of the input ends it", _chat, _add_chat),
         ("models", "[MODEL] [options]", "the model families, or what one model needs and how much of it fits",
          _models, _add_models),
+        ("plan", "[MODEL] --device GPU [options]",
+         "what a model takes of a GPU that is not there, and how fast it will be", run_plan, add_plan),
         ("parse", "[MODEL] [options]", "read a model's answer from standard input, and print it as a message",
          _parse, _add_parse),
         ("convert", "SRC DST [options]", "write a model directory whose weights need no conversion",
          _convert, _add_convert),
+        ("compile", "[MODEL] --device GPU -o FOLDER [options]",
+         "compile an engine's programs for a GPU that is not there, for serve --programs FOLDER",
+         run_compile, add_compile),
         ("bench", "BENCHMARK [options]", "measure the engine", None, add_bench_commands),
         ("completion", "SHELL", "print a script that completes commands and flags in a shell",
          _completion, _add_completion),

@@ -12,6 +12,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling
+from jaxserve.speculation import Speculation, parse_speculation
 from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
@@ -188,6 +189,13 @@ class EngineConfig:
         "continuous", "scheduling", "static: fixed padded batches, a baseline to compare with"
     )
 
+    speculative_config: dict[str, Any] | None = _option(
+        None,
+        "execution",
+        'speculative decoding, as JSON with vLLM\'s fields: {"method": "ngram", "num_speculative_tokens": 4}; '
+        "default: off",
+        aliases=("-sc",),
+    )
     tensor_parallel_size: int = _option(
         1, "execution", "number of devices over which each layer is split", aliases=("-tp",)
     )
@@ -219,6 +227,12 @@ class EngineConfig:
         "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
         "default: background",
     )
+    programs: Name | None = _option(
+        None,
+        "compilation",
+        "folder of programs that `jaxserve compile` has compiled for this model and kind of device: they are loaded "
+        "instead of compiled; trusted like code",
+    )
     compilation_cache_dir: str | None = _option(
         None, "compilation", "persistent compilation cache; default: ~/.cache/jaxserve/xla, '' for none"
     )
@@ -229,6 +243,11 @@ class EngineConfig:
         if self.max_model_len == -1:  # as vLLM has it
             object.__setattr__(self, "max_model_len", "auto")
         _raise_all(complaints or list(self._complaints()))
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """`speculative_config`, checked. Raises ConfigError."""
+        return parse_speculation(self.speculative_config)
 
     def _complaints(self) -> Iterator[str]:
         """Yield a sentence about each value out of range."""
@@ -251,6 +270,11 @@ class EngineConfig:
             yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
         if not -1 <= self.max_logprobs <= MAX_COUNT:
             yield f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}"
+        try:
+            if self.speculation is not None and self.scheduler != "continuous":
+                yield "speculative_config: the static scheduler verifies no drafts"
+        except ConfigError as error:
+            yield str(error)
         if self.tensor_parallel_size < 1:
             yield f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
 

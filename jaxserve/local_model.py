@@ -147,6 +147,7 @@ class LocalModel:
         max_num_waiting: int | None = None,
         scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
         scheduler: Literal["continuous", "static"] = "continuous",
+        speculative_config: dict[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
@@ -154,6 +155,7 @@ class LocalModel:
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         warmup: WarmUp = "full",
+        programs: str | None = None,
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
@@ -181,6 +183,7 @@ class LocalModel:
             max_num_waiting=max_num_waiting,
             scheduling_policy=scheduling_policy,
             scheduler=scheduler,
+            speculative_config=speculative_config,
             tensor_parallel_size=tensor_parallel_size,
             kernels=kernels,
             overlap=overlap,
@@ -188,6 +191,7 @@ class LocalModel:
             quantize_activations=quantize_activations,
             max_logprobs=max_logprobs,
             warmup=warmup,
+            programs=programs,
             compilation_cache_dir=compilation_cache_dir,
         )
         # The tokenizer comes first: a directory without one fails before any weight is read.
@@ -231,24 +235,25 @@ class LocalModel:
     @property
     def info(self) -> EngineInfo:
         """The engine's sizes, as chosen at start-up."""
-        return self._client.info
+        return self.client.info
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters: blocks, prefix hits, preemptions, steps."""
-        return self._client.stats()
+        return self.client.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes. Returns false, and does nothing, while a request runs."""
-        return self._client.reset_prefix_cache()
+        return self.client.reset_prefix_cache()
 
     def close(self) -> None:
         """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
-        self._client.close()
+        self.client.close()
         self._frontend.grammars.close()
         self._finalizer.detach()
 
     @property
-    def _client(self) -> EngineClient:
+    def client(self) -> EngineClient:
+        """The engine's client: what takes requests of token ids."""
         return self._frontend.client
 
     def _render(self, messages: Sequence[Message], options: ChatOptions) -> PromptDict:

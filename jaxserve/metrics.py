@@ -73,6 +73,14 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "recompiles_after_warmup_total": ("num_recompiles_after_warmup", "Step shapes compiled after warm-up: a bug."),
     "corrupted_requests_total": ("num_corrupted_requests", "Sequences that failed on NaN logits."),
 }
+DRAFTING: Mapping[str, tuple[str, str]] = {
+    "spec_decode_num_drafts_total": ("spec_decode_num_drafts", "Times that the drafts of a sequence were verified."),
+    "spec_decode_num_draft_tokens_total": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "spec_decode_num_accepted_tokens_total": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+}
+"""Counters of an engine that drafts tokens."""
+ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+ACCEPTED_PER_POSITION_HELP = "Draft tokens accepted, by their position in the draft."
 # Upper bounds of buckets: seconds of a step, tokens of a step, preemptions of a sequence.
 STEP_TIMES = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -320,6 +328,13 @@ class Metrics(Collector):
         yield cache
         for name, (field, text) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+        if per_position := stats.spec_decode_num_accepted_tokens_per_pos:
+            for name, (field, text) in DRAFTING.items():
+                yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+            by_position = {str(position): count for position, count in enumerate(per_position)}
+            yield self._split(
+                CounterMetricFamily, ACCEPTED_PER_POSITION, ACCEPTED_PER_POSITION_HELP, "position", by_position
+            )
         for name, kept in ENGINE_HISTOGRAMS.items():
             counts = getattr(stats, kept.counts) or (0,) * (len(kept.bounds) + 1)
             yield self._histogram_family(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))

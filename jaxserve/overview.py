@@ -17,6 +17,7 @@ from jaxserve.execution.kv_cache import block_bytes, slot_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
+from jaxserve.gpus import GPUS
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.params import Params
@@ -24,11 +25,13 @@ from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activations, with_schemes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
+from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.models.family import Family
 from jaxserve.quantization.scheme import SCHEMES, Scheme
 from jaxserve.scheduling.block_needs import BlockNeeds
+from jaxserve.tables import aligned, size_text
 
 HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
 
@@ -54,8 +57,7 @@ FEATURES = {
     "logits_scaling": (OTHER, "scaled logits"),
     "swiglu_limit": (OTHER, "clamped SwiGLU"),
 }
-BYTES_PER_MILLISECOND = 4.3e9
-"""What an H200 reads of its memory, as measured."""
+BYTES_PER_MILLISECOND = GPUS["h200"].sustained_bandwidth / 1e3
 MAX_CHUNK = 8192
 """Default token budget of a step on a GPU. All tokens of a step's chunk are in every window while it runs."""
 
@@ -68,8 +70,16 @@ _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: 
 
 
 def families() -> list[dict[str, str]]:
-    """Return a row per family: its `model_type`, the checkpoints that it serves, and the features of its config."""
-    return [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
+    """Return a row per family: its `model_type`, the checkpoints that it serves, and the features of its config. Model
+    types of which the text alone is served come last.
+    """
+    rows = [{"model_type": name} | _features(family) for name, family in FAMILIES.items()]
+    return rows + [
+        {"model_type": name}
+        | dict.fromkeys(_ABSENT, "")
+        | {"serves": f"text only, by {wrapper.family} or as {wrapper.key} says"}
+        for name, wrapper in WRAPPERS.items()
+    ]
 
 
 def _features(family: Family) -> dict[str, str]:
@@ -167,7 +177,7 @@ def needs(
     num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
     steps = _steps(fields, schemes_of(held), dtype=str(served), block_size=block_size, context=context, mesh=mesh)
     return Needs(
-        model_type=fields["model_type"],
+        model_type=_model_type(fields),
         layers=_layers(kv_specs),
         positions=_positions(config),
         is_tied="lm_head" not in specs,
@@ -193,6 +203,12 @@ def needs(
         paths=tuple(steps.describe_paths()),
         programs=tuple(map(str, steps.order())),
     )
+
+
+def _model_type(fields: dict[str, Any]) -> str:
+    """Return the model type, and that of the whole model if only its text is served."""
+    own, whole = fields["model_type"], fields.get(TEXT_OF)
+    return own if whole is None else f"{whole}, text only, by {own}"
 
 
 def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: AbstractMesh) -> Params:
@@ -257,17 +273,18 @@ def families_text() -> str:
     """Format the table of families."""
     rows = [["model_type", HEADS, WINDOWS, POSITIONS, HEAD, OTHER, "serves"]]
     rows += [[row[name] for name in rows[0]] for row in families()]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str]] = ()) -> str:
     """Format what `needs` has found, one line per fact; `more` are further facts, as titles and texts."""
-    weights = ", ".join(f"{_size(size)} in {name}" for name, size in found.weight_bytes.items())
+    weights = ", ".join(f"{size_text(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
         [
             "assumed",
-            f"{_size(memory)} a device (default of --memory: an H200's), {found.dtype} (of --dtype: the checkpoint's)",
+            f"{size_text(memory)} a device (default of --memory: an H200's), "
+            f"{found.dtype} (of --dtype: the checkpoint's)",
         ],
         ["layers", found.layers],
         ["positions", found.positions],
@@ -275,7 +292,7 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["parameters", f"{found.num_parameters:,}"],
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
-        ["  rounded", ", ".join(f"{_size(size)} in {name}" for name, size in found.rounded_bytes.items())],
+        ["  rounded", ", ".join(f"{size_text(size)} in {name}" for name, size in found.rounded_bytes.items())],
         *_codes_rows(found),
         [
             "  floor",
@@ -288,25 +305,25 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["KV", f"{_kv(found)} in {found.dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]
-    room = f"{_size(memory)} for weights and KV in {found.dtype}"
+    room = f"{size_text(memory)} for weights and KV in {found.dtype}"
     if found.kv_memory < 0:
-        rows.append(["fits", f"not: {room} are {_size(-found.kv_memory)} too little for the weights alone"])
+        rows.append(["fits", f"not: {room} are {size_text(-found.kv_memory)} too little for the weights alone"])
     else:
         rows += [
-            ["fits", f"{room}: {_size(found.kv_memory)} are left for KV"],
+            ["fits", f"{room}: {size_text(found.kv_memory)} are left for KV"],
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]
     rows += [["on H100/H200" if index == 0 else "", line] for index, line in enumerate(found.paths)]
     rows += [["compiled" if index == 0 else "", line] for index, line in enumerate(found.programs)]
-    return _aligned([*rows, *more])
+    return aligned([*rows, *more])
 
 
 def _codes_rows(found: Needs) -> list[list[str]]:
     """Say what the weights take as codes of the checkpoint, if it has any."""
     if found.codes_bytes == found.weight_bytes[found.dtype]:
         return []
-    held, everywhere = _size(found.held_bytes), f"{_size(found.codes_bytes)} {ALL_CODES}"
+    held, everywhere = size_text(found.held_bytes), f"{size_text(found.codes_bytes)} {ALL_CODES}"
     text = f"{held} in {found.dtype} and the checkpoint's codes"
     return [["  as codes", text if found.codes_bytes == found.held_bytes else f"{text}, {everywhere}"]]
 
@@ -320,13 +337,3 @@ def _kv(found: Needs) -> str:
         if window is not None
     ]
     return ", ".join([f"{whole:,} bytes a token", *windows])
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)

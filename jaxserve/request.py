@@ -92,7 +92,8 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
     than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
     ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
-    whatever else is in the batch.
+    whatever else is in the batch. `speculative_decoding=False` has no drafts verified for this request, if the engine
+    has some: that changes when tokens come, not which.
 
     Numbers, flags and lists may be those of NumPy. Fields of vLLM that are not here are taken if they ask for nothing.
     Raises InvalidRequest, naming the field, when a value is of a wrong type or out
@@ -129,6 +130,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    speculative_decoding: bool = True
 
     @classmethod
     def accepted(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +236,15 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     arrival_time: float = msgspec.field(default_factory=time.monotonic)
 
+    @property
+    def may_take_drafts(self) -> bool:
+        """True if several of its tokens can be drawn in one step, because what a draw depends on besides the logits
+        does not change with each token, and if its caller allows it.
+        """
+        if self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling:
+            return False
+        return self.params.speculative_decoding
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities at one position: the token itself with its rank (1 = most likely), then the top-k, in order.
@@ -322,10 +333,12 @@ class Request:
     Invariants (checked by `Scheduler.check_integrity`):
 
     - `token_ids` are the prompt and every output token the host has seen; `num_pending` more have been sampled on the
-      device, or will be by a step in flight, and `num_tokens` counts both.
-    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight. Each KV group has a
-      block table that covers exactly these positions: ceil(num_computed_tokens / block_size) ids, of which the first
-      `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
+      device, or will be by a step in flight, and `num_tokens` counts both. Each of the `num_pending_drafts` in flight
+      that is accepted makes the sequence one token longer than that.
+    - KV for the first `num_computed_tokens` positions is written, or will be by a step in flight; for that of accepted
+      drafts, too. Each KV group has a block table that covers these positions and those of all drafts in flight:
+      ceil(num_computed_tokens / block_size) ids if there have been no drafts, and a few more if some were rejected. The
+      first `first_blocks[group]` are NO_BLOCK: released, since no future token attends to them.
     - `slot` is -1 unless RUNNING.
     """
 
@@ -340,6 +353,7 @@ class Request:
         "num_computed_tokens",
         "num_indexed_blocks",
         "num_pending",
+        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -348,11 +362,13 @@ class Request:
         "request_id",
         "slot",
         "status",
+        "takes_drafts",
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1):
+    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1, takes_drafts: bool = False):
         self.request = request
+        self.takes_drafts = takes_drafts  # whether its rows may verify drafts
         self.request_id = request.request_id
         self.priority = request.priority
         self.arrival = arrival  # submission order, which breaks ties in priority
@@ -360,6 +376,7 @@ class Request:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_pending = 0
+        self.num_pending_drafts = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
@@ -374,7 +391,9 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the sequence, including those that only the device knows yet."""
+        """Number of tokens of the sequence, including those that only the device knows yet; the least it can be while
+        drafts are in flight.
+        """
         return len(self.token_ids) + self.num_pending
 
     @property

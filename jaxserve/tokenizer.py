@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from jaxserve.chat_template import render
+from jaxserve.chat_template import render, with_parts
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.loading.affixes import read_affixes
 from jaxserve.loading.gguf_tokenizer import read_tokenizer
@@ -269,9 +269,10 @@ class Tokenizer:
                 f"not a variable of a chat template: {', '.join(sorted(clash))}", param="chat_template_kwargs"
             )
         try:
+            template = self._template(chat_template, has_tools=tools is not None)
             return render(
-                self._template(chat_template, has_tools=tools is not None),
-                [dict(message) for message in messages],
+                template,
+                with_parts(template, messages),
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

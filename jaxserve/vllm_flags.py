@@ -106,7 +106,6 @@ SHORT: Mapping[str, str] = {
     "--optimization-level": "-O",
     "--compilation-config": "-cc",
     "--attention-config": "-ac",
-    "--speculative-config": "-sc",
 }
 """Short names of flags in the table below."""
 
@@ -301,7 +300,7 @@ FLAGS: Mapping[str, Row] = {
         "eplb-config io-processor-plugin kv-cache-metrics-sample kv-events-config kv-offloading-backend "
         "kv-offloading-size kv-transfer-config master-addr master-port model-loader-extra-config "
         "num-redundant-experts num-speculative-tokens override-attention-dtype quantization-param-path spec-method "
-        "spec-model spec-tokens speculative-config speculative-model ssl-ciphers tool-server ubatch-size "
+        "spec-model spec-tokens speculative-model ssl-ciphers tool-server ubatch-size "
         "weight-transfer-config worker-cls worker-extension-cls",
     ),
 }

@@ -16,8 +16,19 @@
 # %% [markdown]
 # # A first request
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
+#
 # One prompt through the engine, what it leaves in the KV cache, and the same on another device mesh. Everything runs
 # on the CPU, which we ask to look like eight devices. That has to be said before jax starts.
+
+# %%
+# On Colab, upload this notebook and the source as jaxserve.zip, or let SOURCE be "jaxserve[cuda12] @ git+https://..." with
+# the address of a repository. Where the package is installed already, this cell does nothing.
+import importlib.util
+
+SOURCE = "./jaxserve.zip[cuda12]"
+if importlib.util.find_spec("jaxserve") is None:
+    get_ipython().run_line_magic("pip", f"install -q '{SOURCE}'")
 
 # %%
 import os

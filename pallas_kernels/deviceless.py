@@ -95,7 +95,14 @@ def is_available() -> bool:
 
 def h200_mesh(shape: tuple[int, ...] = (1,), axis_names: tuple[str, ...] = ("x",)) -> Mesh:
     """Return a mesh of abstract H200s of one host. Raises RuntimeError without the plugin."""
-    return topologies.make_mesh(_topology(math.prod(shape)), shape, axis_names)
+    return absent_mesh(TARGET_CONFIG.read_text(), shape, axis_names)
+
+
+def absent_mesh(target_config: str, shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+    """Return a mesh of abstract GPUs of one host, as XLA's `target_config` describes them. Raises RuntimeError without
+    the plugin.
+    """
+    return topologies.make_mesh(_topology(math.prod(shape), target_config), shape, axis_names)
 
 
 def compile_for_h200(
@@ -157,12 +164,10 @@ def compile_lowered(
 
 
 @functools.cache
-def _topology(num_devices: int) -> Any:
+def _topology(num_devices: int, target_config: str) -> Any:
     if not is_available():
-        raise RuntimeError("compiling for an H200 needs jax's CUDA plugin: `make deviceless` installs it")
-    return topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{num_devices}", target_config=TARGET_CONFIG.read_text()
-    )
+        raise RuntimeError("compiling for an absent GPU needs jax's CUDA plugin: `make deviceless` installs it")
+    return topologies.get_topology_desc(platform="cuda", topology=f"1x1x{num_devices}", target_config=target_config)
 
 
 def _find_plugin() -> None:

@@ -18,16 +18,17 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request values"
+PLAIN = "errors config request speculation values"
 
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
     "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
-    "overview parse engine loading tokenizer",
+    "overview parse planning engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} decoding answers loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server engine",
+    "inspect": f"{PLAIN} local_model llm engine execution scheduling layers",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
     "jaxserve": "llm async_llm request",
@@ -44,8 +45,11 @@ MAY_IMPORT = {
     "local_model": f"{PLAIN} vllm_flags interrupts tokenizer engine loading",
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
-    "overview": f"{PLAIN} scheduling execution models loading layers quantization",
-    "engine": f"{PLAIN} interrupts logs tokenizer metrics scheduling execution models structured loading layers "
+    "planning": f"{PLAIN} arguments flags bench gpus tables engine scheduling execution layers pallas_kernels",
+    "overview": f"{PLAIN} gpus tables scheduling execution models loading layers quantization",
+    "tables": "",
+    "gpus": "errors",
+    "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution models structured loading layers "
     "pallas_kernels",
     "execution": f"{PLAIN} cpus scheduling models sampling speculative loading layers quantization pallas_kernels",
     "scheduling": PLAIN,
@@ -63,7 +67,8 @@ MAY_IMPORT = {
     "token_pieces": "errors",
     "metrics": PLAIN,
     "request": "errors unsupported values",
-    "config": "errors request values",
+    "config": "errors request speculation values",
+    "speculation": "errors",
     "values": "errors",
     "cpus": "",
     "interrupts": "",
@@ -139,6 +144,7 @@ NO_JAX = (
     "jaxserve.execution.programs.workers",
     "jaxserve.chat_template",
     "jaxserve.flags",
+    "jaxserve.gpus",
     "jaxserve.interrupts",
     "jaxserve.logs",
     "jaxserve.loading.affixes",
@@ -158,6 +164,7 @@ NO_JAX = (
     "jaxserve.loading.json_files",
     "jaxserve.loading.mistral_pattern",
     "jaxserve.loading.model_types",
+    "jaxserve.loading.multimodal",
     "jaxserve.loading.overrides",
     "jaxserve.loading.partial_files",
     "jaxserve.loading.pickles",
@@ -170,12 +177,17 @@ NO_JAX = (
     "jaxserve.loading.torch_activations",
     "jaxserve.metrics",
     "jaxserve.parse",
+    "jaxserve.planning.commands",
+    "jaxserve.planning.measured",
+    "jaxserve.planning.times",
     "jaxserve.progress",
     *(f"jaxserve.quantization.{name}" for name in QUANTIZATION),
     "jaxserve.request",
     "jaxserve.scheduling",
+    "jaxserve.speculation",
     "jaxserve.server",
     "jaxserve.structured",
+    "jaxserve.tables",
     "jaxserve.token_pieces",
     "jaxserve.unsupported",
     "jaxserve.vllm_flags",
@@ -189,9 +201,11 @@ JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
 # The functions in which a module of NO_JAX starts an engine or reads a model: everything before stays fast.
 MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
+    "jaxserve.planning.commands": {"jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"},
     "jaxserve.engine.early": {"jax"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},
+    "jaxserve.bench.speculation": {"jaxserve.llm"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import transformers
 
-from jaxserve.chat_template import render
+from jaxserve.chat_template import render, with_parts
 
 USER = {"role": "user", "content": "hi  "}
 ANSWER = {"role": "assistant", "content": "Well, \n"}
@@ -155,3 +155,27 @@ def test_the_messages_of_the_caller_stay_as_they_are():
     before = repr(message)
     render(OF_PARTS, [message], tools=None, add_generation_prompt=False, continue_final_message=True, variables={})
     assert repr(message) == before
+
+
+LLAVA = (
+    "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_of_parts"),
+    [
+        *((template + "{% endfor %}", True) for template in (LLAVA,)),
+        (OF_PARTS, True),
+        *((template, False) for template in (PLAIN, STRIPPED, EITHER + "{% endfor %}", "constant", "{{ fails(")),
+    ],
+)
+def test_a_template_that_shows_parts_only_gets_parts(template, is_of_parts):
+    given = [USER, ANSWER | {"content": None}, PARTS]
+    text = USER["content"]
+    expected = [{"type": "text", "text": text}] if is_of_parts else text
+    assert with_parts(template, given) == [USER | {"content": expected}, *given[1:]]
+    assert given[0]["content"] == text

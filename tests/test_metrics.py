@@ -91,6 +91,23 @@ def test_what_requests_wait_for():
         assert value(metrics, "num_requests_waiting_by_reason", reason=reason) == count
 
 
+def test_drafts_are_counted_under_vllms_names_where_there_are_any():
+    stats = EngineStats(
+        spec_decode_num_drafts=7,
+        spec_decode_num_draft_tokens=20,
+        spec_decode_num_accepted_tokens=9,
+        spec_decode_num_accepted_tokens_per_pos=(6, 3),
+    )
+    metrics = Metrics(model="m", stats=lambda: stats, cache_config=CACHE_CONFIG)
+    counts = {"drafts": 7, "draft_tokens": 20, "accepted_tokens": 9}
+    for name, count in counts.items():
+        assert value(metrics, f"spec_decode_num_{name}_total") == count
+    for position, count in enumerate((6, 3)):
+        assert value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(position)) == count
+    metrics = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG)
+    assert not any(name.startswith("spec_decode") for name, *_ in samples(metrics))
+
+
 def test_the_dashboard_asks_for_what_there_is(metrics):
     names = {name for name, *_ in samples(metrics)}
     dashboard = json.loads(DASHBOARD.read_text())

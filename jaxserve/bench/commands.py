@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, host, latency, load, steps, throughput
+from jaxserve.bench import bits_per_byte, host, latency, load, speculation, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
@@ -74,6 +74,17 @@ def add_commands(parser: Parser) -> None:
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     _add_beside(text, "round matrices so, too, and print the differences")
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
+
+    drafts = add("speculation", "what speculative decoding gains on the prompts of a workload", _speculation)
+    drafts.add_flag(
+        "workload", "--workload", type=pathlib.Path, required=True, metavar="FILE", help="JSON lines, as of Spec-Bench"
+    )
+    drafts.add_flag("workload", "--category", metavar="NAME", help="of prompts; default: all")
+    _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
+    _add_number(drafts, "--output-len", 128, "tokens of each text")
+    _add_number(drafts, "--at-once", 1, "requests that run at once")
+    drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
+    add_config_flags(drafts, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
     loading.add_flag(
@@ -260,6 +271,19 @@ def _load(args: argparse.Namespace) -> None:
 def _bits_per_byte(args: argparse.Namespace) -> None:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
     print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside))
+
+
+def _speculation(args: argparse.Namespace) -> None:
+    report = speculation.run(
+        EngineConfig(**given(args, _ENGINE_FIELDS)),
+        workload=args.workload,
+        category=args.category,
+        num_prompts=args.num_prompts,
+        output_len=args.output_len,
+        temperature=args.temperature,
+        num_at_once=args.at_once,
+    )
+    print(report)
 
 
 def _serving(args: argparse.Namespace) -> int:

@@ -173,8 +173,7 @@ def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> 
     number that the batch's tokens choose at random) and the KV of the mean context (the input and half of the output).
     """
     context = shape.input_len + shape.output_len / 2
-    weights = client.info.expected_weight_bytes(shape.batch_size)
-    return (weights + shape.batch_size * client.info.kv_bytes(context)) / bandwidth
+    return client.info.step_bytes(shape.batch_size, context=context) / bandwidth
 
 
 def _row(shape: BatchShape, measured: Measurement, peer: PeerRun | None, floor: float | None) -> list[str]:

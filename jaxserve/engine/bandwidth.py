@@ -1,16 +1,5 @@
 """Estimate what fraction of the device's memory bandwidth the engine's steps use, for the metrics."""
 
-from collections.abc import Mapping
-
-PEAK_BYTES_PER_SECOND: Mapping[str, float] = {
-    "NVIDIA A100-SXM4-40GB": 1.555e12,
-    "NVIDIA A100-SXM4-80GB": 2.039e12,
-    "NVIDIA H100 PCIe": 2.0e12,
-    "NVIDIA H100 80GB HBM3": 3.35e12,
-    "NVIDIA H200": 4.8e12,
-}
-"""Peak bandwidth by device kind, as named by JAX; from NVIDIA's data sheets."""
-
 MIN_INTERVAL = 0.05
 """Seconds of steps that an estimate is made from, at least."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -104,7 +104,13 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool,
 
 
 def choose_weights(
-    config: EngineConfig, checkpoint: Checkpoint, *, dtype: np.dtype, kernels: Kernels, mesh: Mesh, is_cpu: bool
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: np.dtype,
+    kernels: Kernels,
+    mesh: Mesh | AbstractMesh,
+    is_cpu: bool,
 ) -> Params:
     """Declare the weights in the form in which the devices hold them: as values or, if a kernel multiplies by them, as
     the checkpoint's codes. Raises ConfigError for a mesh over which they do not divide.

@@ -106,6 +106,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of KV that a request of `num_tokens` tokens holds, and that a step reads for it."""
         return sum(kind.bytes_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
 
+    def step_bytes(self, num_rows: int, *, context: float) -> float:
+        """Return the bytes that a decode step must read: the weights, and the KV of `num_rows` contexts."""
+        return self.expected_weight_bytes(num_rows) + num_rows * self.kv_bytes(context)
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine: gauges first, then counters since it started."""
@@ -144,6 +148,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_ended_preemptions: int = 0
     """Preemptions of these requests."""
     hbm_bandwidth_utilization: float = 0.0
+    spec_decode_num_drafts: int = 0
+    """Times that the drafts of a row were verified."""
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Accepted first, second, ... drafts of a row; empty without speculation."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,21 +11,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.bandwidth import PEAK_BYTES_PER_SECOND
 from jaxserve.engine.early import limit_memory
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
+from jaxserve.gpus import HOPPER, PEAK_BANDWIDTH
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
 from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
 
-SM90 = "9.0"
-"""Compute capability of Hopper GPUs."""
-
 FIRST_WITH_BFLOAT16 = 8.0
 """Compute capability of Ampere GPUs. On those before, such as T4, XLA computes bfloat16 in float32."""
+
+MAX_DRAFTING_ROWS = 64
+"""Rows of a step up to which drafts are verified on a GPU, unless the options say so: up to some 64 rows a step is
+bound by reading the weights, and further tokens cost little.
+"""
+
+MAX_DRAFTING_ROWS_ON_CPU = 4
+"""Rows of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer rows."""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 
@@ -33,10 +39,14 @@ class Devices(NamedTuple):
     """The mesh that an engine runs on, and the defaults for devices of its kind."""
 
     mesh: Mesh
+    first: Any
+    """One of the devices, which are all of a kind."""
     platform: str
     traits: Traits
     max_num_seqs: int
     max_num_batched_tokens: int
+    reach_peers: Callable[[Mesh], bool]
+    """Tells whether the devices of a mesh reach each other's memory; asked where kernels need that."""
 
     @property
     def is_cpu(self) -> bool:
@@ -44,9 +54,9 @@ class Devices(NamedTuple):
         return self.platform == "cpu"
 
     @property
-    def first(self) -> Any:
-        """One of the devices, which are all of a kind."""
-        return self.mesh.devices.flat[0]
+    def max_drafting_rows(self) -> int:
+        """Rows of a step up to which it verifies drafts, unless the options say so."""
+        return MAX_DRAFTING_ROWS_ON_CPU if self.is_cpu else MAX_DRAFTING_ROWS
 
     @property
     def description(self) -> str:
@@ -57,7 +67,7 @@ class Devices(NamedTuple):
     @property
     def peak_bandwidth(self) -> float | None:
         """Bytes a second that all devices read from their memory at most, None if their kind is not known."""
-        peak = PEAK_BYTES_PER_SECOND.get(self.first.device_kind)
+        peak = PEAK_BANDWIDTH.get(self.first.device_kind)
         return None if peak is None else peak * self.mesh.size
 
 
@@ -65,14 +75,20 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
     """Return the devices of `mesh`, or `tensor_parallel_size` of those that there are, along one axis, "tensor"."""
     limit_memory(config)
     mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
-    platform = mesh.devices.flat[0].platform
-    is_cpu = platform == "cpu"
+    return describe_devices(config, mesh, mesh.devices.flat[0], reach_peers=reaches_peers)
+
+
+def describe_devices(config: EngineConfig, mesh: Any, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
+    """Return the devices of `mesh`, which may be abstract; `first` is one of them."""
+    is_cpu = first.platform == "cpu"
     return Devices(
         mesh=mesh,
-        platform=platform,
+        first=first,
+        platform=first.platform,
         traits=ON_CPU if is_cpu else ON_GPU,
         max_num_seqs=config.max_num_seqs or (64 if is_cpu else 256),
         max_num_batched_tokens=config.max_num_batched_tokens or (512 if is_cpu else 8192),
+        reach_peers=reach_peers,
     )
 
 
@@ -84,7 +100,7 @@ def choose_kernels(requested: Literal["auto", "xla", "sm90"], device: Any, dtype
         return "xla"
     if device.platform == "cpu":
         raise ConfigError(f"kernels is {requested}, but the model runs on a CPU: leave it out, or --kernels xla")
-    if device.compute_capability != SM90:
+    if device.compute_capability != HOPPER:
         if requested == "auto":
             logger.warning(
                 "there are no kernels for %s, only for Hopper GPUs: the model runs in plain XLA, which is slower",

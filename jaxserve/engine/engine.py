@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
-from jaxserve.scheduling.plan import Row
+from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
 from jaxserve.structured.matchers import Matchers, refusal
 
@@ -44,6 +45,8 @@ class Engine:
         """
         self.scheduler = scheduler
         self.runner = runner
+        self.on_plan: Callable[[StepPlan], object] | None = None
+        """Called with the plan of each step once it is started, by the thread that owns the engine."""
         self._matchers = matchers
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
@@ -56,6 +59,10 @@ class Engine:
         self._preemption_counts = [0] * (len(PREEMPTIONS) + 1)
         self._num_ended_preemptions = 0
         self.num_output_tokens = 0
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        drafting = runner.model.drafting
+        self._num_accepted_per_position = [0] * (0 if drafting is None else drafting.proposer.num_drafts)
         self._bandwidth = bandwidth or BandwidthMeter(weight_bytes=0, bytes_per_position=0, peak=None)
         self.seconds = {"schedule": 0.0, "wait": 0.0, "masks": 0.0, "update": 0.0, "total": 0.0}
 
@@ -112,7 +119,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self.seconds["schedule"] += time.perf_counter() - start
         if plan is not None:
-            for request in plan.admitted:
+            for row in plan.admitted:
+                request = row.request
                 if request.queue_seconds is None:
                     request.queue_seconds = time.monotonic() - request.request.arrival_time
             failed: dict[Request, str] = {}
@@ -122,6 +130,8 @@ class Engine:
             outputs += [self._refuse(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
+            if self.on_plan is not None:
+                self.on_plan(plan)
         while self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._finish(self._in_flight.popleft())
         spent = time.perf_counter() - start
@@ -174,6 +184,10 @@ class Engine:
             hbm_bandwidth_utilization=self._bandwidth.ratio(
                 num_steps=self._num_steps, seconds=self.seconds["total"], num_positions=scheduler.kv_tokens_held
             ),
+            spec_decode_num_drafts=self._num_drafts,
+            spec_decode_num_draft_tokens=self._num_draft_tokens,
+            spec_decode_num_accepted_tokens=sum(self._num_accepted_per_position),
+            spec_decode_num_accepted_tokens_per_pos=tuple(self._num_accepted_per_position),
         )
 
     def _add_compiled(self) -> list[EngineOutput]:
@@ -201,7 +215,7 @@ class Engine:
                 token_ids, is_corrupted = step.token_ids(), step.is_corrupted()
                 for index in indices:
                     if not is_corrupted[index]:
-                        drawn.setdefault(step.plan.rows[index].request.request_id, []).append(token_ids[index])
+                        drawn.setdefault(step.plan.rows[index].request.request_id, []).extend(token_ids[index])
         waited = time.perf_counter()
         words, reasons = self._matchers.masks(requests, drawn)
         failed.update(reasons)
@@ -236,9 +250,11 @@ class Engine:
         self.seconds["update"] += time.perf_counter() - waited
         return outputs
 
-    def _update(self, pending: PendingStep, token_ids: list[int], is_corrupted: list[bool]) -> list[EngineOutput]:
+    def _update(self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool]) -> list[EngineOutput]:
         plan = pending.plan
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
+        if pending.num_columns > 1:
+            self._count_drafts(pending.num_drafts(), token_ids)
         outcomes = self.scheduler.update(plan, token_ids, ok)
         logprobs = pending.logprobs()
         prompt_logprobs = pending.prompt_logprobs()
@@ -246,13 +262,13 @@ class Engine:
         outputs = []
         first_token = 0
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
-        for index, (row, outcome, token_id) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
+        for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
             if outcome is one_token:  # nearly every row of nearly every step
                 outputs.append(
                     EngineOutput(
                         request_id=request.request_id,
-                        new_token_ids=[token_id],
+                        new_token_ids=drawn,
                         num_cached_tokens=request.num_cached_tokens,
                         queue_seconds=request.queue_seconds or 0.0,
                     )
@@ -286,16 +302,20 @@ class Engine:
                 if params.prompt_logprobs is not None and prompt_logprobs is not None:
                     of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token) or None
                 if outcome is not RowOutcome.CHUNK or of_prompt:
-                    new_token_ids = [] if outcome is RowOutcome.CHUNK else [token_id]
+                    new_token_ids = [] if outcome is RowOutcome.CHUNK else drawn
                     if params.logprobs is not None and logprobs is not None and new_token_ids:
                         asked = params.logprob_token_ids or ()
-                        of_token = [logprobs.entry(index, token_id, params.logprobs, asked=asked)]
+                        first = index * pending.num_columns
+                        of_token = [
+                            logprobs.entry(first + column, token_id, params.logprobs, asked=asked)
+                            for column, token_id in enumerate(new_token_ids)
+                        ]
                     outputs.append(
                         EngineOutput(
                             request_id=request.request_id,
                             new_token_ids=new_token_ids,
                             finish_reason=request.finish_reason,
-                            stop_reason=token_id if request.finish_reason == "stop" else None,
+                            stop_reason=drawn[-1] if request.finish_reason == "stop" else None,
                             logprobs=of_token,
                             prompt_logprobs=of_prompt,
                             num_cached_tokens=request.num_cached_tokens,
@@ -307,6 +327,14 @@ class Engine:
                     self._forget(request)
             first_token += row.num_tokens
         return outputs
+
+    def _count_drafts(self, num_drafts: list[int], token_ids: list[list[int]]) -> None:
+        for count, drawn in zip(num_drafts, token_ids, strict=True):
+            if count:
+                self._num_drafts += 1
+                self._num_draft_tokens += count
+                for position in range(len(drawn) - 1):
+                    self._num_accepted_per_position[position] += 1
 
     def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs]:
         """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption."""

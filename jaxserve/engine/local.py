@@ -100,6 +100,11 @@ class LocalEngineClient(EngineClient):
         xla_clients = tuple(jax.extend.backend.backends().values())
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self), xla_clients))
 
+    @property
+    def engine(self) -> Engine:
+        """The engine. Its thread runs it: others may read what does not change, and set `on_plan`."""
+        return self._engine
+
     @classmethod
     def start(
         cls,

@@ -15,7 +15,7 @@ from jaxserve.config import EngineConfig, WarmUp
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
 from jaxserve.engine.client import EngineInfo
-from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16, reaches_peers
+from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
@@ -25,6 +25,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.shipped import Shipped, open_shipped
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
@@ -56,17 +57,23 @@ def start_engine(
     devices = choose_devices(config, mesh)
     builder, specs = declare_steps(config, checkpoint, devices)
     if config.max_model_len == "auto":
-        checkpoint, builder = fit_context(config, checkpoint, devices, builder)
+        checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free_memory(devices.mesh))
     sizing = size(config, devices, builder)
     num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
+    shipped = None if config.programs is None else open_shipped(config.programs, builder)
+    if shipped is not None:
+        num_blocks = blocks_of_programs(shipped, num_blocks)
     warmup: WarmUp = config.warmup or "background"
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
-        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers)
+        lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers, shipped=shipped)
         on_error.callback(lowering.close)
         laps.lap("preparing")
         runner = Runner(builder, lowering=lowering)
         on_error.callback(runner.close)  # a traceback that is kept, as notebooks do, would keep the weights
+        if shipped is not None:
+            load_programs(runner, shipped)
+            laps.lap("programs")
         with compiling_meanwhile(runner, lowering, num_blocks, warmup):
             runner.set_params(load(config, checkpoint, specs, builder, progress=progress))
             matchers = make_matchers(config, checkpoint, warmup)
@@ -91,7 +98,7 @@ def start_engine(
             scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)
         )
         if warmup == "background":
-            compile_rest(runner, folder=folder)
+            compile_rest(runner, folder=folder, shipped=shipped)
         on_error.pop_all()
     return engine, info
 
@@ -111,9 +118,10 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_num_seqs=devices.max_num_seqs,
         max_num_batched_tokens=devices.max_num_batched_tokens,
         traits=devices.traits,
-        has_peers=kernels != "xla" and reaches_peers(mesh),
+        has_peers=kernels != "xla" and devices.reach_peers(mesh),
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
+        speculation=config.speculation and config.speculation.up_to(devices.max_drafting_rows),
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
@@ -141,11 +149,13 @@ def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing
 
 
 def fit_context(
-    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder
+    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder, *, free: int
 ) -> tuple[Checkpoint, StepBuilder]:
-    """Return the checkpoint with the longest context that memory holds, at most its own, and the steps of that."""
+    """Return the checkpoint with the longest context that `free` bytes of each device hold, at most its own, and the
+    steps of that.
+    """
     sizing = size(config, devices, builder)
-    longest = sizing.longest_context(free_memory(devices.mesh), builder.expected_step_memory)
+    longest = sizing.longest_context(free, builder.expected_step_memory)
     if not 0 < longest < checkpoint.max_model_len:
         return checkpoint, builder
     logger.info("max_model_len is %d: memory does not hold the model's %d", longest, checkpoint.max_model_len)
@@ -170,19 +180,44 @@ def begin_to_lower(
     *,
     folder: pathlib.Path | None,
     workers: Sequence[Worker],
+    shipped: Shipped | None = None,
 ) -> Lowering:
     """Return what lowers steps. Where there are kernels, other processes begin with it while the weights load: it takes
     seconds a program. Without kernels they would take longer to start than this process to lower the first programs.
+    Those of `shipped` are found there.
     """
+    found = None if shipped is None else shipped.lowered
     if warmup == "none":
-        return Lowering(builder, folder=None, num_workers=0, early=workers)
+        return Lowering(builder, folder=None, num_workers=0, early=workers, shipped=found)
+    folder = folder and folder / "steps"
     if not builder.model.has_kernels:
-        return Lowering(builder, folder=folder and folder / "steps", num_workers=0, early=workers)
-    programs = programs_of(builder, warmup)
-    lowering = Lowering(builder, folder=folder and folder / "steps", max_workers=len(programs), early=workers)
+        return Lowering(builder, folder=folder, num_workers=0, early=workers, shipped=found)
+    loaded = set() if shipped is None else shipped.executables
+    programs = [program for program in programs_of(builder, warmup) if program not in loaded]
+    lowering = Lowering(builder, folder=folder, max_workers=len(programs), early=workers, shipped=found)
     for program in programs:
         lowering.prepare(program, num_blocks)
     return lowering
+
+
+def blocks_of_programs(shipped: Shipped, num_blocks: int) -> int:
+    """Return the number of blocks that shipped programs are for. Raises ConfigError if memory holds `num_blocks` only,
+    which are fewer.
+    """
+    if shipped.num_blocks > num_blocks:
+        raise ConfigError(
+            f"programs: they are for a KV cache of {shipped.num_blocks} blocks, but the device's memory holds "
+            f"{num_blocks}: compile them with a lower --gpu-memory-utilization, or with --kv-cache-memory"
+        )
+    if shipped.num_blocks < num_blocks:
+        logger.info("the KV cache has %d blocks, as the programs have, of %d", shipped.num_blocks, num_blocks)
+    return shipped.num_blocks
+
+
+def load_programs(runner: Runner, shipped: Shipped) -> None:
+    """Load what was compiled ahead of time."""
+    runner.set_num_blocks(shipped.num_blocks)
+    logger.info("%d programs were loaded, not compiled", shipped.load_into(runner.steps))
 
 
 def programs_of(builder: StepBuilder, warmup: WarmUp) -> list[Program]:
@@ -240,7 +275,7 @@ def compile_steps(
     than was expected, for fewer.
     """
     with naming_unsupported(), naming_out_of_memory("compiling the steps"):
-        if runner.num_blocks != num_blocks:  # else they were compiled meanwhile
+        if not runner.steps.is_warm:  # else they were compiled meanwhile
             warm_up(runner, lowering, num_blocks, warmup, progress=progress)
         if sizing.is_measured:
             needed = runner.step_memory()
@@ -267,11 +302,12 @@ def allocate(runner: Runner, devices: Devices, warmup: WarmUp) -> None:
             runner.run_empty_steps()
 
 
-def compile_rest(runner: Runner, *, folder: pathlib.Path | None) -> None:
+def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shipped | None = None) -> None:
     """Compile all other programs while the engine serves, lowered by processes of their own: lowering holds the GIL."""
     num_workers = None if runner.model.has_kernels else 1
     folder = folder and folder / "steps"
-    lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True)
+    found = None if shipped is None else shipped.lowered
+    lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True, shipped=found)
     runner.warm_up_rest(lowering, on_end=give_memory_back)
 
 
@@ -285,6 +321,7 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
         max_model_len=info.max_model_len,
         policy=config.scheduling_policy,
         windows=builder.model.layout.windows,
+        drafts=() if builder.spec.speculation is None else builder.spec.speculation.drafts_by_rows,
         has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(

@@ -5,15 +5,17 @@ Only `Bucket.fields` knows the layout, which the host writes and the device read
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
+from jaxserve.execution.slots import Slots
 from jaxserve.layers.batch import Batch, Launch, Tables
 from jaxserve.layers.context import Kernels
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,18 +25,19 @@ class Bucket:
     num_tokens: int
     num_rows: int
     num_new_blocks: int
+    num_columns: int = 0
+    """If not 0, each row has so many tokens: the last of its sequence, and drafts or padding."""
 
     @functools.cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
         """Name -> (offset, length) in the packed upload."""
         lengths = {
             "header": 4,  # num_rows, num_decode_rows, feature bits of the sampler, rows that want prompt logprobs
-            "token_ids": self.num_tokens,  # -1: the last token of the row's slot, which the host has not seen yet
+            # -1: the last token of the row's slot, which the host has not seen yet
+            "token_ids": self.num_rows if self.num_columns else self.num_tokens,
             "slots": self.num_rows,
-            "starts": self.num_rows,
             "num_tokens": self.num_rows,
             "samples": self.num_rows,
-            "num_output_tokens": self.num_rows,  # generated before this step, pending ones included
             "next_token_ids": self.num_rows,  # the prompt token after the row's last one, for prompt logprobs
             "new_block_index": self.num_new_blocks,  # (group * num_slots + slot) * max_blocks + index in the table
             "new_block_ids": self.num_new_blocks,
@@ -75,6 +78,19 @@ def make_buckets(
     if has_finer_sizes:
         sizes = _finer(sizes, max_num_rows)
     return [Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows + size // block_size)) for size in sizes]
+
+
+def make_verifying_buckets(
+    buckets: list[Bucket], *, num_columns: int, max_num_rows: int, block_size: int, num_groups: int
+) -> list[Bucket]:
+    """Return the sizes of steps that verify drafts: those of steps with one token a row, with columns for the others,
+    as far as the largest step has room for their tokens.
+    """
+    limit = min(max_num_rows, buckets[-1].num_tokens // num_columns)
+    sizes = [bucket.num_rows for bucket in buckets if bucket.num_rows == bucket.num_tokens]
+    num_rows = sorted({size for size in sizes if size < limit} | {min(limit, sizes[-1])} - {0})
+    new_blocks = num_groups * (1 + num_columns // block_size)
+    return [Bucket(rows * num_columns, rows, rows * new_blocks, num_columns) for rows in num_rows]
 
 
 def _finer(sizes: list[int], max_num_rows: int) -> list[int]:
@@ -118,13 +134,12 @@ def pack(
     packed = pack_nothing(bucket, num_slots=num_slots, max_blocks=max_blocks, num_groups=num_groups)
     view = _views(packed, bucket)
     rows = slice(0, len(plan.rows))
-    requests, slots, starts, counts, samples, new_counts = zip(*plan.rows, strict=True)
+    requests, slots, starts, counts, samples, new_counts, num_drafts = zip(*plan.rows, strict=True)
     view["slots"][rows] = slots
-    view["starts"][rows] = starts
     view["num_tokens"][rows] = counts
+    if bucket.num_columns:
+        view["num_tokens"][rows] += np.minimum(num_drafts, bucket.num_columns - 1, dtype=np.int32)
     view["samples"][rows] = samples
-    num_prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int32)
-    view["num_output_tokens"][rows] = view["starts"][rows] + view["num_tokens"][rows] - num_prompt_tokens
 
     decodes = slice(0, plan.num_decode_rows)
     known = [request.token_ids for request in requests]
@@ -140,7 +155,7 @@ def pack(
     new_index: list[int] = []
     new_ids: list[int] = []
     if any(new_counts):
-        admitted = {request.slot for request in plan.admitted}
+        admitted = {row.slot for row in plan.admitted}
         for request, slot, num_new in zip(requests, slots, new_counts, strict=True):
             if num_new and slot not in admitted:
                 for group, table in enumerate(request.block_tables):
@@ -152,11 +167,11 @@ def pack(
     view["new_block_ids"][: len(new_ids)] = new_ids
 
     num_prompt_logprob_rows = 0
-    for index in np.flatnonzero(view["starts"][rows] < num_prompt_tokens).tolist():
-        if requests[index].request.params.prompt_logprobs is not None:
+    for index, row in enumerate(plan.rows):
+        if _has_prompt_logprobs(row):
             num_prompt_logprob_rows += 1
-            following = starts[index] + counts[index]
-            if following < requests[index].num_prompt_tokens:
+            following = row.start + row.num_tokens
+            if following < row.request.num_prompt_tokens:
                 view["next_token_ids"][index] = known[index][following]
     view["header"][:] = (len(plan.rows), plan.num_decode_rows, features, num_prompt_logprob_rows)
     return packed
@@ -164,10 +179,11 @@ def pack(
 
 def wants_prompt_logprobs(plan: StepPlan) -> bool:
     """Return true if some row computes prompt tokens and its request wants their log probabilities."""
-    return any(
-        row.request.request.params.prompt_logprobs is not None and row.start < row.request.num_prompt_tokens
-        for row in plan.rows
-    )
+    return any(map(_has_prompt_logprobs, plan.rows))
+
+
+def _has_prompt_logprobs(row: Row) -> bool:
+    return row.start < row.request.num_prompt_tokens and row.request.request.params.prompt_logprobs is not None
 
 
 def _views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:
@@ -179,27 +195,89 @@ def unpack(packed: Int[Array, " packed"], bucket: Bucket) -> dict[str, Int[Array
     return {name: packed[offset : offset + length] for name, (offset, length) in bucket.fields.items()}
 
 
+class RowLengths(NamedTuple):
+    """Where the rows of a step begin, and how far they get."""
+
+    starts: Int[Array, " B"]
+    """Position of each row's first token."""
+    num_valid: Int[Array, " B"]
+    """Tokens of each row that belong to its sequence, or may: all but padding columns. 0 if the request has reached its
+    last token, which the host cannot know while drafts are in flight.
+    """
+
+
 def make_batch(
     pieces: dict[str, jax.Array],
-    last_tokens: Int[Array, " N"],
-    block_tables: Int[Array, "G N M"],
+    slots: Slots,
     *,
+    num_columns: int,
     group_of_layer: tuple[int, ...],
     block_size: int,
     num_blocks: int,
     is_decode_only: bool,
     launch: Launch,
     kernels: Kernels,
-) -> Batch:
-    """Return the Batch of a step, from its uploaded pieces and the slots' last tokens and block tables. Runs inside a
-    program.
+) -> tuple[Batch, RowLengths]:
+    """Return the Batch of a step, from its uploaded pieces and the slots: each row continues where its slot is. Runs
+    inside a program.
 
     `group_of_layer` matters only if there are several KV groups.
     """
-    num_rows, num_decode_rows = pieces["header"][0], pieces["header"][1]
+    num_rows = pieces["header"][0]
+    slot_ids = pieces["slots"]
+    starts = slots.num_computed.at[slot_ids].get(mode="fill", fill_value=0)
+    if num_columns:
+        tokens = _columns(pieces, slots, starts, num_columns)
+    else:
+        tokens = _ragged(pieces, slots, starts, is_decode_only=is_decode_only)
+    index = jnp.arange(tokens.positions.shape[0], dtype=jnp.int32)
+    positions, row = tokens.positions, tokens.row
+
+    def of_group(group: int) -> Tables:
+        tables = slots.block_tables[group].at[slot_ids].get(mode="fill", fill_value=0)
+        write_index = tables[row, positions // block_size] * block_size + positions % block_size
+        return Tables(jnp.where(tokens.is_written, write_index, num_blocks * block_size + index), tables)
+
+    groups = tuple(map(of_group, range(slots.block_tables.shape[0])))
+    batch = Batch(
+        token_ids=tokens.token_ids,
+        positions=positions,
+        write_index=groups[0].write_index,
+        query_starts=tokens.query_starts,
+        seq_lens=starts + (jnp.diff(tokens.query_starts) if num_columns else pieces["num_tokens"]),
+        block_tables=groups[0].block_tables,
+        slots=slot_ids,
+        num_decode_rows=jnp.zeros_like(num_rows) if num_columns else pieces["header"][1],
+        num_rows=num_rows,
+        is_decode_only=is_decode_only,
+        num_columns=num_columns,
+        launch=launch,
+        kernels=kernels,
+    )
+    if len(groups) > 1:
+        # None, so that a model that does not ask for its layers' views fails when it is traced.
+        batch = dataclasses.replace(
+            batch, write_index=None, block_tables=None, groups=groups, group_of_layer=group_of_layer
+        )
+    return batch, RowLengths(starts, tokens.num_valid)
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step, T of B rows."""
+
+    token_ids: Int[Array, " T"]
+    row: Int[Array, " T"]
+    positions: Int[Array, " T"]
+    is_written: Bool[Array, " T"]
+    query_starts: Int[Array, " B+1"]
+    num_valid: Int[Array, " B"]
+
+
+def _ragged(pieces: dict[str, jax.Array], slots: Slots, starts: Int[Array, " B"], *, is_decode_only: bool) -> _Tokens:
+    """Return the tokens of rows of any lengths, one row after the other."""
+    slot_ids, num_tokens = pieces["slots"], pieces["num_tokens"]
     token = jnp.arange(pieces["token_ids"].shape[0], dtype=jnp.int32)
-    slots, starts = pieces["slots"], pieces["starts"]
-    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(pieces["num_tokens"], dtype=jnp.int32)])
+    query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(num_tokens, dtype=jnp.int32)])
     is_padding = token >= query_starts[-1]
     if is_decode_only:
         row, positions = token, starts  # 0 in padding rows
@@ -208,29 +286,37 @@ def make_batch(
         row = jnp.searchsorted(query_starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.where(is_padding, 0, row)
         positions = jnp.where(is_padding, 0, starts[row] + token - query_starts[row])
-    token_ids = jnp.where(pieces["token_ids"] < 0, last_tokens[slots[row]], pieces["token_ids"])
+    token_ids = jnp.where(pieces["token_ids"] < 0, slots.last_tokens[slot_ids[row]], pieces["token_ids"])
+    is_written, num_valid = ~is_padding, num_tokens
+    if slots.drafts is not None:
+        limits = slots.max_total_tokens.at[slot_ids].get(mode="clip")
+        num_valid = jnp.where(starts + num_tokens < limits, num_tokens, 0)
+        is_written &= num_valid[row] > 0
+    return _Tokens(token_ids, row, positions, is_written, query_starts, num_valid)
 
-    def of_group(group: int) -> Tables:
-        tables = block_tables[group].at[slots].get(mode="fill", fill_value=0)
-        write_index = tables[row, positions // block_size] * block_size + positions % block_size
-        return Tables(jnp.where(is_padding, num_blocks * block_size + token, write_index), tables)
 
-    groups = tuple(map(of_group, range(block_tables.shape[0])))
-    batch = Batch(
-        token_ids=token_ids,
-        positions=positions,
-        write_index=groups[0].write_index,
+def _columns(pieces: dict[str, jax.Array], slots: Slots, starts: Int[Array, " B"], num_columns: int) -> _Tokens:
+    """Return the tokens of rows that verify drafts: each has `num_columns`, the last token of its sequence, its drafts,
+    and padding, which is computed for nothing.
+    """
+    assert slots.drafts is not None
+    slot_ids = pieces["slots"]
+    num_rows = slot_ids.shape[0]
+    is_row = jnp.arange(num_rows, dtype=jnp.int32) < pieces["header"][0]
+    last = jnp.where(pieces["token_ids"] < 0, slots.last_tokens.at[slot_ids].get(mode="clip"), pieces["token_ids"])
+    drafts = slots.drafts.token_ids.at[slot_ids].get(mode="clip")[:, : num_columns - 1]
+    num_drafts = slots.drafts.counts.at[slot_ids].get(mode="clip")
+    limits = slots.max_total_tokens.at[slot_ids].get(mode="clip")
+    num_valid = jnp.minimum(jnp.minimum(pieces["num_tokens"], 1 + num_drafts), limits - 1 - starts)
+    num_valid = jnp.where(is_row, num_valid, 0)
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    positions = jnp.where(is_row[:, None], starts[:, None] + column, 0)
+    query_starts = num_columns * jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), pieces["header"][0])
+    return _Tokens(
+        token_ids=jnp.concatenate([last[:, None], drafts], axis=1).reshape(-1),
+        row=jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_columns),
+        positions=positions.reshape(-1),
+        is_written=(column < num_valid[:, None]).reshape(-1),
         query_starts=query_starts,
-        seq_lens=starts + pieces["num_tokens"],
-        block_tables=groups[0].block_tables,
-        slots=slots,
-        num_decode_rows=num_decode_rows,
-        num_rows=num_rows,
-        is_decode_only=is_decode_only,
-        launch=launch,
-        kernels=kernels,
+        num_valid=num_valid,
     )
-    if len(groups) == 1:
-        return batch
-    # None, so that a model that does not ask for its layers' views fails when it is traced.
-    return dataclasses.replace(batch, write_index=None, block_tables=None, groups=groups, group_of_layer=group_of_layer)

@@ -20,19 +20,20 @@ from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
-from jaxserve.execution.programs.kinds import Admit, AdmitExtras, Begin, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Admit, AdmitExtras, AdmitTokens, Begin, Forward, PlainDecode, Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.memory import memory_of_step
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
-from jaxserve.execution.step import CORRUPTED, Drawn
+from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
 from jaxserve.layers.peers import allocate_peers
-from jaxserve.request import Request, TokenLogprobs
+from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import pack_extras
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 
 _LAUNCHING = threading.Lock()
 """Held while a program of several devices is launched. The devices wait for each other in such programs (see
@@ -69,8 +70,10 @@ class StepOutputs(NamedTuple):
     requested.
     """
 
-    token_ids: Int[Array, " R"]
+    token_ids: Int[Array, "R columns"]
+    """See `Drawn`."""
     logprobs: Logprobs | None
+    """One entry for each column of each row."""
     prompt_logprobs: Logprobs | None
     """One entry per token of the step: the log probability of the prompt token that follows it."""
     embeddings: Float[Array, "R E"] | None
@@ -82,16 +85,33 @@ class PendingStep(NamedTuple):
     plan: StepPlan
     outputs: StepOutputs
 
-    def token_ids(self) -> list[int]:
-        """Return the sampled token of each row; undefined for a corrupted row."""
-        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows)].tolist()
+    def token_ids(self) -> list[list[int]]:
+        """Return the sampled tokens of each row; undefined for a corrupted row."""
+        token_ids = self._token_ids().tolist()
+        if self.num_columns > 1:
+            token_ids = [row[: row.index(NOTHING)] if row[-1] == NOTHING else row for row in token_ids]
+        return token_ids
 
     def is_corrupted(self) -> list[bool]:
-        """Return for each row whether its logits contained NaN."""
-        return (np.asarray(self.outputs.token_ids)[: len(self.plan.rows)] == CORRUPTED).tolist()
+        """Return for each row whether logits that it drew from contained NaN."""
+        return (self._token_ids() == CORRUPTED).any(axis=1).tolist()
+
+    def _token_ids(self) -> np.ndarray:
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), : self.num_columns]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of tokens that a row may draw; of entries in `logprobs` for each."""
+        return max(1, self.outputs.token_ids.shape[1] - 1)
+
+    def num_drafts(self) -> list[int]:
+        """Return how many drafts each row has verified."""
+        if self.num_columns == 1:
+            return [0] * len(self.plan.rows)
+        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), -1].tolist()
 
     def logprobs(self) -> HostLogprobs | None:
-        """Return the log probabilities, one entry per row, if some row requested them."""
+        """Return the log probabilities, `num_columns` entries per row, if some row requested them."""
         return _on_host(self.outputs.logprobs)
 
     def prompt_logprobs(self) -> HostLogprobs | None:
@@ -101,13 +121,6 @@ class PendingStep(NamedTuple):
     def embeddings(self) -> Float32[np.ndarray, "B E"] | None:
         """Return the embeddings, one vector per row, if some row requested one."""
         return None if self.outputs.embeddings is None else np.asarray(self.outputs.embeddings)
-
-
-class _Memory(NamedTuple):
-    """Bytes that a program needs per device besides its arguments."""
-
-    made: int
-    temporary: int
 
 
 class Runner:
@@ -155,23 +168,13 @@ class Runner:
         """Return the bytes that steps need per device besides weights and KV: slots, peers' rows, and what the largest
         step allocates, whose programs are compiled for this.
         """
-        step = self.builder.shapes.step_for(
-            self.builder.shapes.largest.bucket.num_tokens,
-            is_plain=False,
-            is_decode_only=False,
-            has_logprobs=True,
-            has_prompt_logprobs=True,
-            has_embeddings=True,
-        )
+        step = self.builder.shapes.largest_step
         programs = [program for program in step if program is not None]
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            memory = dict(zip(programs, map(_memory, pool.map(self.steps.__getitem__, programs)), strict=True))
-        forward = [memory.pop(program) for program in (step.forward, step.finish) if program is not None]
-        # Logits and hidden states are there until the others have run, one after the other.
-        used = max(
-            *(program.temporary for program in forward), *(rest.temporary + rest.made for rest in memory.values())
-        )
-        return self.model.state_bytes + sum(program.made for program in forward) + used
+            compiled: dict[Program, jax.stages.Compiled] = dict(
+                zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
+            )
+        return memory_of_step(step, compiled, state_bytes=self.model.state_bytes)
 
     def set_params(self, params: Any) -> None:
         """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""
@@ -292,9 +295,9 @@ class Runner:
         does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
-        for request in plan.admitted:
-            self._features[request.slot] = features(request.request)
-            self._may_want_prompt_logprobs[request.slot] = request.request.params.prompt_logprobs is not None
+        for row in plan.admitted:
+            self._features[row.slot] = features(row.request.request)
+            self._may_want_prompt_logprobs[row.slot] = row.request.request.params.prompt_logprobs is not None
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
@@ -333,6 +336,7 @@ class Runner:
             max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
             is_plain=not needed & ~Feature.PLAIN,
             is_decode_only=plan.num_decode_rows == len(plan.rows),
+            num_columns=1 + max(row.num_drafts for row in plan.rows) if self.model.drafting is not None else 0,
             has_logprobs=bool(needed & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
             has_embeddings=bool(needed & Feature.POOLING),
@@ -372,25 +376,29 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, requests: Sequence[Request], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
+    def _admit(self, rows: Sequence[Row], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
         """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
         those.
         """
         carried = forward.carries_admissions(self.model)
-        rest = requests[ADMISSION_ROWS:] if carried else requests
+        rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
             self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
-        for request in requests:
+        for request, slot, *_ in rows:
+            if self.model.drafting is not None:
+                known = np.zeros(self.model.max_model_len, np.int32)
+                known[: len(request.token_ids)] = request.token_ids
+                self._run(AdmitTokens(), np.int32(slot), known)
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
-                self._run(AdmitExtras(), np.int32(request.slot), extras)
+                self._run(AdmitExtras(), np.int32(slot), extras)
         if not carried:
             return ()
-        if not requests:  # the block tables of eight rows may take megabytes
+        if not rows:  # the block tables of eight rows may take megabytes
             return (self._no_admissions,)
-        return (pack_admissions(requests[:ADMISSION_ROWS], **self.model.table_sizes),)
+        return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
         program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)
@@ -400,19 +408,13 @@ class Runner:
         return (self._lowering or self.builder).lower(program, self.num_blocks)
 
     def _kernels_of(self, lowering: Lowering | None, lowered: jax.stages.Lowered) -> Set[MosaicKernel]:
-        """Return the kernels to compile before a program; none if programs were found lowered, since they are found
-        compiled, too.
+        """Return the kernels to compile before a program; none if an earlier start has lowered the programs, since it
+        has compiled them too.
         """
-        if not self.model.has_kernels or (lowering is not None and not lowering.num_made):
+        if not self.model.has_kernels or (lowering is not None and lowering.were_compiled):
             return frozenset()
         return kernels_of(lowered)
 
 
 def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:
     return None if logprobs is None else HostLogprobs(logprobs)
-
-
-def _memory(compiled: jax.stages.Compiled) -> _Memory:
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return _Memory(made=memory.output_size_in_bytes - memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes)

@@ -1,22 +1,23 @@
 """Slots: the state that the device keeps of each running request between steps.
 
 A request holds one slot from admission until it finishes or is preempted. Admission writes the whole row of the slot
-(block table, sampling parameters); in each step the forward pass adds new block ids and `draw` the sampled token, so
-that the next step needs no token from the host.
+(length, block table, sampling parameters); in each step the forward pass adds new block ids and its tokens to the
+length, and `draw` writes the sampled token, so that the next step needs neither a token nor a position from the host.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from jaxserve.request import Request
 from jaxserve.sampling import state as sampling_state
 from jaxserve.sampling.state import Extras, SamplingState
+from jaxserve.scheduling.plan import Row
+from jaxserve.speculative import Proposer
 
 
 class Masks(NamedTuple):
@@ -29,6 +30,19 @@ class Masks(NamedTuple):
 ADMISSION_ROWS = 8
 """Rows that one admission upload carries; padding rows have an out-of-range slot."""
 
+NUM_LENGTHS = 4
+"""Numbers of an admission before its block tables: slot, computed tokens, prompt tokens, most tokens in all."""
+
+
+@no_type_check
+@flax.struct.dataclass
+class Drafts:
+    """What the next step of N slots may verify: up to k tokens each, and what their proposer keeps."""
+
+    token_ids: Int[Array, "N k"]
+    counts: Int[Array, " N"]
+    proposer: Any
+
 
 @no_type_check
 @flax.struct.dataclass
@@ -36,54 +50,96 @@ class Slots:
     """Device state of N slots, each with a block table of M entries for each of G KV groups; donated."""
 
     last_tokens: Int[Array, " N"]
+    num_computed: Int[Array, " N"]
+    """Tokens of which K and V are written, once all steps before have run. The next step's begin at this position."""
+    num_prompt_tokens: Int[Array, " N"]
+    max_total_tokens: Int[Array, " N"]
+    """Prompt and output tokens at which the request ends."""
     block_tables: Int[Array, "G N M"]
     sampling: SamplingState
     pooled: Float[Array, "N E"]
     """Float32 sums or maxima of the hidden states so far, of those that want one of all tokens (`pooling`)."""
+    drafts: Drafts | None = None
+    """None without speculation."""
 
 
-def init_slots(*, num_slots: int, max_blocks: int, num_groups: int, vocab_size: int, hidden_size: int) -> Slots:
-    """Empty slots."""
+def init_slots(
+    *,
+    num_slots: int,
+    max_blocks: int,
+    num_groups: int,
+    vocab_size: int,
+    hidden_size: int,
+    proposer: Proposer | None = None,
+    max_length: int = 0,
+) -> Slots:
+    """Return empty slots. A proposer keeps sequences of up to `max_length` tokens."""
+    drafts = proposer and Drafts(
+        token_ids=jnp.zeros((num_slots, proposer.num_drafts), jnp.int32),
+        counts=jnp.zeros(num_slots, jnp.int32),
+        proposer=proposer.init_state(num_slots=num_slots, max_length=max_length),
+    )
     return Slots(
         last_tokens=jnp.zeros(num_slots, jnp.int32),
+        num_computed=jnp.zeros(num_slots, jnp.int32),
+        num_prompt_tokens=jnp.zeros(num_slots, jnp.int32),
+        max_total_tokens=jnp.zeros(num_slots, jnp.int32),
         block_tables=jnp.zeros((num_groups, num_slots, max_blocks), jnp.int32),
         sampling=sampling_state.init_state(num_slots, vocab_size),
         pooled=jnp.zeros((num_slots, hidden_size), jnp.float32),
+        drafts=drafts,
     )
 
 
-def pack_admissions(requests: Sequence[Request], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
-    """Return the upload for up to ADMISSION_ROWS requests that have just been given a slot: [rows, 1 + G * M + scalars]
-    int32.
+def pack_admissions(rows: Sequence[Row], *, num_slots: int, max_blocks: int, num_groups: int) -> np.ndarray:
+    """Return the upload for the first rows of up to ADMISSION_ROWS requests that have just been given a slot: [rows,
+    NUM_LENGTHS + G * M + scalars] int32.
     """
     size = num_groups * max_blocks
-    packed = np.zeros((ADMISSION_ROWS, 1 + size + sampling_state.NUM_SCALARS), np.int32)
+    end = NUM_LENGTHS + size
+    packed = np.zeros((ADMISSION_ROWS, end + sampling_state.NUM_SCALARS), np.int32)
     packed[:, 0] = num_slots
-    for row, request in zip(packed, requests, strict=False):
-        row[0] = request.slot
-        for first, table in zip(range(1, 1 + size, max_blocks), request.block_tables, strict=True):
-            row[first : first + len(table)] = table
-        row[1 + size :] = sampling_state.pack_scalars(request.request)
+    for upload, row in zip(packed, rows, strict=False):
+        request = row.request
+        upload[:NUM_LENGTHS] = row.slot, row.start, request.num_prompt_tokens, request.max_total_tokens
+        for first, table in zip(range(NUM_LENGTHS, end, max_blocks), request.block_tables, strict=True):
+            upload[first : first + len(table)] = table
+        upload[end:] = sampling_state.pack_scalars(request.request)
     # A kernel may fetch a block that it masks out, so any valid id will do for a block that was given back.
-    packed[:, 1 : 1 + size] = np.maximum(packed[:, 1 : 1 + size], 0)
+    packed[:, NUM_LENGTHS:end] = np.maximum(packed[:, NUM_LENGTHS:end], 0)
     return packed
 
 
 def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
     """Write the rows of newly admitted requests. Runs inside a program; `slots` is donated."""
     num_groups, _, max_blocks = slots.block_tables.shape
-    slot_ids, size = packed[:, 0], num_groups * max_blocks
-    tables = packed[:, 1 : 1 + size].reshape(-1, num_groups, max_blocks).swapaxes(0, 1)
+    end = NUM_LENGTHS + num_groups * max_blocks
+    slot_ids, starts, num_prompt_tokens, max_total_tokens = packed[:, :NUM_LENGTHS].T
+    tables = packed[:, NUM_LENGTHS:end].reshape(-1, num_groups, max_blocks).swapaxes(0, 1)
     return dataclasses.replace(
         slots,
+        num_computed=slots.num_computed.at[slot_ids].set(starts, mode="drop"),
+        num_prompt_tokens=slots.num_prompt_tokens.at[slot_ids].set(num_prompt_tokens, mode="drop"),
+        max_total_tokens=slots.max_total_tokens.at[slot_ids].set(max_total_tokens, mode="drop"),
         block_tables=slots.block_tables.at[:, slot_ids].set(tables, mode="drop"),
-        sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, 1 + size :]),
+        sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, end:]),
     )
 
 
 def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
     """Write what only processors need of a newly admitted request. In graph, `slots` donated."""
     return dataclasses.replace(slots, sampling=sampling_state.admit_extras(slots.sampling, slot, extras))
+
+
+def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"], *, proposer: Proposer) -> Slots:
+    """Give a proposer the tokens of a newly admitted request, which has no drafts yet. In graph, `slots` donated."""
+    assert slots.drafts is not None
+    drafts = dataclasses.replace(
+        slots.drafts,
+        counts=slots.drafts.counts.at[slot].set(0, mode="drop"),
+        proposer=proposer.admit(slots.drafts.proposer, slot, token_ids),
+    )
+    return dataclasses.replace(slots, drafts=drafts)
 
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import Bucket, make_batch, unpack
 from jaxserve.execution.pooling import pool
-from jaxserve.execution.slots import Slots, admit
+from jaxserve.execution.slots import Drafts, Slots, admit
 from jaxserve.layers.batch import Batch, KVCache, Launch
 from jaxserve.layers.context import PLAIN, Kernels
 from jaxserve.layers.embedding import gathered
@@ -25,9 +25,14 @@ from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
+from jaxserve.speculative import NewTokens, Proposer
+from jaxserve.speculative.verification import num_accepted, synthetic_num_accepted
 
 CORRUPTED = -1
 """The token id of a row whose logits contain NaN."""
+
+NOTHING = -2
+"""The token id of a column behind the first draft of its row that was not accepted."""
 
 PROMPT_LOGPROBS_CHUNK = 128
 """Tokens whose logits are alive at once while prompt log probabilities are computed."""
@@ -45,6 +50,9 @@ class DrawingRows:
     """Generated before this step."""
     features: Int[Array, ""]
     """The bits of `Feature` that some row needs."""
+    num_valid: Int[Array, " R"] | None = None
+    """One and the number of drafts, of rows that verify some; 0 if the request has reached its last token."""
+    drafts: Int[Array, "R Q-1"] | None = None
 
 
 @no_type_check
@@ -62,10 +70,10 @@ class Begun:
 @no_type_check
 @flax.struct.dataclass
 class Forwarded:
-    """The results of a forward pass. `hidden` is None if all rows have one token."""
+    """The results of a forward pass. `hidden` is None if all rows have one token, or as many columns."""
 
-    logits: Float[Array, "R V"]
-    """Logits of the last token of each row, in float32."""
+    logits: Float[Array, "N V"]
+    """Logits of the last token of each row, or of all its columns, in float32."""
     rows: DrawingRows
     hidden: Float[Array, "T E"] | None
 
@@ -73,12 +81,15 @@ class Forwarded:
 @no_type_check
 @flax.struct.dataclass
 class Drawn:
-    """What the host reads of a step, one entry per row. `logprobs` is None if no row can request any, and zeros if none
-    does.
+    """What the host reads of a step. `logprobs`, with an entry for each column of each row, is None if no row can
+    request any, and zeros if none does.
     """
 
-    token_ids: Int[Array, " R"]
-    """CORRUPTED where logits were no numbers. In memory of the host, if the program is to copy them there."""
+    token_ids: Int[Array, "R columns"]
+    """A token in the first column, CORRUPTED where logits were no numbers. If rows verify drafts, one more for each
+    draft that was accepted, then NOTHING; and a last column with the numbers of these drafts. In memory of the host, if
+    the program is to copy them there.
+    """
     logprobs: Logprobs | None
 
 
@@ -95,6 +106,14 @@ class Reading(NamedTuple):
     """See `layers.launch`."""
 
 
+class Drafting(NamedTuple):
+    """How a program drafts and verifies."""
+
+    proposer: Proposer
+    acceptance_rates: tuple[float, ...] = ()
+    """See `Speculation`."""
+
+
 def step(
     params: Any,
     kv_cache: KVCache,
@@ -106,11 +125,12 @@ def step(
     config: Any,
     reading: Reading,
     has_tokens_on_host: bool,
+    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Drawn]:
-    """Run `forward`, then `draw`, for plain rows of one token each. `kv_cache` and `slots` are donated; the keyword
-    arguments are static.
+    """Run `forward`, then `draw`, for plain rows of one token each, or of as many columns. `kv_cache` and `slots` are
+    donated; the keyword arguments are static.
     """
-    assert reading.is_decode_only
+    assert reading.is_decode_only or reading.bucket.num_columns
     kv_cache, slots, forwarded = forward(
         params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading
     )
@@ -122,6 +142,7 @@ def step(
         is_plain=True,
         num_top_logprobs=None,
         has_tokens_on_host=has_tokens_on_host,
+        drafting=drafting,
     )
     return kv_cache, slots, drawn
 
@@ -184,11 +205,12 @@ def finish(
     if span:
         own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
         x, kv_cache = family.run(params, config, x, own, kv_cache, span)
-    last_tokens = x if batch.is_decode_only else x[jnp.maximum(batch.query_starts[1:] - 1, 0)]
+    draws_from_all = batch.is_decode_only or batch.num_columns > 0
+    last_tokens = x if draws_from_all else x[jnp.maximum(batch.query_starts[1:] - 1, 0)]
     with jax.named_scope("lm_head"):
         logits = family.head(params, config, last_tokens, batch.context)
         logits = gathered(logits, None if peers is None else peers.logits, batch.context)
-    return kv_cache, Forwarded(logits, begun.rows, None if batch.is_decode_only else x)
+    return kv_cache, Forwarded(logits, begun.rows, None if draws_from_all else x)
 
 
 def read_plan(
@@ -199,7 +221,9 @@ def read_plan(
     block_size: int,
     num_blocks: int,
 ) -> tuple[Slots, Batch, DrawingRows]:
-    """Return the slots with the plan's new blocks, its Batch, without peers, and what `draw` must know of its rows."""
+    """Return the slots with the plan's new blocks and tokens, its Batch, without peers, and what `draw` must know of
+    its rows.
+    """
     pieces = unpack(packed, reading.bucket)
     block_tables = (
         slots.block_tables.reshape(-1)
@@ -207,10 +231,12 @@ def read_plan(
         .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
         .reshape(slots.block_tables.shape)
     )
-    batch = make_batch(
+    slots = dataclasses.replace(slots, block_tables=block_tables)
+    num_columns = reading.bucket.num_columns
+    batch, (starts, num_valid) = make_batch(
         pieces,
-        slots.last_tokens,
-        block_tables,
+        slots,
+        num_columns=num_columns,
         group_of_layer=reading.group_of_layer,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -218,27 +244,38 @@ def read_plan(
         launch=reading.launch,
         kernels=reading.kernels,
     )
+    slot_ids = pieces["slots"]
+    ends = starts + 1 if num_columns else batch.seq_lens
+    draws = pieces["samples"] > 0
     rows = DrawingRows(
-        slots=pieces["slots"],
-        draws=pieces["samples"] > 0,
-        num_output_tokens=pieces["num_output_tokens"],
+        slots=slot_ids,
+        draws=draws if slots.drafts is None else draws & (num_valid > 0),
+        num_output_tokens=ends - slots.num_prompt_tokens.at[slot_ids].get(mode="clip"),
         features=pieces["header"][2],
     )
-    return dataclasses.replace(slots, block_tables=block_tables), batch, rows
+    if num_columns:  # `draw` will know how far the rows get
+        drafts = batch.token_ids.reshape(-1, num_columns)[:, 1:]
+        return slots, batch, dataclasses.replace(rows, num_valid=num_valid, drafts=drafts)
+    num_computed = slots.num_computed.at[slot_ids].set(starts + num_valid, mode="drop")
+    return dataclasses.replace(slots, num_computed=num_computed), batch, rows
 
 
 def draw(
     slots: Slots,
-    logits: Float[Array, "R V"],
+    logits: Float[Array, "N V"],
     rows: DrawingRows,
     *,
     kernels: Kernels,
     is_plain: bool,
     num_top_logprobs: int | None,
     has_tokens_on_host: bool,
+    drafting: Drafting | None = None,
 ) -> tuple[Slots, Drawn]:
     """Sample the next token of each row, and write it into its slot. `slots` is donated; the keyword arguments are
     static.
+
+    Where rows have drafts, sample in each column as if its drafts were the sequence; what follows the first one that
+    was not drawn is dropped. With `drafting`, propose the next drafts.
 
     `is_plain` compiles no more than draws from filtered distributions, for steps in which no row needs other features.
     `num_top_logprobs` is the number of most likely tokens beside the drawn one; None leaves log probabilities out.
@@ -246,42 +283,98 @@ def draw(
     requested from outside begins only when the host has learned that the program is done, a third of a millisecond
     later.
     """
+    slot_ids, counters = _of_columns(rows, num_columns=logits.shape[0] // rows.slots.shape[0])
     with jax.named_scope("sample"):
         sampled = sample(
             logits,
             slots.sampling,
-            rows.slots,
-            rows.num_output_tokens,
+            slot_ids,
+            counters,
             rows.features,
             plain=is_plain,
             implementation=kernels,
         )
+    token_ids = sampled.token_ids.reshape(rows.slots.shape[0], -1)
     sampling_state, logprobs = slots.sampling, None
-    if not is_plain:
-        sampling_state = record(sampling_state, rows.slots, sampled.token_ids, rows.draws, rows.features)
+    if not is_plain:  # rows with a history in their sampling state have no drafts
+        sampling_state = record(sampling_state, rows.slots, token_ids[:, 0], rows.draws, rows.features)
     if num_top_logprobs is not None:
         logprobs = jax.lax.cond(
             rows.features & Feature.LOGPROBS != 0,
             lambda: token_logprobs(logits, sampled.token_ids, num_top_logprobs),
             lambda: _no_logprobs(logits.shape[0], num_top_logprobs),
         )
-        asked_ids = slots.sampling.extras.logprob_ids.at[rows.slots].get(mode="clip")
+        asked_ids = slots.sampling.extras.logprob_ids.at[slot_ids].get(mode="clip")
         asked_logprobs, asked_ranks = jax.lax.cond(
             rows.features & Feature.LOGPROB_TOKEN_IDS != 0,
             lambda: logprobs_at(logits, asked_ids),
             lambda: (jnp.zeros(asked_ids.shape, jnp.float32), jnp.zeros(asked_ids.shape, jnp.int32)),
         )
         logprobs = logprobs._replace(asked_logprobs=asked_logprobs, asked_ranks=asked_ranks)
+    slots = dataclasses.replace(slots, sampling=sampling_state)
     written = jnp.where(rows.draws, rows.slots, slots.last_tokens.shape[0])
-    last_tokens = slots.last_tokens.at[written].set(sampled.token_ids, mode="drop")
-    slots = dataclasses.replace(slots, last_tokens=last_tokens, sampling=sampling_state)
-    token_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids)
+    host_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids).reshape(token_ids.shape)
+    if rows.drafts is None:
+        counts, last_tokens = rows.draws.astype(jnp.int32), token_ids[:, 0]
+    else:
+        assert drafting is not None
+        assert rows.num_valid is not None
+        slots, counts = _verify(slots, token_ids, rows, drafting)
+        last_tokens = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        column = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
+        host_ids = jnp.where(column < counts[:, None], host_ids, NOTHING)
+        host_ids = jnp.concatenate([host_ids, jnp.maximum(rows.num_valid - 1, 0)[:, None]], axis=1)
+    slots = dataclasses.replace(slots, last_tokens=slots.last_tokens.at[written].set(last_tokens, mode="drop"))
+    if drafting is not None:
+        lengths = rows.num_output_tokens + slots.num_prompt_tokens.at[rows.slots].get(mode="clip")
+        slots = _propose(slots, NewTokens(written, token_ids, counts, lengths), drafting)
+    token_ids = host_ids
     if has_tokens_on_host:
         # After everything else: XLA leaves copies to the host out of command buffers, and one in the middle would split
         # them.
         token_ids, slots, logprobs = jax.lax.optimization_barrier((token_ids, slots, logprobs))
         token_ids = jax.device_put(token_ids, jax.memory.Space.Host)
     return slots, Drawn(token_ids, logprobs)
+
+
+def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
+    """Return the slot and the number of output tokens before each column of each row."""
+    if num_columns == 1:
+        return rows.slots, rows.num_output_tokens
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    return jnp.repeat(rows.slots, num_columns), (rows.num_output_tokens[:, None] + column).reshape(-1)
+
+
+def _verify(
+    slots: Slots, drawn: Int[Array, "R Q"], rows: DrawingRows, drafting: Drafting
+) -> tuple[Slots, Int[Array, " R"]]:
+    """Return the slots as far as their rows got, and how many tokens each row has drawn."""
+    assert rows.num_valid is not None
+    assert rows.drafts is not None
+    num_drafts = jnp.maximum(rows.num_valid - 1, 0)
+    if drafting.acceptance_rates:
+        seed = unpack_rows(slots.sampling, rows.slots).seed
+        accepted = synthetic_num_accepted(seed, rows.num_output_tokens, num_drafts, drafting.acceptance_rates)
+    else:
+        accepted = num_accepted(drawn, rows.drafts, num_drafts)
+    counts = jnp.where(rows.draws, accepted + 1, 0)
+    added = jnp.where(rows.draws, counts, jnp.maximum(rows.num_valid, 0))
+    return dataclasses.replace(slots, num_computed=slots.num_computed.at[rows.slots].add(added, mode="drop")), counts
+
+
+def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> Slots:
+    """Write the drafts that follow the new tokens into their slots."""
+    assert slots.drafts is not None
+    with jax.named_scope("propose"):
+        proposer, token_ids, counts = drafting.proposer.propose(slots.drafts.proposer, new)
+    if drafting.acceptance_rates:
+        counts = jnp.full_like(counts, drafting.proposer.num_drafts)
+    drafts = Drafts(
+        token_ids=slots.drafts.token_ids.at[new.slots].set(token_ids, mode="drop"),
+        counts=slots.drafts.counts.at[new.slots].set(counts, mode="drop"),
+        proposer=proposer,
+    )
+    return dataclasses.replace(slots, drafts=drafts)
 
 
 def prompt_logprobs(
@@ -322,11 +415,12 @@ def embed(
     has the sums and maxima of prompts that come in chunks. `bucket` is static.
     """
     pieces = unpack(packed, bucket)
+    ends = slots.num_computed.at[pieces["slots"]].get(mode="fill", fill_value=0)
     pooled, embeddings = pool(
         hidden,
         slots.pooled,
         slot_ids=pieces["slots"],
-        starts=pieces["starts"],
+        starts=ends - pieces["num_tokens"],
         num_tokens=pieces["num_tokens"],
         row_features=unpack_rows(slots.sampling, pieces["slots"]).features,
         features=pieces["header"][2],

@@ -58,6 +58,11 @@ class Batch:
     compiled for that leaves out everything that longer rows need. With blocks of more than one token, no row attends to
     a position that another row of the step writes, so a layer may write and attend in any order.
     """
+    num_columns: int = flax.struct.field(pytree_node=False, default=0)
+    """Static: if not 0, each row has so many tokens, one row after the other, but padding rows at the end, which have
+    none. Those behind a row's drafts are padding, too: they write nowhere and are at positions up to `num_columns` - 1
+    behind the sequence, for which there are entries in the block tables.
+    """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""
     launch: Launch = flax.struct.field(pytree_node=False, default="at once")

@@ -57,8 +57,17 @@ class Experts:
         """
         X, E, F, own = self.routing.num_experts, hidden_size, self.size, names.experts
 
-        def of_experts(*parts: str) -> tuple[str, ...]:
-            return tuple(f"{prefix}.{own.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
+        def of_experts(parts: tuple[str, ...], fused: int, num_outputs: int, num_inputs: int) -> dict[str, Any]:
+            """Return where a weight of all experts comes from: `parts` of each, or tensor `fused` of all."""
+            if own.fused is None:
+                names = tuple(f"{prefix}.{own.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
+                return {"source": names, "source_shapes": ((num_outputs // len(parts), num_inputs),) * len(names)}
+            shape = (num_inputs, num_outputs) if own.is_transposed else (num_outputs, num_inputs)
+            return {
+                "source": (f"{prefix}.{own.fused[fused]}",),
+                "source_shapes": ((X, *shape),),
+                "is_transposed": own.is_transposed,
+            }
 
         specs: Params = {
             "router": router_spec(f"{prefix}.{own.router}", num_experts=X, hidden_size=E),
@@ -67,19 +76,17 @@ class Experts:
                     shape=(X, 2, F, E),
                     axes=("experts", None, "ffn", "embed"),
                     num_inputs=1,
-                    source=of_experts(own.gate, own.up),
-                    source_shapes=((F, E),) * (2 * X),
                     quantize=True,
                     expert_size=F,
+                    **of_experts((own.gate, own.up), 0, 2 * F, E),
                 ),
                 "down": ParamSpec(
                     shape=(X, E, F),
                     axes=("experts", "embed", "ffn"),
                     num_inputs=1,
-                    source=of_experts(own.down),
-                    source_shapes=((E, F),) * X,
                     quantize=True,
                     expert_size=F,
+                    **of_experts((own.down,), 1, E, F),
                 ),
             },
         }

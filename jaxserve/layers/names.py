@@ -5,7 +5,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """The names of the modules of a block with experts, relative to the block."""
+    """The names of the modules of a block with experts, relative to the block.
+
+    Attributes:
+        fused: tensors that hold all experts, of gate before up and of down; None if each expert has its own.
+        is_transposed: these have inputs before outputs.
+    """
 
     router: str = "gate"
     experts: str = "experts"
@@ -15,6 +20,8 @@ class ExpertNames:
     selection_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    fused: tuple[str, str] | None = None
+    is_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

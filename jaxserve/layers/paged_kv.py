@@ -119,9 +119,19 @@ class KVSpec:
 def attend_over_pages(q: Float[Array, "T H D"], cache: PagedKV, batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
     """Attend with a step's queries, of one device's heads, over what its rows have in pages, this step's tokens too.
 
-    Rows with one token and rows with more of them have a kernel each.
+    Rows with one token and rows with more of them have a kernel each, and so have rows with a few columns.
     """
     num_tokens, num_rows = q.shape[0], batch.seq_lens.shape[0]
+    if batch.num_columns:
+        out, _ = paged_attention(
+            q.reshape(num_rows, batch.num_columns, *q.shape[1:]),
+            *cache,
+            block_tables=batch.block_tables,
+            seq_lens=jnp.where(jnp.arange(num_rows) < batch.num_rows, batch.seq_lens, 0),
+            scores=scores,
+            implementation=batch.kernels,
+        )
+        return out.reshape(q.shape)
     # The rows with one token come first, so that row b is token b.
     decodes = slice(0, min(num_tokens, num_rows))
     is_decode = jnp.arange(decodes.stop) < batch.num_decode_rows

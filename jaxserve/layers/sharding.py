@@ -46,7 +46,7 @@ def with_explicit_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
-def check_mesh(mesh: Mesh, used_axes: Collection[str | None], *, tensor_parallel_size: int) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh, used_axes: Collection[str | None], *, tensor_parallel_size: int) -> None:
     """Raise ConfigError, naming the axes, for a mesh of which a model would not use every device.
 
     `used_axes` are the logical axes of the model's weights. `tensor_parallel_size` must be the size of the axis that it
@@ -67,7 +67,7 @@ def check_mesh(mesh: Mesh, used_axes: Collection[str | None], *, tensor_parallel
         )
 
 
-def _described(mesh: Mesh) -> str:
+def _described(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name!r} of {size}" for name, size in mesh.shape.items())
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 from jaxserve.config import EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import hub
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config
 from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.overrides import check_format, with_overrides
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
@@ -37,7 +37,7 @@ def resolve_names(config: EngineConfig, *, progress: bool = True) -> EngineConfi
     config = with_overrides(dataclasses.replace(config, model=model, revision=None, tokenizer=tokenizer))
     described = pathlib.Path(config.model) / "config.json"
     if described.is_file():
-        check_model_type(read_object(described), described)
+        check_model_type(read_config(described), described)
     return config
 
 
@@ -91,7 +91,7 @@ def _local(name: str) -> pathlib.Path:
     if path.suffix == ".gguf" and path.is_file():
         return path
     if (path / "config.json").is_file():
-        read_object(path / "config.json")  # before transformers, which reads it for the tokenizer
+        read_config(path / "config.json")  # before transformers, which reads it for the tokenizer
         return path
     if path.is_dir():
         raise CheckpointError(f"{name} holds no config.json, so it is not a model directory")

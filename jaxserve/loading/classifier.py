@@ -12,7 +12,7 @@ import safetensors
 from jaxtyping import Float32
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config
 from jaxserve.loading.reranking import named_activation
 from jaxserve.loading.torch_activations import Activation, identity, read_activation, sigmoid, softmax
 
@@ -61,7 +61,7 @@ def read_head(path: str | pathlib.Path, *, hidden_size: int) -> ClassificationHe
     """Return the classification head of a model directory, None if it has none. Raises CheckpointError."""
     directory = pathlib.Path(path)
     config = directory / "config.json"
-    if not config.is_file() or not is_classifier(fields := read_object(config)):
+    if not config.is_file() or not is_classifier(fields := read_config(config)):
         return None
     for file in sorted(directory.glob("*.safetensors")):
         with safetensors.safe_open(file, framework="numpy") as tensors:

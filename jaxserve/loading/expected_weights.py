@@ -7,7 +7,7 @@ import jax
 
 from jaxserve.layers.params import Params
 from jaxserve.loading.huggingface import SourceWeight
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config
 from jaxserve.loading.quantization_files import expected_schemes
 from jaxserve.loading.tied_head import is_head
 from jaxserve.quantization.expected import Expected
@@ -31,5 +31,5 @@ class ExpectedWeight(SourceWeight):
 def expected_weights(path: str | pathlib.Path, specs: Params) -> Params:
     """Return an ExpectedWeight for each of `specs`, as the config of a directory without weights describes them."""
     directory = pathlib.Path(path)
-    expected = expected_schemes(directory, read_object(directory / "config.json"))
+    expected = expected_schemes(directory, read_config(directory / "config.json"))
     return jax.tree.map(lambda spec: ExpectedWeight(spec, {}, expected), specs)

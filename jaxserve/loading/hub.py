@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import partial_files
 from jaxserve.loading.causality import check_causal
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config
 from jaxserve.loading.model_types import check_model_type, is_unknown
 from jaxserve.loading.partial_files import no_bar
 from jaxserve.loading.pickles import why_not_read
@@ -73,7 +73,7 @@ def download(name: HubName, *, with_weights: bool = True, progress: bool = True,
         folder = _snapshot(name, SMALL_FILES, ignored="*/*", is_offline=is_offline)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{name.repo} has no config.json{_there_are(name, '.gguf')}")
-        fields = read_object(folder / "config.json")
+        fields = read_config(folder / "config.json")
         # All of this before the weights are downloaded.
         if with_weights:
             check_model_type(fields, f"{name.repo}/config.json")

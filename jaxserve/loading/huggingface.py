@@ -7,9 +7,10 @@ On the host there is never more than the tensors of one weight.
 import contextlib
 import dataclasses
 import json
+import logging
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -29,15 +30,18 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.bounds import NEXT_TOKEN_LAYERS
 from jaxserve.loading.classifier import HEAD, is_classifier
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config, read_object
 from jaxserve.loading.model_types import check_model_type
+from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
-from jaxserve.loading.quantized import QuantizedMatrix, join_parts
+from jaxserve.loading.quantized import StoredMatrix, join_parts
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
@@ -58,7 +62,7 @@ KNOWN_EXTRAS = (
     "embed_out.weight",
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
-FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")
+FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
 
@@ -109,6 +113,20 @@ class _Stored:
         return f"is {dtype} {list(found)} and not a float of {list(shape)}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Turned:
+    """A tensor of matrices that a file has the other way round: outputs before inputs."""
+
+    stored: _Stored
+
+    def read(self) -> np.ndarray:
+        return self.stored.read().swapaxes(-1, -2)
+
+    def complaint(self, shape: tuple[int, ...]) -> str | None:
+        *rest, inputs, outputs = shape
+        return self.stored.complaint((*rest, outputs, inputs))
+
+
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """Return the fields of `path`/config.json; tie_word_embeddings is false if the files have an LM head of their own.
 
@@ -118,13 +136,13 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     directory = pathlib.Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"no model directory at {directory}")
-    fields = read_object(directory / "config.json")
+    fields = read_config(directory / "config.json")
     check_model_type(fields, directory / "config.json")
     stored_formats(directory, fields)
     if is_classifier(fields):  # which has no LM head
         return fields | {"tie_word_embeddings": True}
     is_tied = fields.get("tie_word_embeddings")
-    if (is_tied is None or is_tied is True) and has_own_head(directory):
+    if (is_tied is None or is_tied is True) and has_own_head(directory, is_wrapped=TEXT_OF in fields):
         fields["tie_word_embeddings"] = False
     return fields
 
@@ -169,6 +187,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
         tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
+        tensors = _with_inputs_first(tensors, specs)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
@@ -176,7 +195,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
 def is_quantized(path: str | pathlib.Path) -> bool:
     """Report whether a directory's config says that some of its matrices are stored as codes."""
     directory = pathlib.Path(path)
-    return bool(_formats(directory)) or bool(read_object(directory / "config.json").get("quantization_config"))
+    return bool(_formats(directory)) or bool(read_config(directory / "config.json").get("quantization_config"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +247,7 @@ class SourceWeight:
         """Return the order in which codes have the inputs, None if all sources have no order or not the same one."""
         tensors = (self.tensors[name] for name in self.spec.source)
         orders = [
-            order for tensor in tensors if isinstance(tensor, QuantizedMatrix) and (order := tensor.order()) is not None
+            order for tensor in tensors if isinstance(tensor, StoredMatrix) and (order := tensor.order()) is not None
         ]
         is_one = len(orders) == len(self.spec.source) and all(np.array_equal(orders[0], order) for order in orders)
         return orders[0] if is_one else None
@@ -236,7 +255,7 @@ class SourceWeight:
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, why it has none, or None if it is of floats."""
         tensors = [self.tensors[name] for name in self.spec.source]
-        if self.spec.is_transposed and any(isinstance(tensor, QuantizedMatrix) for tensor in tensors):
+        if self.spec.is_transposed and any(isinstance(tensor, StoredMatrix) for tensor in tensors):
             return ["its inputs stand before its outputs"]
         return [tensor.scheme() if isinstance(tensor, QuantizedTensor) else None for tensor in tensors]
 
@@ -254,7 +273,7 @@ class SourceWeight:
         tensors = (self.tensors[name] for name in self.spec.source)
         is_exact = self.spec.is_exact
         return (
-            tensor.read_in_float32() if is_exact and isinstance(tensor, QuantizedMatrix) else tensor.read()
+            tensor.read_in_float32() if is_exact and isinstance(tensor, StoredMatrix) else tensor.read()
             for tensor in tensors
         )
 
@@ -286,9 +305,9 @@ def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: 
 class _Opened:
     """The tensors of a directory, each in its open file; what is wrong with files; and the tensors lost with them."""
 
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix]
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix]
     problems: list[str]
-    lost: set[str]
+    lost: Set[str]
 
 
 def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: contextlib.ExitStack) -> _Opened:
@@ -317,12 +336,26 @@ def _open_tensors(directory: pathlib.Path, expected: Iterable[str], stack: conte
     if twice:
         problems.append(f"in several files: {', '.join(sorted(twice))}")
     lost = {tensor for tensor, file in shard_of.items() if file in unreadable}
-    return _Opened(join_parts(mxfp4.join_pairs(tensors), _formats(directory)), problems, lost)
+    fields = _fields(directory)
+    # Quantizers name modules as they are stored.
+    joined = join_parts(mxfp4.join_pairs(tensors), _formats(directory))
+    if TEXT_OF not in fields:
+        return _Opened(joined, problems, lost)
+    joined, left = without_towers(joined)
+    if left:
+        parts = ", ".join(f"{count} of {part}" for part, count in sorted(left.items()))
+        logger.info("%s is served for text only; tensors left out: %s", fields[TEXT_OF], parts)
+    return _Opened(joined, problems, without_towers(dict.fromkeys(lost))[0].keys())
+
+
+def _fields(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    return read_config(path) if path.is_file() else {}
 
 
 def _formats(directory: pathlib.Path) -> tuple[Format, ...]:
-    path = directory / "config.json"
-    return stored_formats(directory, read_object(path)) if path.is_file() else ()
+    fields = _fields(directory)
+    return stored_formats(directory, fields) if fields else ()
 
 
 def read_bytes(path: pathlib.Path, name: str) -> np.ndarray:
@@ -378,10 +411,30 @@ def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, 
     return tensors | {embedding: tensors[head]}
 
 
+def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]:
+    """Return the tensors, those of all experts with inputs before outputs where a weight has them so: transformers
+    writes either, and reads them by their shapes.
+    """
+    shapes = {
+        name: shape
+        for spec in jax.tree.leaves(specs)
+        if spec.is_transposed and spec.expert_size is not None
+        for name, shape in zip(spec.source, spec.source_shapes, strict=True)
+    }
+    turned = {
+        name: _Turned(tensor)
+        for name, shape in shapes.items()
+        if isinstance(tensor := tensors.get(name), _Stored)
+        and tensor.complaint(shape) is not None
+        and _Turned(tensor).complaint(shape) is None
+    }
+    return tensors | turned
+
+
 def _check(
     directory: pathlib.Path,
     expected: Mapping[str, tuple[int, ...]],
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | QuantizedMatrix],
+    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix],
     opened: _Opened,
 ) -> None:
     """Raise CheckpointError with everything that is wrong; a tensor lost with its file is not reported as missing
@@ -398,6 +451,8 @@ def _check(
         and not _is_extra(name, further_layers)
         and not _is_bias_of_zeros(name, tensors)
     ]
+    if further := [name for name in tensors if name not in expected and _is_further(name, further_layers)]:
+        logger.info("left out: %d tensors of layers that predict further tokens, such as %s", len(further), further[0])
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
@@ -406,14 +461,12 @@ def _check(
 
 
 def _is_classifier(directory: pathlib.Path) -> bool:
-    path = directory / "config.json"
-    return path.exists() and is_classifier(read_object(path))
+    return is_classifier(_fields(directory))
 
 
 def _further_layers(directory: pathlib.Path) -> range:
     """Return the layers after the last one that predict further tokens, by any name of their number."""
-    path = directory / "config.json"
-    fields = read_object(path) if path.exists() else {}
+    fields = _fields(directory)
     first, counts = fields.get("num_hidden_layers"), [fields.get(name) for name in NEXT_TOKEN_LAYERS]
     count = max((count for count in counts if isinstance(count, int)), default=0)
     return range(first, first + count) if isinstance(first, int) else range(0)
@@ -421,9 +474,13 @@ def _further_layers(directory: pathlib.Path) -> range:
 
 def _is_extra(name: str, further_layers: range) -> bool:
     """Return true if checkpoints contain such a tensor though no model reads it."""
+    return _is_further(name, further_layers) or name.endswith(KNOWN_EXTRAS)
+
+
+def _is_further(name: str, further_layers: range) -> bool:
+    """Return true if such a tensor is of layers that predict further tokens."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    is_further = name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
-    return is_further or name.endswith(KNOWN_EXTRAS)
+    return name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -431,7 +488,7 @@ def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     not.
     """
     module, _, leaf = name.rpartition(".")
-    is_quantized = isinstance(tensors.get(f"{module}.weight"), QuantizedMatrix)
+    is_quantized = isinstance(tensors.get(f"{module}.weight"), StoredMatrix)
     return leaf == "bias" and is_quantized and not tensors[name].read().any()
 
 

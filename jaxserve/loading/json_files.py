@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.bounds import MAX_INTEGER, MAX_NUMBER, MAXIMA, is_within
 from jaxserve.loading.model_types import is_unknown
+from jaxserve.loading.multimodal import text_fields
 
 
 class _Kind(NamedTuple):
@@ -130,13 +131,31 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     fields = read_json(path)
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {fields!r:.100}")
+    _check_fields(fields, path)
+    return fields
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any]:
+    """Return the fields of the config.json of a model directory, or of the language model that it describes among
+    others. Raises CheckpointError as `read_object` does.
+    """
+    fields = read_object(path)
+    try:
+        text = text_fields(fields)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path.parent}/{error}") from error
+    if text is not fields:
+        _check_fields(text, path)
+    return text
+
+
+def _check_fields(fields: Mapping[str, Any], path: pathlib.Path) -> None:
     if path.name == "config.json" and is_unknown(fields):
-        return fields
+        return
     for name, kind in _KINDS.get(path.name, {}).items():
         _check(fields, name, kind, path)
     if path.name == "config.json":
         _check_numbers(fields, path)
-    return fields
 
 
 def _check_numbers(fields: Mapping[str, Any], path: pathlib.Path, prefix: str = "") -> None:

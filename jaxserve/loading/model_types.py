@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.loading.multimodal import REFUSED, TEXT_OF, WRAPPERS
 
 MODEL_TYPES = {
-    *("apertus", "arcee", "bloom", "chatglm", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
-    *("falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm3", "llama", "mellum", "mimo", "ministral", "mistral", "mixtral"),
-    *("olmo2", "olmo3", "opt", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
-    *("smollm3", "stablelm", "starcoder2"),
+    *("apertus", "arcee", "bloom", "chatglm", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "hy_v3", "internlm3", "kimi_k2", "llama", "mellum", "mimo", "minimax_m2", "ministral"),
+    *("mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "qwen3_vl_moe_text", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 }
 """The keys of `models.FAMILIES`. A config of another model type is refused as such before any of its fields is judged,
 as these may mean something else there.
@@ -18,13 +20,17 @@ as these may mean something else there.
 
 
 def is_unknown(fields: Mapping[str, Any]) -> bool:
-    """Return true if a config names a model type, and one that is not served."""
+    """Return true if a config names a model type, and one that is not served, nor its text."""
     name = fields.get("model_type")
-    return isinstance(name, str) and name not in MODEL_TYPES
+    return isinstance(name, str) and name not in MODEL_TYPES and name not in WRAPPERS
 
 
 def check_model_type(fields: Mapping[str, Any], where: object = "config.json") -> None:
     """Raise CheckpointError if a config, whose path is `where`, names a model type that is not served."""
-    name = fields.get("model_type")
+    name, whole = fields.get("model_type"), fields.get(TEXT_OF)
+    if isinstance(name, str) and name in REFUSED:
+        raise CheckpointError(f"{where}: model_type {name!r} is not supported: {REFUSED[name]}")
     if name is not None and (is_unknown(fields) or not isinstance(name, str)):
+        if whole is not None:
+            raise CheckpointError(f"{where}: unknown model_type {name!r:.100} of the text in {whole!r:.100}")
         raise CheckpointError(f"{where}: unknown model_type {name!r:.100}; `jaxserve models` lists the known ones")

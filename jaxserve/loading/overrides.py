@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 from jaxserve.config import GENERATION_FIELDS, EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.loading.json_files import read_object
+from jaxserve.loading.json_files import read_config, read_object
+from jaxserve.loading.multimodal import OF_BOTH, WRAPPERS
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
     for name, fields in changed.items():
         (model / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
         try:
-            read_object(model / name)
+            (read_config if name == CONFIG else read_object)(model / name)
         except CheckpointError as error:
             option = "hf_overrides" if name == CONFIG else "override_generation_config"
             raise ConfigError(f"{option}: {str(error).removeprefix(f'{model / name}: ')}") from error
@@ -104,7 +105,7 @@ def _formats(model: str) -> set[str]:
     from jaxserve.loading.quantization_files import declared_methods  # imported late, as it needs NumPy
 
     path = pathlib.Path(model)
-    return {"gguf"} if path.is_file() else set(map(str, declared_methods(path, read_object(path / CONFIG))))
+    return {"gguf"} if path.is_file() else set(map(str, declared_methods(path, read_config(path / CONFIG))))
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _changed_files(config: EngineConfig) -> dict[str, dict[str, Any]]:
         return changed
     if config.hf_overrides:
         fields = read_object(directory / CONFIG)
-        changed[CONFIG] = merged(fields, config.hf_overrides)
+        changed[CONFIG] = merged(fields, _within_text(fields, config.hf_overrides))
         if new := sorted(changed[CONFIG].keys() - fields.keys()):
             logger.warning("hf_overrides: config.json has had no %s", ", ".join(new))
     if source != "auto" or values:
@@ -153,6 +154,17 @@ def _changed_files(config: EngineConfig) -> dict[str, dict[str, Any]]:
             given = {name: value for name, value in given.items() if name not in GENERATION_FIELDS}
         changed[GENERATION_CONFIG] = given | (values or {})
     return changed
+
+
+def _within_text(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return changes of a config.json, where fields of the language model in it go into its own config."""
+    wrapper = WRAPPERS.get(str(fields.get("model_type")))
+    if wrapper is None or not isinstance(fields.get(wrapper.key), dict):
+        return changes
+    beside = {name: value for name, value in changes.items() if name in fields or name in OF_BOTH}
+    inner = {name: value for name, value in changes.items() if name not in beside}
+    own = beside.get(wrapper.key) or {}
+    return {**beside, wrapper.key: {**inner, **own}} if inner and isinstance(own, Mapping) else beside | inner
 
 
 def _generation_config(directory: pathlib.Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ ORDERS = ("g_idx", "weight_g_idx")
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedMatrix:
+class StoredMatrix:
     """The weight of one module; `tensors` are its parts, by the last part of their names."""
 
     module: str
@@ -84,7 +84,7 @@ class QuantizedMatrix:
 
 
 def join_parts(tensors: Mapping[str, Any], formats: Iterable[Format]) -> dict[str, Any]:
-    """Return the tensors by name, those of each quantized matrix as one QuantizedMatrix, MODULE.weight."""
+    """Return the tensors by name, those of each quantized matrix as one StoredMatrix, MODULE.weight."""
     by_module: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         module, leaf = _module_and_leaf(name)
@@ -102,7 +102,7 @@ def join_parts(tensors: Mapping[str, Any], formats: Iterable[Format]) -> dict[st
             del joined[f"{module}.{leaf}"]
         if f"{module}.weight" in joined:
             raise CheckpointError(f"{module}.weight is there twice, as floats and as {', '.join(parts)}")
-        joined[f"{module}.weight"] = QuantizedMatrix(module, chosen, {leaf: leaves[leaf] for leaf in parts})
+        joined[f"{module}.weight"] = StoredMatrix(module, chosen, {leaf: leaves[leaf] for leaf in parts})
     return joined
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.multimodal import text_names
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEADS = ("lm_head", "embed_out")
@@ -24,23 +25,25 @@ ROWS = 2**12
 """Number of rows compared at a time."""
 
 
-def has_own_head(directory: pathlib.Path) -> bool:
-    """Return true if the files hold an LM head that differs from the embedding.
+def has_own_head(directory: pathlib.Path, *, is_wrapped: bool = False) -> bool:
+    """Return true if the files hold an LM head that differs from the embedding. `is_wrapped` says that the language
+    model is one part of a model.
 
     False if there is none, or if the files cannot be read: loading reports damaged files.
     """
     with contextlib.suppress(CheckpointError, OSError, SafetensorError), contextlib.ExitStack() as stack:
-        file_of = _file_of_tensors(directory)
-        heads = [name for name in file_of if name.partition(".")[0] in HEADS and not name.endswith(".bias")]
-        embeddings = [name for name in file_of if is_embedding(name)]
+        files = _file_of_tensors(directory)
+        stored = text_names(files) if is_wrapped else {name: name for name in files}
+        heads = [name for name in stored if name.partition(".")[0] in HEADS and not name.endswith(".bias")]
+        embeddings = [name for name in stored if is_embedding(name)]
         if not heads or not embeddings:
             return False
         if len(heads) > 1 or not heads[0].endswith(".weight"):  # a quantized one
             return True
         tensors = []
         for name in (heads[0], embeddings[0]):
-            file = stack.enter_context(safe_open(directory / file_of[name], framework="numpy"))
-            tensors.append(file.get_slice(name))
+            file = stack.enter_context(safe_open(directory / files[stored[name]], framework="numpy"))
+            tensors.append(file.get_slice(stored[name]))
         return not _are_equal(*tensors)
     return False
 

@@ -53,11 +53,12 @@ class Config(deepseek_v2.Config):
             mlp_bias=False,
             is_interleaved=hf_config.flag(fields, "rope_interleave"),
             sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            routing=_routing(fields),
+            routing=routing(fields),
         )
 
 
-def _routing(fields: dict[str, Any]) -> Routing:
+def routing(fields: dict[str, Any]) -> Routing:
+    """Read how experts are chosen: by groups, sigmoid scores and a bias."""
     hf_config.require(fields, "scoring_func", "sigmoid")
     hf_config.require(fields, "topk_method", "noaux_tc")
     num_experts = hf_config.num_experts(fields)

@@ -228,6 +228,27 @@ def sparse_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
     return tuple(index >= first and index % step == 0 for index in range(integer(fields, "num_hidden_layers")))
 
 
+def sparse_layers_by_type(fields: Fields) -> tuple[bool, ...]:
+    """Return which layers have experts, from `mlp_layer_types`; by default all but the first ones, whose number is
+    `first_k_dense_replace` or 1. Raises CheckpointError if the two contradict each other.
+    """
+    num_layers, kinds = integer(fields, "num_hidden_layers"), fields.get("mlp_layer_types")
+    first = integer(fields, "first_k_dense_replace", 1, minimum=0)
+    if kinds is None:
+        return tuple(index >= first for index in range(num_layers))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in ("dense", "sparse") for kind in kinds)
+    ):
+        raise CheckpointError(f"config.json: mlp_layer_types must name dense or sparse for each of {num_layers} layers")
+    is_sparse = tuple(kind == "sparse" for kind in kinds)
+    contradicts = any(is_sparse[:first]) or not all(is_sparse[first:])
+    if fields.get("first_k_dense_replace") is not None and contradicts:
+        raise CheckpointError(f"config.json: first_k_dense_replace {first} contradicts mlp_layer_types")
+    return is_sparse
+
+
 def expert_groups(fields: Fields, num_groups: int, num_chosen: int) -> tuple[int, int]:
     """Read `n_group` and `topk_group`: the number of groups of experts, and from how many of them a token's experts are
     chosen.

@@ -6,7 +6,7 @@ Which modules a checkpoint has left as floats is taken from its lists of names. 
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -30,20 +30,40 @@ class Expected:
 
     method: str
     config: Config
+    aliases: Callable[[str], tuple[str, ...]] | None = None
+    """All names that a module may have in the lists; None if it has one."""
 
     def scheme(self, module: str, num_inputs: int) -> Scheme | str | None:
         """Return how the codes of a module's matrix could be held, or why not; None if it is stored as floats."""
         config = self.config.get("quantization", self.config) if self.method == "modelopt" else self.config
-        skipped = [name for field in _SKIPPED for name in config.get(field) or ()]
-        is_skipped = any(_is_within(module, name) for name in skipped)
-        if is_skipped or (module == HEAD and not _names_head(self.method, config)):
+        names = (module,) if self.aliases is None else self.aliases(module)
+        is_left = any(_is_left(self.method, config, name) for name in names)
+        if is_left or (module == HEAD and not _names_head(self.method, config)):
             return None
-        found = _READERS[self.method](config, module)
+        schemes = (_READERS[self.method](config, name) for name in names)
+        found = next((scheme for scheme in schemes if scheme is not None), None)
         if found is None or found.group_size is None or found.codes == "e2m1":  # whose groups are always the same
             return found
         if found.group_size >= num_inputs:
             return msgspec.structs.replace(found, group_size=None)
         return regrouped(found, num_inputs)
+
+
+def _is_left(method: str, config: Config, module: str) -> bool:
+    """Return true if a list of a config says that a module is stored as floats."""
+    skipped = [name for field in _SKIPPED for name in config.get(field) or ()]
+    if any(_is_within(module, name) for name in skipped):
+        return True
+    match method:
+        case "modelopt":
+            left = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
+            return any(fnmatch.fnmatchcase(module, name) or _is_within(module, name) for name in left)
+        case "compressed-tensors":
+            return any(_is_target(module, name) for name in config.get("ignore") or ())
+        case "gptq":
+            first = next((each for each in config.get("dynamic") or {} if re.match(_of_gptq(each), module)), "")
+            return first.startswith("-:")
+    return False
 
 
 def _names_head(method: str, config: Config) -> bool:
@@ -66,9 +86,6 @@ def _fbgemm_fp8(config: Config, module: str) -> Scheme | None:  # noqa: ARG001
 
 
 def _modelopt(config: Config, module: str) -> Scheme | None:
-    left = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
-    if any(fnmatch.fnmatchcase(module, name) or _is_within(module, name) for name in left):
-        return None
     algorithm = config.get("quant_algo")
     if algorithm == "MIXED_PRECISION":
         algorithm = config["quantized_layers"].get(module, {}).get("quant_algo")
@@ -79,8 +96,6 @@ _OF_MODELOPT = {"FP8": Scheme(codes="fp8"), "MXFP8": MXFP8, "NVFP4": NVFP4, "W4A
 
 
 def _compressed_tensors(config: Config, module: str) -> Scheme | None:
-    if any(_is_target(module, name) for name in config.get("ignore") or ()):
-        return None
     for group in config["config_groups"].values():
         if any(_is_target(module, name) for name in group.get("targets") or ("Linear",)):
             return _of_group(group.get("format") or config.get("format"), group["weights"])
@@ -116,12 +131,15 @@ def _integers(bits: int, *, is_symmetric: bool, size: int | None, scale_dtype: A
     return Scheme(codes=codes, group_size=size, scale_dtype=scale_dtype, has_zeros=not is_symmetric)
 
 
+def _of_gptq(pattern: str) -> str:
+    """Return the regular expression of an entry of `dynamic`, without its sign."""
+    return pattern.removeprefix("-:").removeprefix("+:")
+
+
 def _gptq(config: Config, module: str) -> Scheme | None:
     said = dict(config)
     for pattern, override in (config.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
-            if pattern.startswith("-:"):
-                return None
+        if re.match(_of_gptq(pattern), module):
             said |= override
             break
     size = said.get("group_size")

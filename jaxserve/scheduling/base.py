@@ -32,6 +32,10 @@ class SchedulerLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     windows: tuple[int | None, ...] = (None,)
     """The window of each KV group, see BlockNeeds."""
+    drafts: tuple[tuple[int, int], ...] = ()
+    """Drafts that each row may verify in a step, by the number of rows: pairs of a largest number of rows, ascending,
+    and a number of drafts. Steps of more rows verify none.
+    """
     has_states: bool = False
     """True if layers keep states by slot: then no request, sibling or not, starts from what another has computed."""
 
@@ -71,10 +75,11 @@ class SchedulerStats(NamedTuple):
 class RowOutcome(enum.Enum):
     """The result of `update` for one row of a step.
 
-    TOKEN: its token was appended. LAST_TOKEN: its token was appended and the request is finished; if its
-    `finish_reason` is "stop", the token is the stop token. CHUNK: part of a sequence was computed, nothing was sampled.
-    FAILED: its numbers were not finite; the request is finished with `finish_reason` "error". DROPPED: the request had
-    finished before the row came back (a stop token one step earlier, an abort), so its token is discarded.
+    TOKEN: its tokens were appended. LAST_TOKEN: its tokens were appended and the request is finished; if its
+    `finish_reason` is "stop", the last of them is the stop token. CHUNK: part of a sequence was computed, nothing was
+    sampled. FAILED: its numbers were not finite; the request is finished with `finish_reason` "error". DROPPED: the
+    request had finished before the row came back (a stop token one step earlier, an abort), so its tokens are
+    discarded.
     """
 
     TOKEN = enum.auto()
@@ -161,7 +166,12 @@ class Scheduler(abc.ABC):
             self.check_admissible(request)
         requests = []
         for engine_request in engine_requests:
-            request = Request(engine_request, arrival=self._num_arrived, num_groups=len(limits.windows))
+            request = Request(
+                engine_request,
+                arrival=self._num_arrived,
+                num_groups=len(limits.windows),
+                takes_drafts=bool(limits.drafts) and engine_request.may_take_drafts,
+            )
             self._num_arrived += 1
             if not self._by_priority:
                 request.priority = 0  # the key is then the arrival alone
@@ -177,13 +187,14 @@ class Scheduler(abc.ABC):
         """
 
     def update(
-        self, plan: StepPlan, sampled_token_ids: Sequence[int], ok: Sequence[bool] | None = None
+        self, plan: StepPlan, sampled_token_ids: Sequence[list[int]], ok: Sequence[bool] | None = None
     ) -> list[RowOutcome]:
         """Process the results of the oldest plan in flight; return one outcome per row.
 
-        `sampled_token_ids` has one int per row, ignored where a row does not sample; `ok` says which rows' numbers were
-        finite, None that all were. Requests finish here: at a stop token ("stop"), at their last token ("length"), or
-        because a row is not ok ("error").
+        `sampled_token_ids` has a list for each row, ignored where a row does not sample: its tokens, one and one for
+        each draft that was accepted, or none if the request had reached its last token before. A list is cut, in place,
+        after a stop token. `ok` says which rows' numbers were finite, None that all were. Requests finish here: at a
+        stop token ("stop"), at their last token ("length"), or because a row is not ok ("error").
         """
         oldest = self._in_flight.popleft()
         assert oldest is plan, "plans come back in the order they were made"
@@ -191,17 +202,22 @@ class Scheduler(abc.ABC):
         finished = RequestStatus.FINISHED
         chunk, one_token, last_token = RowOutcome.CHUNK, RowOutcome.TOKEN, RowOutcome.LAST_TOKEN
         outcomes: list[RowOutcome] = []
-        for (request, _, _, _, samples, _), token_id in zip(plan.rows, sampled_token_ids, strict=True):
+        for (request, _, _, _, samples, _, num_drafts), new in zip(plan.rows, sampled_token_ids, strict=True):
             if samples:
                 request.num_pending -= 1
+                request.num_pending_drafts -= num_drafts
             if request.status is finished:
                 outcomes.append(RowOutcome.FAILED if request in failed else RowOutcome.DROPPED)
             elif not samples:
                 outcomes.append(chunk)
             else:
-                token_ids = request.token_ids
-                token_ids.append(token_id)
-                if token_id in request.request.stop_token_ids:
+                token_ids, stops = request.token_ids, request.request.stop_token_ids
+                if len(new) > 1:
+                    _cut_after_stop(new, stops)
+                    if request.slot >= 0:  # else it was preempted, and all will be computed again
+                        request.num_computed_tokens += len(new) - 1
+                token_ids += new
+                if token_ids[-1] in stops:
                     self._finish(request, "stop")
                 elif len(token_ids) == request.max_total_tokens:
                     self._finish(request, "length")
@@ -321,13 +337,20 @@ class Scheduler(abc.ABC):
         for plan in self._in_flight:
             counts = [row.num_tokens for row in plan.rows]
             assert counts == [1] * plan.num_decode_rows + [n for n in counts if n > 1], "rows are out of order"
-            assert sum(counts) == plan.num_tokens <= limits.max_num_batched_tokens
+            num_drafts = sum(row.num_drafts for row in plan.rows)
+            assert sum(counts) == plan.num_tokens <= limits.max_num_batched_tokens - num_drafts
+            assert not num_drafts or plan.num_decode_rows == len(counts), "drafts beside rows of several tokens"
+            assert all(row.samples and row.request.takes_drafts for row in plan.rows if row.num_drafts)
             assert len({id(row.request) for row in plan.rows}) == len(counts), "a request has two rows"
             assert len({row.slot for row in plan.rows}) == len(counts), "two rows in one slot"
         in_flight = Counter(dict.fromkeys(self._requests.values(), 0))
         in_flight.update(row.request for plan in self._in_flight for row in plan.rows if row.samples)
+        drafts = Counter(dict.fromkeys(self._requests.values(), 0))
+        for row in itertools.chain.from_iterable(plan.rows for plan in self._in_flight):
+            drafts[row.request] += row.num_drafts
         for request, num_rows in in_flight.items():
             assert request.num_pending == num_rows, "num_pending differs from the rows in flight"
+            assert request.num_pending_drafts == drafts[request], "num_pending_drafts differs from the rows in flight"
         for request in self._requests.values():
             self._check_request(request)
 
@@ -339,7 +362,12 @@ class Scheduler(abc.ABC):
         assert num_tokens <= request.max_total_tokens
         assert request.max_total_tokens - bool(request.request.pooling) <= self._limits.max_model_len
         for group, (table, first) in enumerate(zip(request.block_tables, request.first_blocks, strict=True)):
-            assert len(table) == self._num_blocks(num_computed), "a block table is not what was computed"
+            least = most = num_computed
+            if request.takes_drafts and request.slot >= 0:
+                least, most = num_computed + request.num_pending_drafts, num_computed + self._needs.max_chunk - 1
+            limit = max(num_computed, request.max_total_tokens - 1)
+            num_blocks = [self._num_blocks(min(bound, limit)) for bound in (least, most)]
+            assert num_blocks[0] <= len(table) <= num_blocks[1], "a block table is not what was computed"
             assert table[:first] == [NO_BLOCK] * first
             assert NO_BLOCK not in table[first:]
             window = self._limits.windows[group]
@@ -364,6 +392,13 @@ class Scheduler(abc.ABC):
 def request_key(request: Request) -> tuple[int, int]:
     """Return the sort key of a request: a strict total order, the least of which runs first."""
     return request.priority, request.arrival
+
+
+def _cut_after_stop(token_ids: list[int], stops: frozenset[int]) -> None:
+    for index, token_id in enumerate(token_ids):
+        if token_id in stops:
+            del token_ids[index + 1 :]
+            return
 
 
 def _remove(queue: list[Request], request: Request) -> None:

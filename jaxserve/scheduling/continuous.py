@@ -21,6 +21,13 @@ layer then writes all K and V of the step before it attends. In a step of one to
 than one token, no row attends to what another writes: a token that fills a block is not indexed before the next step,
 unless the budget cut its row off there, and then nobody is admitted after it.
 
+Why drafts need no way back. While rows with drafts are in flight, a request's length is an interval: at least
+`num_tokens`, and longer by what is accepted of `num_pending_drafts`. Its blocks are for the greatest length; what is
+indexed, and what leaves a window, is so for the least. A row in flight writes at positions from the least length on
+that it can begin at, so whatever it writes to a block in the cache is what the block's hash stands for. Rejected drafts
+leave KV behind the sequence, to which no token attends before another one is written there. As the device knows each
+request's limit, it never writes beyond the last token's predecessor, for which there is a block.
+
 Why blocks outside a window can be released while the request runs. They are released when a step is planned, before any
 request in it gets blocks, and only if no token from there on attends to them. Steps in flight that still attend to them
 run before the step in which the next holder writes. Their ids remain in the request's block table on the device without
@@ -28,7 +35,7 @@ effect: attention lets nothing from outside a window into its result.
 """
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from typing import override
 
@@ -49,7 +56,7 @@ class _Step:
         self.budget = budget
         self.single_rows: list[Row] = []
         self.chunk_rows: list[Row] = []
-        self.admitted: list[Request] = []
+        self.admitted: list[Row] = []
         self.has_preempted = False
 
 
@@ -105,7 +112,7 @@ class ContinuousScheduler(Scheduler):
             index += 1
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_pending
-            if start % block_size == 0 or num_tokens - start != 1:
+            if start % block_size == 0 or num_tokens - start != 1 or request.takes_drafts:
                 self._extend(request, step)
             elif num_tokens != request.max_total_tokens:  # else its last token is in flight
                 # Inlined `_extend` for the common case: one token into a block that has room.
@@ -119,6 +126,8 @@ class ContinuousScheduler(Scheduler):
         rows = single_rows + step.chunk_rows
         if not rows:
             return None
+        if limits.drafts and not step.chunk_rows:
+            rows = self._with_drafts(rows, step.budget)
         plan = StepPlan(rows, len(single_rows), limits.max_num_batched_tokens - step.budget, step.admitted)
         self._in_flight.append(plan)
         return plan
@@ -127,7 +136,7 @@ class ContinuousScheduler(Scheduler):
     def stats(self) -> SchedulerStats:
         pool, size = self._pool, self._limits.block_size
         num_held_blocks = pool.num_blocks - pool.num_free
-        # Only the last block of a table can have free positions, and it is never shared.
+        # Only the last blocks of a table can have free positions, and they are never shared.
         num_unused = sum(
             len(table) * size - request.num_computed_tokens
             for request in self._running
@@ -162,8 +171,8 @@ class ContinuousScheduler(Scheduler):
         self._pool.forget_evictable()
         return True
 
-    def _extend(self, request: Request, step: _Step) -> None:
-        """Add a row for a running request: all tokens that it has and the budget allows, with blocks for them.
+    def _extend(self, request: Request, step: _Step) -> Row | None:
+        """Add and return a row for a running request: all tokens that it has and the budget allows, and their blocks.
 
         If blocks run out, preempt the running request with the greatest key, repeatedly; if that is this request, it
         gets no row.
@@ -171,23 +180,58 @@ class ContinuousScheduler(Scheduler):
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
         if num_tokens == request.max_total_tokens:
-            return  # its last token is in flight
+            return None  # its last token is in flight
         end = min(num_tokens, start + step.budget)
         tables = request.block_tables
-        num_new_blocks = self._num_blocks(end) - len(tables[0])
+        num_new_blocks = self._num_new_blocks(request, end)
         while self._pool.num_free < num_new_blocks * len(tables):
             victim = self._preempt_worst(step)
             if victim is request:
-                return
+                return None
         for group, table in enumerate(tables):
             table += self._pool.allocate(num_new_blocks, group)
-        request.num_computed_tokens = end
+        if request.takes_drafts and end - start == 1:
+            self._index_blocks(request)  # but no block that this token fills, as for the common case in `schedule`
+            request.num_computed_tokens = end
+        else:
+            request.num_computed_tokens = end
+            self._index_blocks(request)
         samples = end == num_tokens
         request.num_pending += samples
-        self._index_blocks(request)
         step.budget -= end - start
         rows = step.single_rows if end - start == 1 else step.chunk_rows
-        rows.append(Row(request, request.slot, start, end - start, samples, num_new_blocks))
+        row = Row(request, request.slot, start, end - start, samples, num_new_blocks)
+        rows.append(row)
+        return row
+
+    def _num_new_blocks(self, request: Request, end: int) -> int:
+        """Return how many ids its block tables lack for `end` tokens and for those of all drafts in flight."""
+        most = min(end + request.num_pending_drafts, request.max_total_tokens - 1)
+        return max(0, self._num_blocks(max(end, most)) - len(request.block_tables[0]))
+
+    def _with_drafts(self, rows: list[Row], budget: int) -> list[Row]:
+        """Return rows of one token each with as many drafts as the number of rows, the budget, and each request's
+        limits allow. A draft is worth a free block, but nobody else's.
+        """
+        table = self._limits.drafts
+        index = bisect_left(table, len(rows), key=lambda entry: entry[0])
+        num_drafts = 0 if index == len(table) else min(table[index][1], budget // len(rows))
+        return [self._draft(row, num_drafts) if row.samples and row.request.takes_drafts else row for row in rows]
+
+    def _draft(self, row: Row, num_drafts: int) -> Row:
+        request = row.request
+        end, pending = row.start + 1, request.num_pending_drafts
+        # One token is drawn in any case, and a request never has more uncertain tokens than a step may have at all.
+        num_drafts = min(num_drafts, request.max_total_tokens - end - 1, self._needs.max_chunk - 1 - pending)
+        if num_drafts <= 0:
+            return row
+        num_new_blocks = self._num_new_blocks(request, min(end + num_drafts, request.max_total_tokens - 1))
+        if num_new_blocks * len(request.block_tables) > self._pool.num_free:
+            return row
+        for group, table in enumerate(request.block_tables):
+            table += self._pool.allocate(num_new_blocks, group)
+        request.num_pending_drafts = pending + num_drafts
+        return row._replace(num_new_blocks=row.num_new_blocks + num_new_blocks, num_drafts=num_drafts)
 
     def _preempt_worst(self, step: _Step) -> Request:
         """Preempt the running request with the greatest key. It has no row in this step yet, as rows are added in key
@@ -316,8 +360,9 @@ class ContinuousScheduler(Scheduler):
             self._num_prefix_queries += request.num_prompt_tokens
             self._num_prefix_hits += request.num_computed_tokens
         request.status = RequestStatus.RUNNING
-        step.admitted.append(request)
-        self._extend(request, step)
+        row = self._extend(request, step)
+        assert row is not None, "a request that was admitted has room"
+        step.admitted.append(row)
 
     # Prefix sharing
 
@@ -349,9 +394,14 @@ class ContinuousScheduler(Scheduler):
         return self._cache.match(request.block_hashes, request.token_ids, num_blocks, domain=domain)
 
     def _index_blocks(self, request: Request) -> None:
-        """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled."""
+        """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled.
+
+        The last token that a request may have is never computed, even if a row was scheduled because drafts in flight
+        could have been rejected.
+        """
         size = self._limits.block_size
-        num_full = min(request.num_computed_tokens, len(request.token_ids)) // size
+        num_computed = min(request.num_computed_tokens, request.max_total_tokens - 1)
+        num_full = min(num_computed, len(request.token_ids)) // size
         first = request.num_indexed_blocks
         if num_full <= first or not self._shares(request):
             return

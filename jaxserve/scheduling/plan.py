@@ -9,7 +9,9 @@ class Row(NamedTuple):
     """One request's part of a step: its tokens [start, start + num_tokens) are computed.
 
     `samples` is true if they reach the end of the sequence, so that a next token is drawn. `num_new_blocks` is the
-    number of ids at the end of each of its block tables that were allocated for this step.
+    number of ids at the end of each of its block tables that were allocated for this step. A row that samples and has
+    one token may also verify up to `num_drafts` drafts, and draws a token more for each that is accepted. While such
+    rows are in flight, `start` is the least position at which the request's next row can begin.
     """
 
     request: Request
@@ -18,19 +20,20 @@ class Row(NamedTuple):
     num_tokens: int
     samples: bool
     num_new_blocks: int
+    num_drafts: int = 0
 
 
 class StepPlan(NamedTuple):
     """One step of the device.
 
     `rows` begins with the requests that compute exactly one token (`num_decode_rows` of them). `admitted` are the
-    requests (also in `rows`) that have just got their slot: their whole slot state, including the block table, must be
-    written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except under the
-    static scheduler, which pays for its padding.
+    rows (also in `rows`) of requests that have just got their slot: their whole slot state, including the block table,
+    must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except
+    under the static scheduler, which pays for its padding.
     """
 
     rows: list[Row]
     num_decode_rows: int
     num_tokens: int
-    admitted: list[Request]
+    admitted: list[Row]
     padded_tokens: int = 0

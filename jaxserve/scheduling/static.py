@@ -64,7 +64,7 @@ class StaticScheduler(Scheduler):
             rows=rows,
             num_decode_rows=sum(row.num_tokens == 1 for row in rows),
             num_tokens=sum(row.num_tokens for row in rows),
-            admitted=[row.request for row in rows if row.start == 0],
+            admitted=[row for row in rows if row.start == 0],
             padded_tokens=padded_tokens,
         )
         self._in_flight.append(plan)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxserve.llm
 from jaxserve import cli
+from jaxserve.loading.multimodal import WRAPPERS
 from jaxserve.models import FAMILIES
 
 BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
@@ -18,7 +19,7 @@ def test_models_prints_a_row_for_each_family(platform, capsys):
     assert cli.main(["models"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "model_type"
-    assert {row.split()[0] for row in rows} == FAMILIES.keys()
+    assert {row.split()[0] for row in rows} == FAMILIES.keys() | WRAPPERS.keys()
 
 
 @pytest.mark.slow

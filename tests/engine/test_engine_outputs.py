@@ -99,7 +99,8 @@ def test_logprobs_of_named_tokens(model, limits):
             order = np.argsort(-row, kind="stable").tolist()
             assert [each for each, _, _ in entry.asked] == token_ids
             assert [logprob for _, logprob, _ in entry.asked] == pytest.approx(row[token_ids].tolist(), abs=2e-4)
-            assert [rank for _, _, rank in entry.asked] == [order.index(each) + 1 for each in token_ids]
+            for token_id, _, rank in entry.asked:  # tokens whose logprobs differ by rounding may change places
+                assert row[order[rank - 1]] == pytest.approx(row[token_id], abs=2e-4)
     assert all(not entry.asked for entry in results[company[0].request_id].logprobs)
     assert engine.stats().num_recompiles_after_warmup == 0
     if "num_blocks" in limits:

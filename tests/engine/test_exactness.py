@@ -205,9 +205,7 @@ def test_forward_passes_without_new_requests_upload_no_admissions(monkeypatch):
     model = Model("llama_untied", traits=ON_GPU)
     packed = []
     pack = slots.pack_admissions
-    monkeypatch.setattr(
-        runner, "pack_admissions", lambda requests, **sizes: packed.append(1) or pack(requests, **sizes)
-    )
+    monkeypatch.setattr(runner, "pack_admissions", lambda rows, **sizes: packed.append(1) or pack(rows, **sizes))
     asked = {f"r{i}": (prompt, 4) for i, prompt in enumerate(prompts(model, [60, 50], seed=20))}
     engine = model.engine(max_num_batched_tokens=16)
     assert_naive(model, run(engine, [request(name, *job) for name, job in asked.items()]), asked)

@@ -53,6 +53,11 @@ def make_builder(spec=SPEC, num_devices=1):
     return StepBuilder(spec, with_explicit_axes(mesh))
 
 
+def path_of(builder, folder, program, num_blocks):
+    job = lowering_module.Job(program, num_blocks)
+    return lowering_module._path(folder, lowering_module.settings_of(builder), job)
+
+
 def make_engine(num_devices=1, lowering=None):
     """Return an engine of `SPEC` with every step compiled, and its runner."""
     model = Model(NAME, tensor_parallel_size=num_devices)
@@ -170,7 +175,7 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
         return lowering.num_found, {path.name for path in tmp_path.iterdir()}
 
     def path(program):
-        return Lowering(builder, folder=tmp_path)._path(lowering_module.Job(program, NUM_BLOCKS))
+        return path_of(builder, tmp_path, program, NUM_BLOCKS)
 
     paths = [path(program) for program in programs]
     assert lower(*programs) == (0, {path.name for path in paths})
@@ -204,9 +209,9 @@ def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog
 
 def test_what_a_lowered_step_is_made_from(monkeypatch):
     def paths(spec=SPEC, folder=GOLDENS):
-        lowering = Lowering(make_builder(spec), folder=folder)
+        builder = make_builder(spec)
         programs = make_builder().shapes.programs
-        return {lowering._path(lowering_module.Job(program, size)) for program in programs for size in (50, 60)}
+        return {path_of(builder, folder, program, size) for program in programs for size in (50, 60)}
 
     first = paths()
     assert len(first) == 2 * len(make_builder().shapes.programs)
@@ -218,7 +223,7 @@ def test_what_a_lowered_step_is_made_from(monkeypatch):
         for limit in (float("inf"), None)
     )
     assert not endless & none
-    monkeypatch.setattr(lowering_module, "_versions", lambda: {"code": "other"})
+    monkeypatch.setattr(lowering_module, "versions", lambda: {"code": "other"})
     assert not paths() & first
 
 
@@ -265,7 +270,7 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
 
 @pytest.mark.slow
 def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(lowering_module, "_versions", lambda: None)
+    monkeypatch.setattr(lowering_module, "versions", lambda: None)
     builder = make_builder()
     program = builder.shapes.programs[-1]
     lowering = Lowering(builder, folder=tmp_path, num_workers=1)

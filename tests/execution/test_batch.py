@@ -1,5 +1,6 @@
 """The packed upload: the device reads what the host has written."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.execution.batch import make_batch, make_buckets, pack, unpack
+from jaxserve.execution.batch import make_buckets, pack, unpack
+from jaxserve.execution.slots import admit, init_slots, pack_admissions
+from jaxserve.execution.step import Reading, read_plan
 from jaxserve.request import EngineRequest, Request, SamplingParams
 from jaxserve.scheduling.plan import Row, StepPlan
 
@@ -103,16 +106,13 @@ def test_finer_sizes_waste_less_and_are_not_too_many(budget, max_num_seqs):
 
 
 def test_a_mixed_step():
+    """Rows continue where their slots are, which then are at the rows' ends."""
     decoding = make_request(4, [7, 8, 9, 10, 11], 3, [20, 21])  # its next token is still on the device
     decoding.num_pending = 1
     known = make_request(1, [1, 2, 3], 2, [30])  # resumed: the last token is known
     chunk = make_request(2, list(range(40, 52)), 12, [5, 6, 7], prompt_logprobs=0)
-    plan = StepPlan(
-        rows=[Row(decoding, 4, 5, 1, True, 0), Row(known, 1, 2, 1, True, 1), Row(chunk, 2, 3, 6, False, 2)],
-        num_decode_rows=2,
-        num_tokens=8,
-        admitted=[known],
-    )
+    rows = [Row(decoding, 4, 5, 1, True, 0), Row(known, 1, 2, 1, True, 1), Row(chunk, 2, 3, 6, False, 2)]
+    plan = StepPlan(rows, num_decode_rows=2, num_tokens=8, admitted=[rows[1]])
     bucket = make_buckets(max_num_batched_tokens=16, max_num_seqs=NUM_SLOTS, block_size=BLOCK_SIZE)[-1]
     packed = pack(plan, bucket, num_slots=NUM_SLOTS, max_blocks=MAX_BLOCKS, num_groups=1, features=3)
     assert packed.shape == (bucket.packed_size,)
@@ -121,7 +121,6 @@ def test_a_mixed_step():
     assert pieces["header"].tolist() == [3, 2, 3, 1]
     assert pieces["slots"].tolist() == [4, 1, 2] + [NUM_SLOTS] * 3
     assert pieces["samples"].tolist() == [1, 1, 0, 0, 0, 0]
-    assert pieces["num_output_tokens"].tolist()[:3] == [3, 1, -3]
     assert pieces["next_token_ids"].tolist()[:3] == [0, 0, 49]
     index = pieces["new_block_index"].tolist()
     assert index[:2] == [2 * MAX_BLOCKS + 1, 2 * MAX_BLOCKS + 2]  # the admitted row's table is uploaded separately
@@ -133,18 +132,15 @@ def test_a_mixed_step():
     for request in (decoding, known, chunk):
         (table,) = request.block_tables
         tables[request.slot, : len(table)] = table
-    last_tokens = np.arange(100, 100 + NUM_SLOTS, dtype=np.int32)
-    batch = make_batch(
-        pieces,
-        jax.numpy.asarray(last_tokens),
-        jax.numpy.asarray(tables[None]),
-        group_of_layer=(),
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        is_decode_only=False,
-        launch="at once",
-        kernels="xla",
-    )
+    sizes = {"num_slots": NUM_SLOTS, "max_blocks": MAX_BLOCKS, "num_groups": 1}
+    slots = admit(init_slots(**sizes, vocab_size=8, hidden_size=1), jax.numpy.asarray(pack_admissions(rows, **sizes)))
+    slots = dataclasses.replace(slots, last_tokens=jax.numpy.arange(100, 100 + NUM_SLOTS, dtype=np.int32))
+    assert slots.block_tables[0].tolist() == tables.tolist()
+    reading = Reading(bucket, (), kernels="xla", is_decode_only=False)
+    packed = jax.numpy.asarray(packed)
+    slots, batch, drawing = read_plan(slots, packed, reading, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    assert slots.num_computed.tolist() == [0, 3, 9, 0, 6, 0]
+    assert drawing.num_output_tokens.tolist()[:3] == [3, 1, -3]
     assert batch.token_ids.tolist()[:8] == [104, 3, 43, 44, 45, 46, 47, 48]
     assert batch.positions.tolist() == [5, 2, 3, 4, 5, 6, 7, 8] + [0] * 8
     assert batch.query_starts.tolist() == [0, 1, 2, 8, 8, 8, 8]

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
-from jaxserve.execution.batch import make_buckets
+from jaxserve.execution.batch import make_buckets, make_verifying_buckets
 from jaxserve.execution.programs.kinds import (
     Admit,
     AdmitExtras,
+    AdmitTokens,
     Allow,
     Begin,
     Draw,
@@ -113,6 +114,51 @@ def test_a_step_has_little_padding(num_tokens, is_decode_only, expected):
     nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
     step = make_shapes(8192, 256).step_for(num_tokens, is_plain=True, is_decode_only=is_decode_only, **nothing)
     assert step.forward.bucket.num_tokens == expected
+
+
+@pytest.mark.parametrize("has_lean_programs", [True, False])
+@pytest.mark.parametrize(("budget", "max_num_seqs"), [(8, 4), (32, 8), (300, 100), (8192, 256)])
+def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
+    """Every number of rows that has drafts has a program, which is compiled before it is needed; if it is not yet, a
+    step without drafts takes its place.
+    """
+    buckets = make_buckets(
+        max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, block_size=16, has_finer_sizes=has_lean_programs
+    )
+    sizes = {"block_size": 16, "num_groups": 2}
+    verifying = [
+        bucket
+        for num_columns, most in ((3, 64), (5, 4))
+        for bucket in make_verifying_buckets(buckets, num_columns=num_columns, max_num_rows=most, **sizes)
+    ]
+    plain = StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False)
+    shapes = StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False, verifying=verifying)
+    programs = set(shapes.programs)
+    assert len(programs) == len(shapes.programs)
+    assert programs == {program for phase in shapes.order(lambda _: False) for program in phase.programs}
+    assert programs > set(plain.programs) | {AdmitTokens()}
+    used = set()
+    nothing = {"has_prompt_logprobs": False, "has_embeddings": False}
+    for num_columns, most in ((2, 64), (3, 64), (4, 4), (5, 4)):
+        for num_rows in range(1, min(most, max_num_seqs, budget // num_columns) + 1):
+            for is_plain, has_logprobs in ((True, False), (False, False), (False, True)):
+                needs = {"is_plain": is_plain, "is_decode_only": True, "has_logprobs": has_logprobs, **nothing}
+                step = shapes.step_for(num_rows, num_columns=num_columns, **needs)
+                bucket = step.forward.bucket
+                if bucket.num_columns:
+                    assert bucket.num_columns >= num_columns
+                    assert bucket.num_rows >= num_rows
+                    assert bucket.num_tokens == bucket.num_rows * bucket.num_columns <= budget
+                    assert bucket.num_new_blocks >= 2 * num_rows
+                    used |= {program for program in step if program is not None}
+                else:  # no power of two, and too many columns for one more row
+                    assert num_rows * num_columns > budget // 2
+                assert step.draw is None or step.draw.num_columns == bucket.num_columns
+                before = shapes.step_for(
+                    num_rows, num_columns=num_columns, **needs, is_ready=set(plain.programs).__contains__
+                )
+                assert before == plain.step_for(num_rows, **needs)
+    assert used == programs - set(plain.programs) - {AdmitTokens()}
 
 
 def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():

@@ -20,6 +20,7 @@ from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4
 from jaxserve.quantization.ggml import SCHEMES as GGUF_SCHEMES
 from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, Scheme
+from jaxserve.speculation import parse_speculation
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 NUM_BLOCKS = 40_000
@@ -115,6 +116,24 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
     assert 0 < len(program.kernels) <= 10  # not one for each layer
     if num_rows <= 64:
         assert_no_matmul_is_tried_out(program)
+
+
+# Three drafts: the queries of a KV head are 16 columns of its kernel; with more of them they are the rows of a tile.
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 3), (16, 4)])
+def test_step_that_verifies_drafts(num_rows, num_drafts):
+    """It is one launch with its draws and the next drafts. The tokens of all requests stay in place."""
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": num_drafts}).up_to(64)
+    builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 2}, speculation=options)
+    bucket = next(bucket for bucket in builder.model.verifying_buckets if bucket.num_rows == num_rows)
+    program = compile_program(builder, PlainDecode(bucket))
+    assert {name: count for name, count in program.thunks.items() if name != "kCopy"} == DRAWING
+    assert program.spill_bytes == 0
+    assert program.copies_of(POOL) == program.copies_of((256, 8192)) == []
+    kernels = {kernel.name for kernel in program.kernels}
+    assert "paged_attention" in kernels
+    assert not any("prefill" in name for name in kernels)
+    assert program.num_launches <= 14 * 2 + 48
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
+from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 from reference_models import ChatGLMConfig, ChatGLMForConditionalGeneration, QwenConfig, QwenLMHeadModel
@@ -43,6 +44,23 @@ FAMILIES = {
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
+    # Multimodal models, of which the text is tried.
+    "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
+    "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
+    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
+    "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
@@ -68,6 +86,13 @@ HAVE_HEAD_DIM = {
     "qwen3_moe",
     "gpt_oss",
     "arcee",
+    "gemma3",
+    "glm4_moe",
+    "hy_v3",
+    "minimax_m2",
+    "mistral3",
+    "qwen3_vl",
+    "qwen3_vl_moe",
     "seed_oss",
     "ernie4_5",
     "hunyuan_v1_dense",
@@ -320,7 +345,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

@@ -18,6 +18,7 @@ import torch
 import transformers
 from cases import CASES, FAMILIES, FIELD_NAMES, HAVE_HEAD_DIM, HAVE_NO_KV_HEADS, MXFP4, ROPES, SHARDED
 from golden_weights import WEIGHTS, declared_as_json, read_declared, write_weights
+from transformers import CONFIG_MAPPING
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
@@ -29,8 +30,10 @@ POSITIONS = np.arange(1, SEQUENCE_LENGTH, 3)  # with the last; layers spread wha
 MIN_MARGIN = 1e-3  # of the largest logit, between the best two: else rounding could decide a greedy token
 
 
-def draw_config(family, heads, extras, rng):
-    """Return a config of two layers whose sizes are multiples of nothing in particular."""
+def draw_config(family, heads, extras, whole, rng):
+    """Return a config of two layers whose sizes are multiples of nothing in particular. `whole` has the fields beside
+    a text's config, None if there are none.
+    """
     num_heads, num_kv_heads, head_dim = heads
     # transformers insists that hidden_size is a multiple of the heads; head_dim need not be the quotient.
     hidden_size = num_heads * (int(rng.integers(5, 12)) if family in HAVE_HEAD_DIM else head_dim)
@@ -45,16 +48,19 @@ def draw_config(family, heads, extras, rng):
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-        "tie_word_embeddings": False,
     }
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    if whole is None:
+        fields |= implementations | {"tie_word_embeddings": False}
     if family in HAVE_HEAD_DIM:
         fields["head_dim"] = head_dim
     if family not in HAVE_NO_KV_HEADS:
         fields["num_key_value_heads"] = num_kv_heads
     names = FIELD_NAMES.get(family, {})
-    return FAMILIES[family][0](**({names.get(name, name): value for name, value in fields.items()} | extras))
+    fields = {names.get(name, name): value for name, value in fields.items()} | extras
+    if whole is not None:
+        return FAMILIES[family][0](text_config=fields, **whole, **implementations)
+    return FAMILIES[family][0](**fields)
 
 
 def declare_mxfp4(tensors):
@@ -97,6 +103,13 @@ def write_golden(model, golden, *, seed, sharded=False, mxfp4=False):
     (golden / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
+def name_family(path, family):
+    """Write the model type of a family that transformers has under another name only, as Kimi K2."""
+    fields = json.loads(path.read_text())
+    if fields["model_type"] != family and family not in CONFIG_MAPPING:
+        path.write_text(json.dumps(fields | {"model_type": family}, indent=2, sort_keys=True) + "\n")
+
+
 def load(golden, model_class, attention="eager"):
     """Return transformers' model of a golden, with its weights in float32."""
     with tempfile.TemporaryDirectory() as folder:
@@ -135,13 +148,14 @@ def continue_greedily(model, prompt):
 
 
 def make_golden(directory, name, seed):
-    family, heads, extras = CASES[name]
+    family, heads, extras, whole = (*CASES[name], None)[:4]
     rng = np.random.default_rng([seed, list(CASES).index(name)])
-    config = draw_config(family, heads, extras, rng)
+    config = draw_config(family, heads, extras, whole, rng)
     model_class = FAMILIES[family][1]
     write_golden(model_class(config), directory / name, seed=seed, sharded=name in SHARDED, mxfp4=name in MXFP4)
     model = load(directory / name, model_class, config._attn_implementation)
-    vocab_size = getattr(config, FIELD_NAMES.get(family, {}).get("vocab_size", "vocab_size"))
+    name_family(directory / name / "config.json", family)
+    vocab_size = getattr(config.get_text_config(), FIELD_NAMES.get(family, {}).get("vocab_size", "vocab_size"))
     for _ in range(100):
         token_ids = rng.integers(vocab_size, size=SEQUENCE_LENGTH)
         greedy, margin = continue_greedily(model, token_ids[:PROMPT_LENGTH])

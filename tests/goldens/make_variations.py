@@ -27,6 +27,8 @@ MODELS = (
     *("gpt_neox_sequential", "phi_tied_qk_norm", "stablelm_qk_norm", "gptj_untied", "opt_tied", "bloom_tied"),
     *("falcon_grouped", "falcon_multi_query", "mixtral_window", "qwen2_moe_windows_some_dense"),
     *("smollm3_untied_biases", "cohere2_untied_biases", "exaone4_windows", "arcee_biases"),
+    *("glm4_moe_qk_norm", "minimax_m2_half_rotated", "glm4_moe_lite_dense_last", "ernie4_5_moe_biases", "olmoe_biases"),
+    *("granitemoe_multipliers", "dots1_windows", "hy_v3_biases"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""

@@ -121,7 +121,7 @@ HARMLESS = [
     {"tokenizer_mode": "mistral", "config_format": "mistral", "load_format": "mistral"},
     {"task": "embed", "runner": "pooling", "limit_mm_per_prompt": {"image": 1}, "cpu_offload_gb": 0},
     {"compilation_config": 3, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1},
-    {"enable_lora": False, "speculative_config": None, "lora_modules": [], "enable_chunked_prefill": False},
+    {"enable_lora": False, "lora_modules": [], "enable_chunked_prefill": False},
     {"guided_decoding_backend": "xgrammar", "served_model_name": "a", "disable_custom_all_reduce": True},
 ]
 
@@ -148,9 +148,9 @@ def test_options_of_vllm_that_need_nothing_are_taken_and_logged(owner, options, 
         ({"disable_sliding_window": True}, "disable_sliding_window: instead: max_model_len up to the window"),
         ({"rope_theta": 1e6}, "rope_theta: instead: hf_overrides="),
         (
-            {"enable_lora": True, "max_loras": 2, "speculative_config": {"a": 1}, "block_size": 3, "max_num_seqs": 0},
+            {"enable_lora": True, "max_loras": 2, "speculative_model": "a", "block_size": 3, "max_num_seqs": 0},
             "enable_lora, max_loras: instead: merge the adapter into the model with peft before it is served; "
-            "speculative_config: not supported; max_num_seqs must be at least 1, got 0; block_size must be a power",
+            "speculative_model: not supported; max_num_seqs must be at least 1, got 0; block_size must be a power",
         ),
     ],
 )

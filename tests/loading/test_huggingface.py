@@ -129,7 +129,13 @@ def test_the_number_of_further_layers_has_several_names(tmp_path, name):
     load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight", "model.mtp.norm.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mtp.layers.0.self_attn.q_proj.weight", "mtp.fc.weight", "model.mtp.norm.weight"),
+        "model.mtp_block.0.mlp.up_proj.weight",
+    ],
+)
 def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
     save_file(make_tensors() | {name: np.ones(4, np.float32)}, tmp_path / "model.safetensors")
     load(tmp_path)
@@ -142,7 +148,7 @@ def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
         {"model_type": "qwen3_next", "layer_types": "linear", "rope_scaling": []},
         {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp4"}},
         {"model_type": "nemotron_h", "num_labels": "two", "load_in_4bit": True},
-        {"model_type": "gemma3", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        {"model_type": "gemma3n", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
 def test_an_unknown_family_is_refused_as_such_whatever_else_its_config_says(tmp_path, changes):

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from paged import BLOCK_SIZE, make_batch
 
 from jaxserve.execution.kv_cache import abstract_kv_cache
+from jaxserve.layers.context import StepContext
 from jaxserve.layers.params import leaf_specs
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
@@ -42,5 +43,7 @@ def test_bfloat16_step(golden):
     )
     assert hidden.dtype == dtype
     assert cache_after == cache
-    logits = jax.eval_shape(lambda params, hidden: family.head(params, config, hidden, "xla"), params, hidden)
+    logits = jax.eval_shape(
+        lambda params, hidden: family.head(params, config, hidden, StepContext("xla")), params, hidden
+    )
     assert (logits.shape, logits.dtype) == ((6, config.vocab_size), jnp.float32)

@@ -404,6 +404,25 @@ def test_longrope_as_phi3_writes_it():
         ("exaone4", {"sliding_window_pattern": "LLGL"}, "sliding_window_pattern must be an integer"),
         ("exaone4", {"layer_types": [FULL]}, "layer_types must name .* each of 3 layers"),
         ("arcee", {"hidden_act": "relu3"}, "relu3"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False is not supported"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head' is not supported"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size 8 is not supported"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list must be of 1 only"),
+        ("minimax_m2", {"rotary_dim": 13}, "head_dim must be even for rotary embedding"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name .* each of 3 layers"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense", "sparse", "dense"], "first_k_dense_replace": 1, "num_key_value_heads": 8},
+            "first_k_dense_replace 1 contradicts mlp_layer_types",
+        ),
+        ("hy_v3", {"qk_norm": False}, "qk_norm False is not supported"),
+        ("hy_v3", {"num_shared_experts": 0}, "num_shared_experts must be an integer of at least 1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min must be at most 1e-06, got 0.1"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval must be an integer of at least 1"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers, got 3"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
     ],
@@ -411,6 +430,37 @@ def test_longrope_as_phi3_writes_it():
 def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(model_type, **changes)
+
+
+def test_minimax_rotates_rotary_dim_unless_the_config_says_a_part_of_heads():
+    assert read("minimax_m2").rope.head_dim == 12
+    assert read("minimax_m2", rotary_dim=8).rope.head_dim == 8
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert read("minimax_m2", rotary_dim=8, rope_parameters=parameters).rope.head_dim == 6
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe_lite", "hy_v3"])
+def test_layers_with_experts_by_type_or_after_dense_ones(model_type):
+    def sparse(**changes):
+        return read(model_type, num_key_value_heads=8, **changes).sparse_layers
+
+    assert sparse() == (False, True, True)
+    assert sparse(first_k_dense_replace=2) == (False, False, True)
+    assert sparse(mlp_layer_types=["sparse", "dense", "sparse"]) == (True, False, True)
+    assert sparse(mlp_layer_types=["dense", "sparse", "sparse"], first_k_dense_replace=1) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (False, True, True)),
+        ({"moe_layer_start_index": 0}, (True, True, True)),
+        ({"moe_layer_end_index": 1}, (False, True, False)),
+        ({"moe_layer_interval": 3}, (False, False, True)),
+    ],
+)
+def test_layers_with_experts_of_ernie(changes, expected):
+    assert read("ernie4_5_moe", **changes).sparse_layers == expected
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma3_text", None])

@@ -57,7 +57,8 @@ def make_mesh(**axes):
 
 
 def fields_of(model_type, **changes):
-    latent = LATENT_FIELDS if model_type.startswith("deepseek") else {}
+    names = ("deepseek", "dots1", "glm4_moe_lite", "kimi_k2")
+    latent = LATENT_FIELDS if model_type.startswith(names) else {}
     return FIELDS | latent | {"model_type": model_type} | changes
 
 

@@ -71,11 +71,11 @@ def test_row_after_a_stop_token_is_dropped():
     tokens, _ = naive_generation(engine_request)
     (request,) = simulation.scheduler.add([engine_request])
     plans = [simulation.scheduler.schedule() for _ in range(2)]
-    assert simulation.scheduler.update(plans[0], [STOP]) == [RowOutcome.LAST_TOKEN]
+    assert simulation.scheduler.update(plans[0], [[STOP]]) == [RowOutcome.LAST_TOKEN]
     assert request.finish_reason == "stop"
     assert request.token_ids == [*tokens[:3], STOP]
     assert not simulation.scheduler.has_work
-    assert simulation.scheduler.update(plans[1], [5]) == [RowOutcome.DROPPED]
+    assert simulation.scheduler.update(plans[1], [[5]]) == [RowOutcome.DROPPED]
     assert len(request.token_ids) == 4
     assert request.num_pending == 0
 
@@ -256,7 +256,7 @@ def test_long_prompt_that_waits_is_admitted_as_soon_as_it_fits():
     simulation.add(never_stops("b", 40, 2))
     while first.finish_reason is None:
         assert len(simulation.step(0).rows) == 1
-    assert simulation.step(0).admitted[0].request_id == "b"
+    assert simulation.step(0).admitted[0].request.request_id == "b"
     simulation.drain()
 
 
@@ -285,4 +285,4 @@ def test_results_must_come_in_order():
     scheduler.schedule()
     later = scheduler.schedule()
     with pytest.raises(AssertionError, match="order"):
-        scheduler.update(later, [1])
+        scheduler.update(later, [[1]])

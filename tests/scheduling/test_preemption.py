@@ -40,7 +40,7 @@ def test_victim_stays_out_for_the_rest_of_the_step():
     while second.status is not RequestStatus.PREEMPTED:
         plan = simulation.step(0)
     assert [row.request for row in plan.rows] == [first]
-    assert simulation.step(0).admitted == [second]
+    assert [row.request for row in simulation.step(0).admitted] == [second]
     simulation.drain()
     assert first.token_ids == second.token_ids
 
@@ -52,7 +52,7 @@ def test_request_may_finish_while_it_is_preempted():
     simulation.scheduler.schedule()  # the first one needs a fifth block
     assert second.status is RequestStatus.PREEMPTED
     assert second.num_pending == 1
-    assert simulation.scheduler.update(plan, [1, STOP]) == [RowOutcome.TOKEN, RowOutcome.LAST_TOKEN]
+    assert simulation.scheduler.update(plan, [[1], [STOP]]) == [RowOutcome.TOKEN, RowOutcome.LAST_TOKEN]
     assert second.finish_reason == "stop"
     assert first.status is RequestStatus.RUNNING
     assert simulation.scheduler.stats().num_waiting == 0

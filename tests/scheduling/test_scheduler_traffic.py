@@ -28,6 +28,7 @@ GROUPS = st.tuples(
             "priority": st.integers(-2, 2),
             "salt": st.sampled_from(["", "", "", "s"]),
             "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+            "frequency_penalty": st.sampled_from([0.0, 0.0, 0.0, 1.0]),  # no drafts
         }
     ),
 )
@@ -37,7 +38,7 @@ class Traffic(RuleBasedStateMachine):
     """Any order of operations that a client and an engine could choose, under any limits."""
 
     requests = Bundle("requests")
-    num_operations = 0
+    num_operations = num_accepted = num_rejected = 0
 
     @initialize(
         limits=st.builds(
@@ -48,13 +49,14 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
             windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
+            drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((2, 5), (4, 2))]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
     )
     def start(self, limits, enable_prefix_caching, kind):
         if kind == "static":
-            limits = dataclasses.replace(limits, num_blocks=32 * len(limits.windows), block_size=4)
+            limits = dataclasses.replace(limits, num_blocks=32 * len(limits.windows), block_size=4, drafts=())
         self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
         self.num_added = 0
 
@@ -106,6 +108,8 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "simulation"):
             self.simulation.drain(num_in_flight=1)
             Traffic.num_operations += self.simulation.num_operations
+            Traffic.num_accepted += self.simulation.device.num_accepted
+            Traffic.num_rejected += self.simulation.device.num_rejected
 
 
 def test_hypothesis_traffic():
@@ -121,6 +125,7 @@ def test_hypothesis_traffic():
         ),
     )
     assert Traffic.num_operations >= examples(10_000)
+    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(1000)
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
@@ -128,11 +133,12 @@ def test_hypothesis_traffic():
 @pytest.mark.parametrize(
     ("num_blocks", "windows"), quick_first([(22, (6, None, 6)), (9, (None,)), (16, (None,)), (40, (None,))])
 )
-def test_saturating_traffic(policy, num_in_flight, num_blocks, windows):
+@pytest.mark.parametrize("num_drafts", quick_first([4, 0]))
+def test_saturating_traffic(policy, num_in_flight, num_blocks, windows, num_drafts):
     """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens."""
     rng = random.Random(f"{policy} {num_in_flight} {num_blocks}")
     limits = make_limits(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=12, policy=policy)
-    simulation = Simulation(dataclasses.replace(limits, windows=windows))
+    simulation = Simulation(dataclasses.replace(limits, windows=windows, drafts=((6, num_drafts),)))
     for index in range(120):
         if len(simulation.unfinished) < 12:
             prompt = rng.choice(STEMS)[: rng.randrange(17)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]

@@ -168,7 +168,7 @@ def test_a_prefix_hit_changes_nothing(start, llama, tokenizer):
 
 def test_siblings_differ_and_all_are_valid(start, llama, tokenizer):
     (eos,) = tokenizer.eos_token_ids
-    params = SamplingParams(temperature=2.0, n=6, logprobs=3)
+    params = SamplingParams(temperature=20.0, n=6, logprobs=3)
     (prompt,) = prompts(llama, [9])
     requests = [asks(f"s{i}", prompt, 30, GRAMMARS["regex"], params, eos=eos, group_id="s0", seed=i) for i in range(6)]
     results = run(start(), requests)

@@ -37,8 +37,10 @@ class Model:
         num_blocks=400,
         traits=ON_CPU,
         changes=None,
+        speculation=None,
     ):
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
+        self.speculation = speculation
         self.family = get_family(fields)
         config = self.family.Config.from_hf(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
@@ -62,6 +64,7 @@ class Model:
             traits=traits,
             has_peers=False,
             max_logprobs=-1,
+            speculation=speculation,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
         self.runner.set_num_blocks(num_blocks)
@@ -77,6 +80,7 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
+            "drafts": () if self.speculation is None else self.speculation.drafts_by_rows,
             "has_states": self.runner.layout.num_states > 0,
         } | limits
         scheduler = make_scheduler(

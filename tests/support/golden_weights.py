@@ -14,10 +14,14 @@ import numpy as np
 
 WEIGHTS = "weights.json"
 """A golden's file: the seed, and of each file of weights each tensor's dtype and shape."""
-STORED_LESS_ONE = {"gemma", "gemma2", "gemma3_text"}
+STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 """Families whose checkpoints hold the gains of norms less 1."""
 INTEGERS = {"_blocks": (0, 256), "_scales": (120, 125)}
 """Which bytes the tensors of MXFP4 have, by the ends of their names."""
+
+
+_ORDER = ("F32", "BF16", "U8")
+"""The order of tensors in a file, in which all are aligned."""
 
 
 def draws(seed, name, count):
@@ -56,10 +60,11 @@ def tensor_bits(name, dtype, shape, seed, gain):
     for end, (low, high) in INTEGERS.items():
         if name.endswith(end) and dtype == "U8":
             return (low + draws(seed, name, math.prod(shape)) % (high - low)).astype(np.uint8).reshape(shape)
-    if dtype != "BF16":
+    if dtype not in ("BF16", "F32"):
         raise ValueError(f"{name}: there is no rule for {dtype}")
     center, spread = center_and_spread(name, shape, gain)
-    return as_bfloat16(center + spread * normal(seed, name, shape))
+    bits = as_bfloat16(center + spread * normal(seed, name, shape))
+    return bits if dtype == "BF16" else bits.astype(np.uint32) << 16
 
 
 def read_declared(folder):
@@ -89,7 +94,7 @@ def write_weights(golden, folder):
     gain = 0.0 if json.loads((golden / "config.json").read_text())["model_type"] in STORED_LESS_ONE else 1.0
     for file, tensors in declared.items():
         header, data = {"__metadata__": {"format": "pt"}}, b""
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda tensor: tensor[1][0]):  # aligned: BF16, then U8
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda tensor: _ORDER.index(tensor[1][0])):
             bits = tensor_bits(name, dtype, shape, seed, gain).tobytes()
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(bits)]}
             data += bits

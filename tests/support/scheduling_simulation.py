@@ -22,12 +22,14 @@ VOCAB = 7
 STOP = 0
 
 
-def make_request(name, prompt, max_tokens=8, *, group=None, priority=0, salt="", prompt_logprobs=None):
+def make_request(
+    name, prompt, max_tokens=8, *, group=None, priority=0, salt="", prompt_logprobs=None, frequency_penalty=0.0
+):
     return EngineRequest(
         request_id=name,
         group_id=group or name,
         prompt_token_ids=list(prompt),
-        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        params=SamplingParams(prompt_logprobs=prompt_logprobs, frequency_penalty=frequency_penalty),
         max_tokens=max_tokens,
         stop_token_ids=frozenset({STOP}),
         seed=zlib.crc32(name.encode()) % 2,  # so that some continue a prompt in the same way
@@ -136,14 +138,21 @@ class Device:
         self.tables: dict[int, list[list[int]]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.nodes: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        """The positions before which the rows of the step that runs compute, those of drafts included."""
+        self.num_accepted = 0
+        self.num_rejected = 0
         self.num_shared_decodes = 0
         """Steps of one token per row in which two rows read the same position."""
         self.num_cut_decodes = 0
         """Steps of one token a row in which the budget left a chunk no more than that."""
 
-    def execute(self, plan: StepPlan, poisoned_requests: set[Request]) -> tuple[list[int], list[bool]]:
-        for request in plan.admitted:
+    def execute(self, plan: StepPlan, poisoned_requests: set[Request]) -> tuple[list[list[int]], list[bool]]:
+        admitted = {row.slot for row in plan.admitted}
+        for request, _, start, *_ in plan.admitted:
             assert request.num_computed_tokens > 0, "admitted without a row"
+            self.computed[request.slot] = start
             self.owners[request.slot] = request
             self.tables[request.slot] = [list(table) for table in request.block_tables]
             self.tokens[request.slot] = list(request.token_ids)
@@ -151,15 +160,16 @@ class Device:
         for row in plan.rows:
             assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
             for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):
-                if row.request not in plan.admitted and row.num_new_blocks:
+                if row.slot not in admitted and row.num_new_blocks:
                     mine += table[-row.num_new_blocks :]
                 # A block that was given back stays in the device's table.
                 assert len(mine) == len(table), "the device's block table is stale"
                 assert all(b in (a, NO_BLOCK) for a, b in zip(mine, table, strict=True)), "... is stale"
 
+        outcomes = {row.slot: self._verify(row) for row in plan.rows}
         written: set[tuple[int, int]] = set()
         for row in plan.rows:
-            nodes = self._nodes(row)
+            nodes = self.nodes[row.slot]
             for group, position in self._writes(row):
                 place = self._place(row, group, position)
                 assert place not in written, "two rows write to one place"
@@ -167,22 +177,58 @@ class Device:
                 self.memory[place] = group, nodes[position]
         self.poisoned -= written
         for row in plan.rows:
-            nodes = self._nodes(row)
+            nodes = self.nodes[row.slot]
             for group, position in self._reads(row):
                 held = self.memory.get(self._place(row, group, position))
                 assert held == (group, nodes[position]), "a row reads somebody else's KV"
-        if plan.num_decode_rows == len(plan.rows):
+        if plan.num_decode_rows == len(plan.rows) and not any(row.num_drafts for row in plan.rows):
             self._check_decode_only(plan)
         failed = self._spread_poison(plan, poisoned_requests)
 
-        token_ids = []
         for row in plan.rows:
-            tokens = self.tokens[row.slot]
-            assert row.samples == (row.start + row.num_tokens == len(tokens))
+            new = outcomes[row.slot]
+            self.tokens[row.slot] += new
+            if new or not row.samples:
+                self.computed[row.slot] += row.num_tokens + max(0, len(new) - 1)
+            del self.nodes[row.slot][self.computed[row.slot] :]
+        return [outcomes[row.slot] for row in plan.rows], [row.request not in failed for row in plan.rows]
+
+    def _verify(self, row: Row) -> list[int]:
+        """Return the tokens that a row draws: one, and one for each of its drafts that is right. Drafts are made up
+        here, some of them right; `nodes` then has those of all positions that the row computes.
+        """
+        request, tokens, nodes = row.request.request, self.tokens[row.slot], self.nodes[row.slot]
+        start = self.computed[row.slot]
+        assert row.start <= start <= row.start + row.request.num_pending_drafts
+        assert row.start == start or row.request.takes_drafts
+        limit = row.request.max_total_tokens
+        input_tokens = tokens[start : start + row.num_tokens]
+        is_over = len(tokens) == limit
+        new: list[int] = []
+        if is_over:
+            input_tokens = []
+        else:
+            assert len(input_tokens) == row.num_tokens, "a row of tokens that the device does not know"
+            assert row.samples == (start + row.num_tokens == len(tokens))
             if row.samples:
-                tokens.append(next_token(tokens, row.request.request.seed))
-            token_ids.append(tokens[-1] if row.samples else -1)
-        return token_ids, [row.request not in failed for row in plan.rows]
+                draw = zlib.crc32(bytes(tokens)) % 1000
+                num_drafts = min(row.num_drafts, draw % 7, limit - 1 - len(tokens))
+                num_right = draw // 7 % (num_drafts + 1)
+                for index in range(num_drafts + 1):
+                    new.append(next_token(tokens + new, request.seed))
+                    if index == num_right:
+                        break
+                wrong = VOCAB + 1
+                input_tokens = input_tokens + (new[:num_right] + [wrong] * num_drafts)[:num_drafts]
+                self.num_accepted += num_right
+                self.num_rejected += num_drafts - num_right
+        group = "" if self.share_all else request.group_id
+        known = tokens[:start] + input_tokens
+        for position in range(len(nodes), len(known)):
+            parent = nodes[-1] if nodes else self.histories.root("model", request.cache_salt, group)
+            nodes.append(self.histories.node(parent, known[position]))
+        self.ends[row.slot] = start + len(input_tokens)
+        return new
 
     def _check_decode_only(self, plan: StepPlan) -> None:
         """Check what Batch.is_decode_only promises, for blocks of more than one token."""
@@ -213,28 +259,21 @@ class Device:
 
     def _writes(self, row: Row) -> list[tuple[int, int]]:
         """Return the (group, position) pairs that a row computes."""
-        positions = range(row.start, row.start + row.num_tokens)
+        positions = range(self.computed[row.slot], self.ends[row.slot])
         return [(group, position) for group in range(len(self.windows)) for position in positions]
 
     def _reads(self, row: Row) -> list[tuple[int, int]]:
         """Return the (group, position) pairs that the tokens of a row attend to."""
-        firsts = [0 if window is None else max(0, row.start - window + 1) for window in self.windows]
-        end = row.start + row.num_tokens
+        start, end = self.computed[row.slot], self.ends[row.slot]
+        if start == end:
+            return []
+        firsts = [0 if window is None else max(0, start - window + 1) for window in self.windows]
         return [(group, position) for group, first in enumerate(firsts) for position in range(first, end)]
 
     def _place(self, row: Row, group: int, position: int) -> tuple[int, int]:
         block_id = self.tables[row.slot][group][position // self.block_size]
         assert 0 <= block_id < self.num_blocks
         return block_id, position % self.block_size
-
-    def _nodes(self, row: Row) -> list[int]:
-        request, tokens, nodes = row.request.request, self.tokens[row.slot], self.nodes[row.slot]
-        assert len(tokens) >= row.start + row.num_tokens, "a row of tokens that the device does not know"
-        group = "" if self.share_all else request.group_id
-        for position in range(len(nodes), row.start + row.num_tokens):
-            parent = nodes[-1] if nodes else self.histories.root("model", request.cache_salt, group)
-            nodes.append(self.histories.node(parent, tokens[position]))
-        return nodes
 
 
 class Simulation:
@@ -246,7 +285,7 @@ class Simulation:
             kind, limits, enable_prefix_caching=enable_prefix_caching, model_domain=b"model"
         )
         self.device = Device(limits, share_all=enable_prefix_caching)
-        self.in_flight: deque[tuple[StepPlan, list[int], list[bool]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, list[list[int]], list[bool]]] = deque()
         self.requests: list[Request] = []
         self.poisoned_requests: set[Request] = set()
         self.num_operations = 0
@@ -268,7 +307,9 @@ class Simulation:
             assert self.in_flight or not self.scheduler.has_work, "nothing in flight, work to do, and no plan"
         else:
             if isinstance(self.scheduler, ContinuousScheduler):
-                assert set(plan.admitted) <= resumable, "admitted although it was running when the step began"
+                assert {row.request for row in plan.admitted} <= resumable, (
+                    "admitted although it was running when the step began"
+                )
             tokens, ok = self.device.execute(plan, self.poisoned_requests)
             self.in_flight.append((plan, tokens, ok))
         self.check()
@@ -278,10 +319,8 @@ class Simulation:
         plan, tokens, ok = self.in_flight.popleft()
         were_finished = [row.request.is_finished for row in plan.rows]
         outcomes = self.scheduler.update(plan, tokens, ok)
-        for row, token, row_ok, was_finished, outcome in zip(
-            plan.rows, tokens, ok, were_finished, outcomes, strict=True
-        ):
-            self._check_outcome(row, token, row_ok, was_finished, outcome)
+        for row, new, row_ok, was_finished, outcome in zip(plan.rows, tokens, ok, were_finished, outcomes, strict=True):
+            self._check_outcome(row, new, row_ok, was_finished, outcome)
         self.check()
         return outcomes
 
@@ -334,7 +373,7 @@ class Simulation:
             cached = set(scheduler._cache.block_ids())
             assert cached.isdisjoint(block_id for block_id, _ in device.poisoned), "poison in the cache"
 
-    def _check_outcome(self, row: Row, token: int, row_ok: bool, was_finished: bool, outcome: RowOutcome) -> None:
+    def _check_outcome(self, row: Row, new: list[int], row_ok: bool, was_finished: bool, outcome: RowOutcome) -> None:
         request = row.request
         if was_finished:
             assert outcome is RowOutcome.DROPPED
@@ -354,4 +393,4 @@ class Simulation:
         else:
             assert outcome is RowOutcome.TOKEN
         if row.samples:
-            assert request.token_ids[-1] == token
+            assert request.token_ids[-len(new) :] == new

@@ -62,6 +62,7 @@ class StepBuilder:
             self.model.buckets,
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
+            verifying=None if self.model.drafting is None else self.model.verifying_buckets,
         )
         self._paths: dict[tuple[Bucket, bool], ProgramPaths] = {}
 
@@ -73,7 +74,8 @@ class StepBuilder:
         """
         largest, model = self.shapes.largest.bucket, self.model
         chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4
-        logits = largest.num_rows * model.vocab_size * 4 + chunk
+        num_logits = max([largest.num_rows, *(bucket.num_tokens for bucket in model.verifying_buckets)])
+        logits = num_logits * model.vocab_size * 4 + chunk
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
         activations = COPIES_OF_HIDDEN * hidden
         if not model.has_kernels:
@@ -92,7 +94,11 @@ class StepBuilder:
 
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
-        programs = [each for each in self.shapes.programs if isinstance(each, PlainDecode | Forward | Begin)]
+        programs = [
+            each
+            for each in self.shapes.programs
+            if isinstance(each, PlainDecode | Forward | Begin) and not each.bucket.num_columns
+        ]
         return describe(map(self._paths_of, programs))
 
     def is_tuned(self, program: Program) -> bool:
@@ -104,8 +110,7 @@ class StepBuilder:
         return self._paths_of(program).multiplies_by_xla
 
     def _paths_of(self, program: PlainDecode | Forward | Begin | Finish) -> ProgramPaths:
-        is_forward = isinstance(program, Forward)
-        is_decode_only = isinstance(program, PlainDecode) or (is_forward and program.is_decode_only)
+        is_decode_only = isinstance(program, PlainDecode | Forward) and program.is_decode_only
         key = program.bucket, is_decode_only
         if key not in self._paths:
             self._paths[key] = program_paths(self.model, self._layers, program.bucket, is_decode_only=is_decode_only)
@@ -122,9 +127,14 @@ class StepBuilder:
 
         Raises NotImplementedError for what a kernel does not support.
         """
+        with self.model.on_mesh():
+            return self.trace(program, num_blocks).lower()
+
+    def trace(self, program: Program, num_blocks: int) -> jax.stages.Traced:
+        """Trace a program: the first half of `lower`."""
         declared = self._declare(program, num_blocks)
         with self.model.on_mesh():
-            return jax.jit(declared.function, donate_argnums=declared.donated).lower(*declared.arguments)
+            return jax.jit(declared.function, donate_argnums=declared.donated).trace(*declared.arguments)
 
     def export(self, program: Program, num_blocks: int) -> bytes:
         """Return the lowered program as bytes, for `lower_exported` in another process of the same version."""
@@ -151,6 +161,11 @@ class StepBuilder:
 
         with self.model.on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
+
+    def trees(self, program: Program, num_blocks: int) -> tuple[Any, Any]:
+        """Return the structures of a program's arguments, with no keyword ones, and of its results."""
+        declared = self._declare(program, num_blocks)
+        return jax.tree.structure((declared.arguments, {})), jax.tree.structure(declared.results)
 
     def _declare(self, program: Program, num_blocks: int) -> _Declaration:
         model = self.model

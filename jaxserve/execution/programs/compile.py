@@ -73,6 +73,16 @@ class CompiledSteps:
     def __contains__(self, key: Any) -> bool:
         return key in self._executables
 
+    @property
+    def is_warm(self) -> bool:
+        """True if a warm-up has compiled what it was given."""
+        return self._is_warm
+
+    def put(self, key: Any, executable: jax.stages.Compiled) -> None:
+        """Take an executable that was compiled elsewhere."""
+        with self._lock:
+            self._executables[key] = executable
+
     def clear(self) -> None:
         """Drop all executables."""
         self._executables.clear()

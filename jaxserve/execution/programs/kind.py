@@ -5,6 +5,7 @@ programs, and is part of the keys of what is kept on disk.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ LEAF: Any = 0
 """Takes the place of an array where only the structure of a tree matters."""
 
 ROWS = DrawingRows(slots=LEAF, draws=LEAF, num_output_tokens=LEAF, features=LEAF)
+ROWS_WITH_DRAFTS = dataclasses.replace(ROWS, num_valid=LEAF, drafts=LEAF)
 LOGPROBS = Logprobs(*[LEAF] * len(Logprobs._fields))
 
 _LEFT_TO_CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}

@@ -3,6 +3,7 @@
 Those that run layers are in `passes`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode
-from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, allow, pack_masks
+from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, admit_tokens, allow, pack_masks
 from jaxserve.execution.step import (
     DrawingRows,
     Drawn,
@@ -28,13 +29,16 @@ from jaxserve.sampling.logprobs import Logprobs
 
 
 class Draw(Kind, frozen=True, tag=True):
-    """`step.draw`, of rows that may need anything, or anything but log probabilities."""
+    """`step.draw`, of rows that may need anything, or anything but log probabilities; of rows with `num_columns`, if
+    that is not 0.
+    """
 
     takes: ClassVar[tuple[State, ...]] = ("slots",)
     gives: ClassVar[tuple[State, ...]] = ("slots",)
 
     num_rows: int
     has_logprobs: bool
+    num_columns: int = 0
 
     @property
     @override
@@ -49,6 +53,7 @@ class Draw(Kind, frozen=True, tag=True):
             is_plain=False,
             num_top_logprobs=model.num_top_logprobs if self.has_logprobs else None,
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
+            drafting=model.drafting,
         )
 
     @override
@@ -60,7 +65,11 @@ class Draw(Kind, frozen=True, tag=True):
             num_output_tokens=each(jnp.int32),
             features=model.array((), jnp.int32),
         )
-        return model.array((self.num_rows, model.vocab_size), jnp.float32), rows
+        if self.num_columns:
+            drafts = model.array((self.num_rows, self.num_columns - 1), jnp.int32)
+            rows = dataclasses.replace(rows, num_valid=each(jnp.int32), drafts=drafts)
+        num_logits = self.num_rows * (self.num_columns or 1)
+        return model.array((num_logits, model.vocab_size), jnp.float32), rows
 
     @override
     def made(self, model: StepModel) -> Drawn:
@@ -168,6 +177,24 @@ class AdmitExtras(_WritesSlots, frozen=True, tag=True):
         return np.int32(model.max_num_seqs), jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), held)
 
 
+class AdmitTokens(_WritesSlots, frozen=True, tag=True):
+    """Runs `slots.admit_tokens`: what a proposer must know of one new request."""
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        assert model.drafting is not None
+        admit = functools.partial(admit_tokens, proposer=model.drafting.proposer)
+
+        def write_slots(slots: Slots, *arguments: Any) -> tuple[Slots, None]:
+            return admit(slots, *arguments), None
+
+        return write_slots
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        return np.int32(model.max_num_seqs), np.zeros(model.max_model_len, np.int32)
+
+
 class Allow(_WritesSlots, frozen=True, tag=True):
     """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample."""
 
@@ -186,5 +213,7 @@ class Allow(_WritesSlots, frozen=True, tag=True):
         return (pack_masks(masks, num_rows=self.num_rows, num_slots=model.max_num_seqs),)
 
 
-Program = PlainDecode | Forward | Begin | Finish | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | Allow
+Program = (
+    PlainDecode | Forward | Begin | Finish | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | AdmitTokens | Allow
+)
 """One compiled program: a function, its shapes and its static arguments."""

@@ -94,7 +94,8 @@ class Lowering:
     Attributes:
         num_workers: how many steps are lowered at a time.
         num_found: programs that were found on disk.
-        num_made: those that were not.
+        num_shipped: those of them that were in the folder `shipped`.
+        num_made: those that were not found.
     """
 
     def __init__(
@@ -105,22 +106,25 @@ class Lowering:
         num_workers: int | None = None,
         max_workers: int = MAX_WORKERS,
         early: Sequence[Worker] = (),
+        shipped: pathlib.Path | None = None,
         is_background: bool = False,
     ):
         """Lowered steps are kept in `folder`, if there is one. `num_workers` is by default what processors allow, at
         most `max_workers`; those of `early` have been started, and get the first jobs. Without workers this process
-        lowers; in the background they get what processor time others leave.
+        lowers; in the background they get what processor time others leave. Steps in the folder `shipped` are found
+        too.
         """
-        assert isinstance(builder.model.mesh, Mesh)
         self.num_workers = (
             min(MAX_WORKERS, max_workers, num_usable_cpus() * 8 // 5) if num_workers is None else num_workers
         )
         self._is_background = is_background
         self.num_found = 0
+        self.num_shipped = 0
         self.num_made = 0
         self._builder = builder
-        self._settings = WorkerSettings(builder.spec, MeshSpec.of(builder.model.mesh), _jax_options())
+        self._settings = settings_of(builder)
         self._folder = folder
+        self._shipped = shipped
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
         self._early = list(early)
@@ -133,7 +137,7 @@ class Lowering:
         """Return a lowered program for a pool of `num_blocks` blocks. Raises what `StepBuilder.lower` raises, and
         CancelledError after `close`.
         """
-        if self.num_workers == 0 and self._folder is None:
+        if self.num_workers == 0 and self._folder is None and self._shipped is None:
             return self._builder.lower(program, num_blocks)
         job = Job(program, num_blocks)
         prepared = self._prepared.pop(job, None)
@@ -158,6 +162,11 @@ class Lowering:
                 future.set_exception(error)
 
         threading.Thread(target=run, name="lowering", daemon=True).start()
+
+    @property
+    def were_compiled(self) -> bool:
+        """True if all programs so far were lowered by an earlier start, which has compiled them too."""
+        return not self.num_made and not self.num_shipped
 
     def close(self) -> None:
         """End the workers, whose current jobs fail, and remove from disk what exceeds MAX_KEPT_BYTES."""
@@ -218,40 +227,59 @@ class Lowering:
             else:
                 self._idle.put(worker)
 
-    def _path(self, job: Job) -> pathlib.Path | None:
-        if self._folder is None or (versions := _versions()) is None:
-            return None
-        made_from = msgspec.msgpack.encode([versions, self._settings, job], order="sorted")
-        return self._folder / hashlib.sha256(made_from).hexdigest()
-
     def _find(self, job: Job) -> bytes | None:
-        path = self._path(job)
-        if path is None:
-            return None
-        try:
-            digest, exported = path.read_bytes().split(b"\n", 1)
-        except (OSError, ValueError):
-            return None
-        if digest.decode(errors="replace") != hashlib.sha256(exported).hexdigest():
-            return None
-        with contextlib.suppress(OSError):  # a folder that is only read
-            os.utime(path)
-        self.num_found += 1
-        return exported
+        for folder in (self._folder, self._shipped):
+            if folder is not None and (exported := read_lowered(folder, self._settings, job)) is not None:
+                with self._lock:
+                    self.num_found += 1
+                    self.num_shipped += folder is self._shipped
+                return exported
+        return None
 
     def _keep(self, job: Job, exported: bytes) -> None:
-        path = self._path(job)
-        if path is None:
+        if self._folder is None:
             return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete_on_close=False) as file:
-                file.write(hashlib.sha256(exported).hexdigest().encode() + b"\n" + exported)
-                file.close()
-                os.replace(file.name, path)
-            self._has_kept = True
+            self._has_kept |= write_lowered(self._folder, self._settings, job, exported)
         except OSError as error:
             logger.warning("a lowered step is not kept: %s", error)
+
+
+def _path(folder: pathlib.Path, settings: WorkerSettings, job: Job) -> pathlib.Path | None:
+    """Return the file of a lowered step, None if there is no telling what decides how it is lowered."""
+    if (known := versions()) is None:
+        return None
+    made_from = msgspec.msgpack.encode([known, settings, job], order="sorted")
+    return folder / hashlib.sha256(made_from).hexdigest()
+
+
+def read_lowered(folder: pathlib.Path, settings: WorkerSettings, job: Job) -> bytes | None:
+    """Return a lowered step of a folder, None if it is not there or damaged."""
+    path = _path(folder, settings, job)
+    if path is None:
+        return None
+    try:
+        digest, exported = path.read_bytes().split(b"\n", 1)
+    except (OSError, ValueError):
+        return None
+    if digest.decode(errors="replace") != hashlib.sha256(exported).hexdigest():
+        return None
+    with contextlib.suppress(OSError):  # a folder that is only read
+        os.utime(path)
+    return exported
+
+
+def write_lowered(folder: pathlib.Path, settings: WorkerSettings, job: Job, exported: bytes) -> bool:
+    """Write a lowered step to a folder. Returns false if it could not be found there again. Raises OSError."""
+    path = _path(folder, settings, job)
+    if path is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete_on_close=False) as file:
+        file.write(hashlib.sha256(exported).hexdigest().encode() + b"\n" + exported)
+        file.close()
+        os.replace(file.name, path)
+    return True
 
 
 def _prune(folder: pathlib.Path, max_bytes: int) -> None:
@@ -268,13 +296,20 @@ def _prune(folder: pathlib.Path, max_bytes: int) -> None:
         logger.warning("lowered steps that are too many are left on disk: %s", error)
 
 
+def settings_of(builder: StepBuilder) -> WorkerSettings:
+    """Return what decides how the steps of a builder are lowered, besides the versions."""
+    mesh = builder.model.mesh
+    assert isinstance(mesh, Mesh)
+    return WorkerSettings(builder.spec, MeshSpec.of(mesh), _jax_options())
+
+
 def _jax_options() -> dict[str, Any]:
     values = {name: getattr(jax.config, name) for name in JAX_OPTIONS}
     return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 @functools.cache
-def _versions() -> dict[str, Any] | None:
+def versions() -> dict[str, Any] | None:
     """Return what decides how a step is lowered, besides the settings and its sizes: versions of packages, and a hash
     of our own code. None if the code is not in files of its own (in a zip, for example).
     """

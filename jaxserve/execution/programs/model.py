@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.execution.batch import Bucket, make_buckets
+from jaxserve.errors import ConfigError
+from jaxserve.execution.batch import Bucket, make_buckets, make_verifying_buckets
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes, slot_bytes
 from jaxserve.execution.kv_layout import kv_layout
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
+from jaxserve.execution.step import Drafting
 from jaxserve.layers import launch
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.context import Kernels
@@ -21,6 +23,7 @@ from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
 from jaxserve.models import get_family, with_context
+from jaxserve.speculative import make_proposer
 
 MIN_BYTES_IN_PROGRAMS = 6e9
 """Smallest weights of a device for which a forward pass is launched as two programs, in bytes: fewer are read in the
@@ -37,6 +40,8 @@ class StepModel:
     Attributes:
         layout: which layers have block tables and pools in common.
         buckets: the sizes of steps, smallest first.
+        verifying_buckets: the sizes of steps that verify drafts, by width, smallest first.
+        drafting: how tokens are drafted; None: not at all.
         table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
         peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
     """
@@ -66,7 +71,11 @@ class StepModel:
         self.hidden_size: int = self.config.hidden_size
         self.layout = kv_layout(family.kv_specs(self.config), max_model_len=spec.max_model_len)
         num_groups = len(self.layout.windows)
-        max_blocks = math.ceil(spec.max_model_len / spec.block_size)
+        speculation = spec.speculation
+        self.max_model_len = spec.max_model_len
+        widths = [] if speculation is None else speculation.widths
+        # Padding columns have positions behind the sequence.
+        max_blocks = math.ceil((spec.max_model_len + max(widths, default=0)) / spec.block_size)
         self.table_sizes = {"num_slots": spec.max_num_seqs, "max_blocks": max_blocks, "num_groups": num_groups}
         self.buckets = make_buckets(
             max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -75,6 +84,25 @@ class StepModel:
             num_groups=num_groups,
             has_finer_sizes=spec.traits.has_finer_buckets,
         )
+        self.verifying_buckets: list[Bucket] = []
+        self.drafting = None
+        if speculation is not None:
+            if self.layout.num_states:
+                raise ConfigError(
+                    "speculative_config: this model has layers that keep a state, which rejected drafts would change"
+                )
+            self.drafting = Drafting(make_proposer(speculation), speculation.acceptance_rates)
+            self.verifying_buckets = [
+                bucket
+                for width in widths
+                for bucket in make_verifying_buckets(
+                    self.buckets,
+                    num_columns=width,
+                    max_num_rows=speculation.max_rows(width),
+                    block_size=spec.block_size,
+                    num_groups=num_groups,
+                )
+            ]
         pools = {"dtype": self.dtype, "mesh": mesh}
         self.bytes_per_block = block_bytes(self.layout.pool_specs, block_size=spec.block_size, **pools)
         self._slot_bytes = slot_bytes(self.layout.pool_specs, num_slots=spec.max_num_seqs, **pools)
@@ -94,7 +122,7 @@ class StepModel:
                 vocab_size=self.vocab_size,
                 dtype=self.dtype,
                 max_num_tokens=self.buckets[-1].num_tokens,
-                max_num_rows=spec.max_num_seqs,
+                max_num_rows=max([spec.max_num_seqs, *(bucket.num_tokens for bucket in self.verifying_buckets)]),
             )
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
 
@@ -131,7 +159,13 @@ class StepModel:
 
     def init_slots(self) -> Slots:
         """Make empty slots."""
-        return init_slots(**self.table_sizes, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+        return init_slots(
+            **self.table_sizes,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            proposer=None if self.drafting is None else self.drafting.proposer,
+            max_length=self.max_model_len,
+        )
 
     def replicate(self, x: Any) -> jax.ShapeDtypeStruct:
         """Return the shape of an array that every device has a copy of."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.execution.batch import Bucket, pack_nothing
-from jaxserve.execution.programs.kind import LEAF, ROWS, Kind, drawn, no_admissions
+from jaxserve.execution.programs.kind import LEAF, ROWS, ROWS_WITH_DRAFTS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.step import Begun, Drawn, Forwarded, Reading, begin, finish, forward, read_plan, step
 from jaxserve.layers.batch import Launch
@@ -60,7 +60,14 @@ class _WithLayers(Kind, frozen=True):
 
 
 class PlainDecode(_WithLayers, frozen=True, tag=True):
-    """`step.step`: each row has one token, and needs no more than a draw from a filtered distribution."""
+    """`step.step`: each row has one token, and drafts if the bucket has columns for them, and needs no more than draws
+    from filtered distributions.
+    """
+
+    @property
+    def is_decode_only(self) -> bool:
+        """True if rows have no columns for drafts."""
+        return not self.bucket.num_columns
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
@@ -68,8 +75,9 @@ class PlainDecode(_WithLayers, frozen=True, tag=True):
             step,
             family=model.family,
             config=model.config,
-            reading=self.reading(model, is_decode_only=True),
+            reading=self.reading(model, is_decode_only=self.is_decode_only),
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
+            drafting=model.drafting,
         )
 
     @override
@@ -78,13 +86,15 @@ class PlainDecode(_WithLayers, frozen=True, tag=True):
 
 
 class Forward(_WithLayers, frozen=True, tag=True):
-    """`step.forward`, of rows that may need anything; `is_decode_only`: each has one token."""
+    """`step.forward`, of rows that may need anything; `is_decode_only`: each has one token. If the bucket has columns,
+    each has as many.
+    """
 
     is_decode_only: bool
 
     @override
     def carries_admissions(self, model: StepModel) -> bool:
-        return model.traits.admits_in_forward and not self.is_decode_only
+        return model.traits.admits_in_forward and not self.is_decode_only and not self.bucket.num_columns
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
@@ -99,7 +109,9 @@ class Forward(_WithLayers, frozen=True, tag=True):
 
     @override
     def made(self, model: StepModel) -> Forwarded:
-        return Forwarded(logits=LEAF, rows=ROWS, hidden=None if self.is_decode_only else LEAF)
+        has_columns = self.bucket.num_columns > 0
+        hidden = None if self.is_decode_only or has_columns else LEAF
+        return Forwarded(logits=LEAF, rows=ROWS_WITH_DRAFTS if has_columns else ROWS, hidden=hidden)
 
 
 class _SomeLayers(_WithLayers, frozen=True):

@@ -54,7 +54,7 @@ def program_paths(
     batch = _batch(model, bucket, is_decode_only=is_decode_only, record=record)
     span = range(len(layers))
     values = [layer.layer for layer in layers]
-    last_tokens = model.array((bucket.num_rows, model.hidden_size), model.dtype)
+    last_tokens = model.array((bucket.num_rows * (bucket.num_columns or 1), model.hidden_size), model.dtype)
     logits_peers = None if model.peers is None else model.peers.logits
 
     def run(params: Any, x: Any, batch: Batch, cache: KVCache, last_tokens: Any, logits_peers: Any) -> None:

@@ -14,6 +14,7 @@ from jaxserve.execution.batch import Bucket
 from jaxserve.execution.programs.kinds import (
     Admit,
     AdmitExtras,
+    AdmitTokens,
     Allow,
     Begin,
     Draw,
@@ -68,8 +69,25 @@ class StepShapes:
     number of rows, for steps of all kinds: on a CPU branches and loops not taken cost nothing.
     """
 
-    def __init__(self, buckets: list[Bucket], *, has_lean_programs: bool, may_be_two_programs: bool):
-        """`may_be_two_programs`: forward passes of few tokens of prompts are launched so."""
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        *,
+        has_lean_programs: bool,
+        may_be_two_programs: bool,
+        verifying: list[Bucket] | None = None,
+    ):
+        """`may_be_two_programs`: forward passes of few tokens of prompts are launched so. `verifying` are the sizes of
+        steps that verify drafts; None: tokens are not drafted.
+        """
+        self._verifying = verifying or []
+        self._drafts = verifying is not None
+        # As for decode steps: what only some rows need is not worth many sizes.
+        widths = {bucket.num_columns: None for bucket in self._verifying}
+        of_widths = [[bucket for bucket in self._verifying if bucket.num_columns == width] for width in widths]
+        self._verifying_general = self._verifying
+        if has_lean_programs:
+            self._verifying_general = [bucket for some in of_widths for bucket in _sparse(some)]
         self._max_tokens_of_two = MAX_TOKENS_IN_PROGRAMS if may_be_two_programs else 0
         self._has_lean_programs = has_lean_programs
         max_num_rows = buckets[-1].num_rows
@@ -101,15 +119,19 @@ class StepShapes:
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
         mixed = self._programs_of_prompts(self._mixed)
         num_rows = sorted({bucket.num_rows for bucket in self._decode + self._mixed}, reverse=True)
-        with_layers: list[PlainDecode | Forward | Begin | Finish] = [*mixed, *plain, *decode]
+        verifying = self._programs_that_verify
+        passes = [program for program in verifying if isinstance(program, PlainDecode | Forward)]
+        with_layers: list[PlainDecode | Forward | Begin | Finish] = [*mixed, *plain, *decode, *passes]
         with_layers.sort(key=lambda program: -program.bucket.num_tokens)
         return [
             *with_layers,
             *map(PromptLogprobs, reversed(self._with_hidden)),
             *map(Embed, reversed(self._with_hidden)),
             *(draw for size in num_rows for draw in reversed(self._draws(size, has_logprobs=False))),
+            *(program for program in verifying if isinstance(program, Draw)),
             Admit(),
             AdmitExtras(),
+            *self._admits_tokens,
             *self._masks,
         ]
 
@@ -117,6 +139,18 @@ class StepShapes:
     def largest(self) -> Forward:
         """The forward pass that needs the most memory, as one program."""
         return Forward(self._mixed[-1], is_decode_only=False)
+
+    @property
+    def largest_step(self) -> Step:
+        """The step that needs the most memory, with everything that rows may ask for."""
+        return self.step_for(
+            self.largest.bucket.num_tokens,
+            is_plain=False,
+            is_decode_only=False,
+            has_logprobs=True,
+            has_prompt_logprobs=True,
+            has_embeddings=True,
+        )
 
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
         """Return what is compiled, for what, in which order; every program is in one phase.
@@ -129,16 +163,19 @@ class StepShapes:
         plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
         decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
         mixed = self._programs_of_prompts(self._mixed)
+        verifying = self._programs_that_verify
         tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*decode, *mixed]))]
+        tuned += [program for program in verifying if isinstance(program, PlainDecode | Forward) and is_tuned(program)]
         # If plain rows have no programs of their own, a single request decodes in a small forward pass.
         general = [bucket for bucket in self._mixed if bucket.num_tokens >= SMALLEST_GENERAL]
         small = self._programs_of_prompts(general[:1])
         phases = [
             Phase("any step", self._with_draws(self._programs_of_prompts([largest])), is_first=True),
             Phase("hidden states", [PromptLogprobs(largest), Embed(largest)], is_first=True),
-            Phase("slots", [Admit(), AdmitExtras(), self._masks[-1]], is_first=True),
+            Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, self._masks[-1]], is_first=True),
             Phase("decode", plain[-1:] or self._with_draws(small), is_first=True),
             Phase("tuned on the device", tuned, is_first=True),
+            Phase("verification of drafts", verifying),
             Phase("decode of fewer rows", plain),
             Phase("steps of fewer tokens", self._with_draws(mixed)),
             Phase("decode with penalties, masks or log probabilities", self._with_draws(decode)),
@@ -162,18 +199,22 @@ class StepShapes:
         has_logprobs: bool,
         has_prompt_logprobs: bool,
         has_embeddings: bool,
+        num_columns: int = 0,
         is_ready: Callable[[Program], bool] = lambda _: True,
     ) -> Step:
         """Return the smallest step for `num_tokens` tokens, at most those of the largest bucket, that supports what
         rows need and whose programs are ready.
 
         `is_plain`: they need no more than draws from filtered distributions, without log probabilities.
-        `is_decode_only`: each has one token. `has_logprobs`: log probabilities of sampled tokens.
+        `is_decode_only`: each has one token. `has_logprobs`: log probabilities of sampled tokens. `num_columns`: some
+        have that many with their drafts, which are left out if no program for them is ready.
         """
         needs_hidden = has_prompt_logprobs or has_embeddings
 
         def steps() -> Iterator[Step]:
             if is_decode_only and not needs_hidden:
+                if num_columns > 1:
+                    yield from self._steps_that_verify(num_tokens, num_columns, is_plain=is_plain)
                 if is_plain:
                     yield from (Step(PlainDecode(bucket)) for bucket in _from(self._plain, num_tokens))
                 for bucket in _from(self._decode, num_tokens):
@@ -189,6 +230,26 @@ class StepShapes:
                     )
 
         return next(step for step in steps() if all(program is None or is_ready(program) for program in step))
+
+    def _steps_that_verify(self, num_rows: int = 0, num_columns: int = 0, *, is_plain: bool = True) -> Iterator[Step]:
+        """Yield steps that verify drafts, for at least so many rows and columns, the smallest first."""
+
+        def holding(buckets: list[Bucket]) -> Iterator[Bucket]:
+            return (bucket for bucket in buckets if bucket.num_rows >= num_rows and bucket.num_columns >= num_columns)
+
+        if is_plain and self._has_lean_programs:
+            yield from (Step(PlainDecode(bucket)) for bucket in holding(self._verifying))
+        for bucket in holding(self._verifying_general):
+            draw = Draw(bucket.num_rows, has_logprobs=True, num_columns=bucket.num_columns)
+            yield Step(Forward(bucket, is_decode_only=False), draw=draw)
+
+    @property
+    def _programs_that_verify(self) -> list[Program]:
+        return [program for step in self._steps_that_verify() for program in (step.forward, step.draw) if program]
+
+    @property
+    def _admits_tokens(self) -> list[AdmitTokens]:
+        return [AdmitTokens()] if self._drafts else []
 
     def masks_for(self, num_rows: int, *, is_ready: Callable[[Program], bool] = lambda _: True) -> Allow:
         """Return the program that writes the masks of `num_rows` rows."""

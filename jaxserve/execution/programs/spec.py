@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jaxserve.layers.context import Kernels
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.speculation import Speculation
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         max_logprobs: the number of most likely tokens whose log probabilities are computed where a row wants some; -1
             for all tokens.
         schemes: how quantized weights are stored, by path in the tree of weights.
+        speculation: how tokens are drafted; None: not at all.
     """
 
     model: dict[str, Any]
@@ -76,6 +78,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_peers: bool
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     schemes: dict[str, Scheme] = {}
+    speculation: Speculation | None = None
 
 
 class MeshSpec(msgspec.Struct, frozen=True):

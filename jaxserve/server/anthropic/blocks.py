@@ -7,7 +7,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import Block
-from jaxserve.server.protocol.common import not_supported
+from jaxserve.server.protocol.common import content_not_supported, not_supported
 
 NOT_READ = frozenset({"redacted_thinking", "fallback", "mcp_tool_listing", "tool_addition", "tool_removal"})
 """Blocks that hold no text for the model: encrypted, or read elsewhere (`tools`)."""
@@ -88,7 +88,7 @@ def _block_text(block: object, param: str) -> str | None:
         case kind if kind in NOT_READ:
             return None
         case kind:
-            raise not_supported(f"{param}.type", f"content of type {str(kind)[:40]!r}")
+            raise content_not_supported(f"{param}.type", kind)
 
 
 def _document(block: Block, param: str) -> str:

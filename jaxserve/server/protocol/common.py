@@ -93,6 +93,7 @@ class AnswerRequest(RequestBody, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    speculative_decoding: bool | None = None
 
 
 class GenerationRequest(AnswerRequest, kw_only=True):
@@ -222,6 +223,12 @@ def rename(error: InvalidRequest, old: str, new: str) -> None:
 def not_supported(param: str, what: str) -> InvalidRequest:
     """Return the error for something that the API defines and this server does not support."""
     return InvalidRequest(f"{what} is not supported", param=param, code="unsupported_parameter")
+
+
+def content_not_supported(param: str, kind: Any) -> InvalidRequest:
+    """Return the error for a part of a message that is no text: images, sound, video, files."""
+    message = f"content of type {str(kind)[:40]!r} is not supported: only text is served"
+    return InvalidRequest(message, param=param, code="unsupported_parameter")
 
 
 def sampling_params(

@@ -85,6 +85,7 @@ FIELDS: tuple[Field, ...] = (
     _sampling("ignore_eos", "the model's end of sequence does not end the answer"),
     _sampling("min_tokens", "the answer does not end before it has so many tokens"),
     _sampling("skip_special_tokens", "leave special tokens out of the text"),
+    _sampling("speculative_decoding", "false: verify no drafts for this request; the text is the same"),
     Field("max_tokens", "the answer ends after so many tokens", *_ANSWERS),
     Field("max_completion_tokens", "another name for max_tokens", *_ANSWERS),
     Field(

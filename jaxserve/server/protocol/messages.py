@@ -10,7 +10,7 @@ from jaxserve.answers.choosing.message_style import MessageStyle
 from jaxserve.answers.tools.cut_json import as_object
 from jaxserve.answers.tools.definitions import ToolCall
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.protocol.common import not_supported, refuse_unless_empty
+from jaxserve.server.protocol.common import content_not_supported, refuse_unless_empty
 
 MAX_MESSAGES = 4096
 USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -147,7 +147,7 @@ def _join_parts(parts: list[ContentPart], param: str) -> str:
     texts = []
     for i, part in enumerate(parts):
         if part.type not in ("text", "refusal"):
-            raise not_supported(f"{param}.content[{i}].type", f"content of type {part.type[:40]!r}")
+            raise content_not_supported(f"{param}.content[{i}].type", part.type)
         text = part.text if part.type == "text" else part.refusal
         if text is None:
             param = f"{param}.content[{i}].{part.type}"

@@ -8,7 +8,7 @@ from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import not_supported, rename
+from jaxserve.server.protocol.common import content_not_supported, not_supported, rename
 from jaxserve.server.protocol.items import (
     CallItem,
     CallOutputItem,
@@ -188,7 +188,7 @@ def _text(content: str | list[Part], param: str) -> str:
     texts = []
     for index, part in enumerate(content):
         if part.type not in ("input_text", "output_text", "reasoning_text", "text", "refusal"):
-            raise not_supported(f"{param}[{index}].type", f"content of type {part.type[:40]!r}")
+            raise content_not_supported(f"{param}[{index}].type", part.type)
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise InvalidRequest(f"{param}[{index}].text is missing", param=f"{param}[{index}].text")

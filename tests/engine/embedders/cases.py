@@ -4,14 +4,13 @@
 """
 
 import json
-import pathlib
 import shutil
 
 import numpy as np
 import safetensors.numpy
 import tiny_tokenizer
+from golden_folder import CLASSIFIERS
 
-CLASSIFIERS = pathlib.Path(__file__).parents[1] / "classifiers"
 HIDDEN_SIZE = 16
 TEXTS = ["Once upon a time", "The end", "x"]
 PAIRS = [["what ends?", "the end"], ["The", "Once upon"], ["a", "b c"]]

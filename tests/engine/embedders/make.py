@@ -1,6 +1,6 @@
 """Write goldens.json: what sentence-transformers 6.2 and transformers 5.24 make of the models of cases.py, in float32.
 
-Run by an interpreter that has torch, as tests/goldens/make.sh makes one, and sentence-transformers.
+Run by an interpreter that has torch, as tests/goldens/make.sh makes one, sentence-transformers and ml_dtypes.
 """
 
 import json
@@ -12,6 +12,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "support"))
 
 import cases  # noqa: E402
+import ml_dtypes  # noqa: E402, F401  # numpy has bfloat16 by it
 from sentence_transformers import CrossEncoder, SentenceTransformer  # noqa: E402
 
 goldens = {"embeddings": {}, "similarities": {}, "scores": {}}

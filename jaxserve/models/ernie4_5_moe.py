@@ -1,0 +1,122 @@
+"""ERNIE 4.5 with experts (Baidu 2025, yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf): experts chosen by
+softmax scores and a bias, shared ones; rotation of neighbouring pairs.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.embedding import lm_head_bias_spec
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames, Names
+from jaxserve.layers.params import Params
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 103424,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_norm_min": 1e-12,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+MAX_NORM_MIN = 1e-6
+"""Least sum of a token's weights that `moe_norm_min` may name; sums that small do not occur."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one ERNIE 4.5 with experts; `intermediate_size` is that of layers without."""
+
+    use_bias: bool
+    sparse_layers: tuple[bool, ...]
+    expert_size: int
+    shared_expert_size: int
+    """Intermediate size of all shared experts of a layer together."""
+    routing: Routing
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
+        if (least := hf_config.number(fields, "moe_norm_min")) > MAX_NORM_MIN:
+            raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}, got {least:g}")
+        expert_size = hf_config.integer(fields, "moe_intermediate_size")
+        fields |= {
+            "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
+            "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
+        }
+        return cls(
+            **hf_config.as_llama(fields),
+            use_bias=hf_config.flag(fields, "use_bias"),
+            sparse_layers=_sparse_layers(fields),
+            expert_size=expert_size,
+            shared_expert_size=expert_size * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                is_normalized=True,
+            ),
+            rope=hf_rope.rope(fields, theta=500_000.0),
+        )
+
+
+def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have experts: each `moe_layer_interval`-th of those from the start index to the end index."""
+    num_layers, step = (hf_config.integer(fields, name) for name in ("num_hidden_layers", "moe_layer_interval"))
+    start = hf_config.integer(fields, "moe_layer_start_index", minimum=0)
+    end = hf_config.integer(fields, "moe_layer_end_index", minimum=-1)
+    end = num_layers - 1 if end == -1 else end
+    return tuple(start <= index <= end and (index + 1) % step == 0 for index in range(num_layers))
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=config.use_bias, out_bias=config.use_bias)
+    feed_forward = replace(config.feed_forward, has_bias=config.use_bias)
+    experts = Experts(
+        routing=config.routing,
+        size=config.expert_size,
+        activation=config.activation,
+        has_selection_bias=True,
+        shared=replace(feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
+    )
+    dense = replace(config.layer, mixer=attention, feed_forward=feed_forward)
+    sparse = replace(dense, feed_forward=experts)
+    return tuple(sparse if is_sparse else dense for is_sparse in config.sparse_layers)
+
+
+def amend(specs: Params, config: Config) -> Params:
+    """Declare the bias of the LM head, and that of the choice as it is stored: as one row."""
+    for layer in specs["layers"]:
+        if (bias := layer["mlp"].get("selection_bias")) is not None:
+            layer["mlp"]["selection_bias"] = replace(bias, source_shapes=((1, *bias.shape),))
+    if config.use_bias:
+        specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
+    return specs
+
+
+NAMES = Names(
+    is_interleaved=True,
+    experts=ExpertNames(shared="shared_experts", selection_bias="moe_statics.e_score_correction_bias"),
+)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__)

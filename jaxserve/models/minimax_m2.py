@@ -1,0 +1,89 @@
+"""MiniMax M2, M2.1, M2.5 and M2.7 (MiniMax 2025, github.com/MiniMax-AI/MiniMax-M2): experts chosen by sigmoid scores
+and a bias; norms over all of q and of k; partial rotation.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames, Names
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 196608,
+    "rms_norm_eps": 1e-06,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+FULL_ATTENTION = 1
+"""The kind of a layer's attention in `attn_type_list`; others are those of MiniMax-01."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one MiniMax M2; `intermediate_size` is that of one expert."""
+
+    routing: Routing
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        supported = {
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        }
+        for name, value in supported.items():
+            hf_config.require(fields, name, value)
+        kinds = fields.get("attn_type_list") or []
+        if not isinstance(kinds, list) or any(kind != FULL_ATTENTION for kind in kinds):
+            raise CheckpointError(f"config.json: attn_type_list must be of {FULL_ATTENTION} only, got {kinds!r:.100}")
+        rotated = hf_config.optional_integer(fields, "rotary_dim")
+        size = hf_config.head_dim(fields)
+        return cls(
+            **hf_config.as_llama(fields),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                scores="sigmoid",
+                is_normalized=True,
+            ),
+            rope=hf_rope.rope(
+                fields, theta=5_000_000.0, partial_rotary_factor=1.0 if rotated is None else rotated / size
+            ),
+        )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm, gains="joint"))
+    experts = Experts(
+        routing=config.routing, size=config.intermediate_size, activation=config.activation, has_selection_bias=True
+    )
+    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
+
+
+NAMES = Names(
+    mlp="block_sparse_moe",
+    experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias"),
+)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

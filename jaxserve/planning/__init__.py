@@ -1,0 +1,1 @@
+"""`jaxserve plan` and `jaxserve compile`: engines for GPUs that are not there."""

@@ -1,0 +1,137 @@
+"""The flags of `jaxserve plan` and `jaxserve compile`."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from jaxserve.arguments import Parser
+from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.flags import add_config_flags, given
+from jaxserve.gpus import GPUS, find_gpu
+
+DOES_NOT_FIT = 3
+"""Exit code of a plan whose model does not fit, or does not meet the target."""
+
+ENGINE_FIELDS = (
+    *("revision", "dtype", "quantization", "max_model_len", "hf_overrides", "block_size", "kv_cache_memory"),
+    *("gpu_memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "max_logprobs"),
+    *("tensor_parallel_size", "kernels", "dequantize", "quantize_activations"),
+)
+"""The engine's options that decide what a step is, and how much of it fits."""
+
+
+def add_plan(plan: Parser) -> None:
+    """Add the flags of `jaxserve plan`."""
+    _add_model(plan)
+    add = functools.partial(plan.add_flag, "plan")
+    number = {"type": int, "metavar": "N"}
+    add("--input-len", help="tokens of a prompt; default: 1024, at most half the context", **number)
+    add("--output-len", help="tokens of an answer; default: 256, at most a quarter of the context", **number)
+    add("--target-tpot", type=float, metavar="MS", help="most milliseconds from token to token; default: any")
+    add("--num-devices", default=8, help="devices for the table of ways to split; default: 8", **number)
+    add(
+        "--compile",
+        dest="compiling",
+        choices=("few", "all", "none"),
+        default="few",
+        help="which programs are compiled for the absent GPU: those that decide how much memory steps need, and "
+        "decode (few, the default), all that an engine has, which takes minutes, or none: sizes are computed",
+    )
+    add("--json", action="store_true", help="print the plan as JSON")
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="directory (config.json will do), GGUF file, id on the hub"
+    )
+    add = functools.partial(parser.add_flag, "plan")
+    add("--shape", choices=sorted(SHAPES), help="a model of this shape, in place of MODEL")
+    add("--device", required=True, metavar="GPU", help=f"the GPU, which need not be there: {', '.join(GPUS)}")
+    add_config_flags(parser, EngineConfig, only=ENGINE_FIELDS)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print a plan. Returns 0, or DOES_NOT_FIT."""
+    for name in ("input_len", "output_len", "num_devices"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.target_tpot is not None and not args.target_tpot > 0:
+        raise ConfigError(f"--target-tpot must be positive, got {args.target_tpot:g}")
+    gpu = find_gpu(args.device)
+    with _model_of(args) as (config, name):
+        _quiet()
+        import msgspec
+
+        from jaxserve.planning.plan import Load, make_plan
+        from jaxserve.planning.text import plan_text
+
+        load = Load(input_len=args.input_len, output_len=args.output_len, target_tpot=args.target_tpot)
+        plan = make_plan(
+            config,
+            gpu,
+            load,
+            name=name,
+            compiling=args.compiling,
+            num_devices=args.num_devices,
+            progress=functools.partial(_tell, f"compiling for {gpu.kind}:"),
+        )
+    print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args.json else plan_text(plan))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def add_compile(parser: Parser) -> None:
+    """Add the flags of `jaxserve compile`."""
+    _add_model(parser)
+    add_config_flags(parser, EngineConfig, only=("warmup",))
+    parser.add_flag(
+        "plan", "-o", "--output", type=pathlib.Path, required=True, metavar="FOLDER", help="the folder to write"
+    )
+
+
+def run_compile(args: argparse.Namespace) -> None:
+    """Write a folder of programs."""
+    gpu = find_gpu(args.device)
+    with _model_of(args) as (config, name):
+        _quiet()
+        from jaxserve.planning.ahead import compile_ahead
+
+        config = dataclasses.replace(config, **given(args, ("warmup",)))
+        told = functools.partial(_tell, f"compiling for {gpu.kind}:")
+        written = compile_ahead(config, gpu, args.output, name=name, progress=told)
+    print(
+        f"{args.output}: {written.num_executables} programs compiled for {gpu.kind} and {written.num_lowered} lowered, "
+        f"{written.num_bytes / 2**20:.1f} MiB, for {written.num_blocks} KV blocks"
+    )
+
+
+@contextlib.contextmanager
+def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
+    """Open the options, and the name of the model or the shape, whose config.json is in a folder until the end."""
+    if (args.model is None) == (args.shape is None):
+        raise ConfigError("name a MODEL or a --shape, one of them")
+    options = given(args, ENGINE_FIELDS)
+    if args.shape is None:
+        yield EngineConfig(model=args.model, **options), args.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_config(pathlib.Path(folder), SHAPES[args.shape])
+        yield EngineConfig(model=str(path), **options), f"random weights of the shape {args.shape}"
+
+
+def _quiet() -> None:
+    """Choose the CPU, and do without XLA's words about a device that it cannot ask; before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def _tell(start: str, name: str) -> None:
+    print(start, name, file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+"""Measured steps, with which times are predicted: the figures of docs/benchmarks.md. Plain data.
+
+Each group is of one machine and of the command `jaxserve bench latency --shape SHAPE OPTIONS --warmup full` with the
+prefix cache off. The rooflines beside the times are `work.Work.seconds` of the same batches; a test computes them
+again.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """One batch of equal requests. Times are in milliseconds; a prefill that was not measured is None."""
+
+    num_rows: int
+    input_len: int
+    output_len: int
+    step: float
+    roofline: float
+    prefill: float | None
+    prefill_roofline: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Runs of one model on one machine."""
+
+    gpu: str
+    shape: str
+    options: str
+    model_type: str
+    weights: str
+    """How most of them are held: "16 bits", or the codes."""
+    num_devices: int
+    kernels: str
+    has_experts: bool
+    num_layers: int
+    runs: tuple[Run, ...]
+
+
+# fmt: off
+MEASURED: tuple[Batches, ...] = (
+    Batches(gpu="h200", shape="llama-3-8b", options="--max-num-seqs 512",
+            model_type="llama",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 256, 3.8, 3.518, 7.2, 5.75),
+        Run(16, 512, 128, 4.25, 4.081, 178.4, 149.37),
+        Run(64, 1024, 256, 6.61, 7.001, 1468.7, 1206.02),
+        Run(256, 1024, 256, 15.98, 17.53, 5839.7, 4824.09),
+        Run(512, 512, 256, 22.98, 23.405, 5785.3, 4779.98),
+        Run(1, 8000, 8, 3.95, 3.759, 203.6, 165.78),
+    )),
+    Batches(gpu="h100", shape="llama-3-8b", options="",
+            model_type="llama",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 64, 5.24, 5.029, 9.4, 7.27),
+        Run(16, 512, 64, 5.67, 5.693, 182.7, 150.89),
+        Run(64, 1024, 32, 9.13, 9.169, 1436.8, 1218.12),
+    )),
+    Batches(gpu="h200", shape="llama-3-8b", options="--quantization fp8",
+            model_type="llama",
+            weights="fp8", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 256, 3.07, 1.896, 5.6, 3.0),
+        Run(16, 512, 128, 3.7, 2.459, 116.8, 74.81),
+        Run(64, 1024, 256, 5.91, 4.747, 944.1, 603.97),
+        Run(256, 1024, 128, 13.76, 12.878, 3763.8, 2415.88),
+    )),
+    Batches(gpu="h200", shape="llama-3-8b", options="--quantization int4",
+            model_type="llama",
+            weights="int4", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 256, 2.5, 1.108, 8.2, 3.35),
+        Run(16, 512, 128, 3.23, 1.672, 161.9, 146.97),
+        Run(64, 1024, 256, 6.99, 4.591, 1265.8, 1186.75),
+        Run(256, 512, 32, 12.5, 10.146, 2509.5, 2351.44),
+        Run(256, 1024, 128, 16.22, 14.611, 6013.0, 4746.99),
+    )),
+    Batches(gpu="h200", shape="gpt-oss-20b", options="--max-num-seqs 64",
+            model_type="gpt_oss",
+            weights="mxfp4", num_devices=1, kernels="sm90", has_experts=True, num_layers=24, runs=(
+        Run(1, 128, 256, 2.49, 0.874, 17.1, 3.92),
+        Run(16, 512, 128, 6.96, 2.867, 103.2, 66.7),
+        Run(64, 1024, 64, 9.96, 3.981, 805.3, 541.83),
+    )),
+    Batches(gpu="h200", shape="gpt-oss-120b", options="--max-num-seqs 64 --no-dequantize",
+            model_type="gpt_oss",
+            weights="mxfp4", num_devices=1, kernels="sm90", has_experts=True, num_layers=36, runs=(
+        Run(1, 128, 256, 3.8, 1.18, 38.0, 16.14),
+        Run(16, 512, 128, 15.74, 6.681, 184.5, 110.75),
+        Run(64, 1024, 64, 29.73, 14.575, 1471.5, 898.41),
+    )),
+    Batches(gpu="h200", shape="qwen3-30b-a3b-fp8", options="--max-num-seqs 64",
+            model_type="qwen3_moe",
+            weights="fp8", num_devices=1, kernels="sm90", has_experts=True, num_layers=48, runs=(
+        Run(1, 128, 256, 3.95, 0.816, 18.2, 7.76),
+        Run(16, 512, 128, 9.45, 5.188, 118.8, 36.63),
+        Run(64, 1024, 64, 14.24, 9.034, 910.0, 301.34),
+    )),
+    Batches(gpu="h200", shape="qwen3-30b-a3b", options="--max-num-seqs 64 --quantization int4",
+            model_type="qwen3_moe",
+            weights="int4", num_devices=1, kernels="sm90", has_experts=True, num_layers=48, runs=(
+        Run(1, 128, 256, 3.47, 0.49, 12.3, 4.63),
+        Run(16, 512, 128, 7.37, 2.841, 110.1, 62.36),
+        Run(64, 1024, 64, 11.4, 5.784, 854.5, 515.47),
+    )),
+    Batches(gpu="h200", shape="qwen3-30b-a3b", options="",
+            model_type="qwen3_moe",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=True, num_layers=48, runs=(
+        Run(1, 128, 128, 3.32, 1.427, 9.0, 14.94),
+        Run(16, 512, 64, 11.51, 9.585, 108.7, 72.68),
+        Run(64, 1024, 64, 18.08, 15.944, 844.1, 598.03),
+        Run(256, 1024, 256, 25.59, 23.059, 3371.0, 2392.12),
+    )),
+    Batches(gpu="h100", shape="llama-3-8b", options="--quantization int4 --tensor-parallel-size 2",
+            model_type="llama",
+            weights="int4", num_devices=2, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 128, 2.66, 1.494, 8.7, 2.76),
+        Run(16, 512, 64, 2.95, 1.842, 115.0, 83.97),
+    )),
+    Batches(gpu="h100", shape="qwen3-30b-a3b-fp8", options="--tensor-parallel-size 2",
+            model_type="qwen3_moe",
+            weights="fp8", num_devices=2, kernels="sm90", has_experts=True, num_layers=48, runs=(
+        Run(1, 128, 128, 4.41, 1.639, 11.2, 6.64),
+        Run(16, 512, 64, 7.03, 4.751, 105.8, 28.12),
+    )),
+    Batches(gpu="h200", shape="llama-3-8b", options="--tensor-parallel-size 2",
+            model_type="llama",
+            weights="16 bits", num_devices=2, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 256, 2.82, 2.464, 6.5, 3.73),
+        Run(64, 1024, 256, 4.46, 4.279, 843.3, 685.0),
+        Run(256, 1024, 256, 9.57, 9.767, 3390.8, 2739.99),
+    )),
+    Batches(gpu="h200", shape="llama-3-70b", options="--tensor-parallel-size 2 --max-num-seqs 64 --max-model-len 4096",
+            model_type="llama",
+            weights="16 bits", num_devices=2, kernels="sm90", has_experts=False, num_layers=80, runs=(
+        Run(1, 128, 128, 18.8, 18.025, 26.0, 29.75),
+        Run(64, 1024, 128, 23.7, 26.685, 7328.2, 6248.51),
+    )),
+    Batches(gpu="h200", shape="gemma-3-4b", options="--max-num-seqs 64",
+            model_type="gemma3_text",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=34, runs=(
+        Run(1, 128, 96, 2.83, 1.821, None, None),
+        Run(16, 512, 64, 3.43, 2.255, None, None),
+        Run(64, 1024, 48, 5.47, 4.648, None, None),
+    )),
+    Batches(gpu="h200", shape="olmo-2-7b", options="--max-num-seqs 64",
+            model_type="olmo2",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 96, 4.51, 3.243, None, None),
+        Run(16, 512, 64, 5.65, 4.549, None, None),
+        Run(64, 1024, 48, 13.5, 12.54, None, None),
+    )),
+    Batches(gpu="h200", shape="smollm3-3b", options="--max-num-seqs 16",
+            model_type="smollm3",
+            weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=36, runs=(
+        Run(1, 128, 96, 2.16, 1.441, None, None),
+        Run(16, 512, 64, 2.42, 1.707, None, None),
+    )),
+    Batches(gpu="h200", shape="llama-3-8b", options="--kernels xla --max-num-seqs 16",
+            model_type="llama",
+            weights="16 bits", num_devices=1, kernels="xla", has_experts=False, num_layers=32, runs=(
+        Run(1, 128, 128, 8.95, 3.516, 20.5, 5.75),
+        Run(16, 512, 64, 12.55, 4.065, 457.3, 149.37),
+    )),
+)
+# fmt: on

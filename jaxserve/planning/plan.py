@@ -1,0 +1,313 @@
+"""`jaxserve plan`: what a model takes of GPUs that are not there, how fast it will be, how to split it over them."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import msgspec
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.client import EngineInfo
+from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
+from jaxserve.gpus import Gpu
+from jaxserve.layers.schemes import schemes_of
+from jaxserve.planning.absent import can_compile
+from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
+from jaxserve.planning.times import Estimate, Kind, estimate_prefill, estimate_step
+from jaxserve.planning.work import Model, decode_work, prefill_work
+from jaxserve.scheduling.block_needs import BlockNeeds
+
+type Compiling = Literal["few", "all", "none"]
+
+NUM_DEVICES = (1, 2, 4, 8)
+"""Numbers of devices over which a model is tried to be split."""
+
+INPUT_LEN, OUTPUT_LEN = 1024, 256
+"""Tokens of prompts and of answers, unless they are given."""
+
+BATCHES = (1, 4, 16, 64, 256)
+"""Numbers of requests at once for which a plan has times, besides the number that it chooses."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be served: requests of equal length, all there at once. Lengths of None are those of many chats, or
+    parts of the model's context if that is short.
+    """
+
+    input_len: int | None = None
+    output_len: int | None = None
+    target_tpot: float | None = None
+    """Most milliseconds from token to token."""
+
+    def within(self, max_model_len: int) -> "SizedLoad":
+        """Return the load of a model with this context."""
+        return SizedLoad(
+            input_len=self.input_len or min(INPUT_LEN, max(1, max_model_len // 2)),
+            output_len=self.output_len or min(OUTPUT_LEN, max(1, max_model_len // 4)),
+            target_tpot=self.target_tpot,
+        )
+
+
+class SizedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A load of known lengths."""
+
+    input_len: int
+    output_len: int
+    target_tpot: float | None = None
+    """Most milliseconds from token to token."""
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted times of `num_requests` requests at once, in milliseconds. Errors are relative."""
+
+    num_requests: int
+    step_ms: float
+    step_error: float
+    roofline_ms: float
+    factor: float
+    """The step's time, relative to the roofline's."""
+    source: str
+    ttft_ms: float
+    """Time to the first token, of one prompt alone."""
+    prefill_tokens_per_second: float
+    output_tokens_per_second: float
+    """Rate of such batches one after the other, prompts included."""
+    error: float
+    """That of tokens a second."""
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to use several devices: replicas, each over `tensor_parallel_size` of them."""
+
+    tensor_parallel_size: int
+    replicas: int
+    fits: bool
+    why_not: str | None = None
+    num_requests: int = 0
+    """At once, in all replicas."""
+    speed: Speed | None = None
+    """Speed of one replica."""
+    output_tokens_per_second: float = 0.0
+    """Rate of all replicas."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer. Bytes are per device."""
+
+    model: str
+    device: str
+    num_devices: int
+    dtype: str
+    kernels: str
+    load: Load | SizedLoad
+    """What was asked for; of a model that does not fit, perhaps without lengths."""
+    fits: bool
+    why_not: str | None = None
+    sizes: Sizes | None = None
+    how_sized: str = ""
+    """Origin of the memory of steps: compiled programs, or a computation."""
+    paths: tuple[str, ...] = ()
+    num_requests: int = 0
+    """Requests of this load that the KV cache holds at once, at most `max_num_seqs`."""
+    speeds: tuple[Speed, ...] = ()
+    chosen: Speed | None = None
+    """For as many requests as the target allows."""
+    splits: tuple[Split, ...] = ()
+    """Ways to use the devices that there are, the fastest first."""
+
+
+def make_plan(
+    config: EngineConfig,
+    gpu: Gpu,
+    load: Load,
+    *,
+    name: str,
+    compiling: Compiling = "few",
+    num_devices: int = 8,
+    progress: Callable[[str], object] = str,
+) -> Plan:
+    """Plan an engine on GPUs that are not there. Raises StartupError for a model that cannot run on them at all, and
+    ConfigError for options that the model does not allow; one that does not fit is a plan that says so.
+    """
+    to_compile = compiling != "none" and can_compile()
+    splits = tuple(_splits(config, gpu, load, name=name, num_devices=num_devices))
+    common = {
+        "model": name,
+        "device": gpu.kind,
+        "num_devices": config.tensor_parallel_size,
+        "splits": splits,
+    }
+    try:
+        engine = declare(config, gpu, to_compile=to_compile)
+        sized = load.within(engine.checkpoint.max_model_len)
+        sizes, num_requests = _sizes(engine, sized, compiling=compiling if to_compile else "none", progress=progress)
+    except OutOfMemory as error:
+        why_not = _named(str(error), config, name)
+        return Plan(**common, load=load, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=why_not)
+    info = engine.info(sizes.num_blocks)
+    counts = sorted({count for count in BATCHES if count < num_requests} | {num_requests} - {0})
+    speeds = tuple(speed_of(engine, info, sized, num_requests=count) for count in counts)
+    chosen = choose(engine, info, sized, num_requests=num_requests)
+    why_not = None
+    if not num_requests:
+        total = sized.input_len + sized.output_len
+        why_not = f"no request of {total:,} tokens: the context has {sizes.max_model_len:,}"
+    elif chosen is None:
+        why_not = f"one request alone takes {speeds[0].step_ms:.2f} ms a token, the target is {load.target_tpot:g} ms"
+    return Plan(
+        **common,
+        load=sized,
+        dtype=str(engine.builder.model.dtype),
+        kernels=engine.builder.model.kernels,
+        fits=why_not is None,
+        why_not=why_not,
+        sizes=sizes,
+        how_sized=_how_sized(sizes, gpu, compiling),
+        paths=tuple(engine.builder.describe_paths()) if engine.builder.model.has_kernels else (),
+        num_requests=num_requests,
+        speeds=speeds,
+        chosen=chosen,
+    )
+
+
+def _sizes(
+    engine: Absent, load: SizedLoad, *, compiling: Compiling, progress: Callable[[str], object]
+) -> tuple[Sizes, int]:
+    """Return the sizes of an engine, and how many requests of the load it holds at once."""
+    if compiling == "none":
+        sizes = sizes_of(engine)
+        return sizes, requests_at_once(engine, load, sizes.num_blocks)
+    before = requests_at_once(engine, load, engine.num_blocks)
+    programs = engine.builder.shapes.programs if compiling == "all" else [decode_program(engine, max(1, before))]
+    sizes = sizes_of(engine, compiled=programs, progress=progress)
+    return sizes, requests_at_once(engine, load, sizes.num_blocks)
+
+
+def requests_at_once(engine: Absent, load: SizedLoad, num_blocks: int) -> int:
+    """Return how many requests of the load run at once in a KV cache of so many blocks."""
+    total = load.input_len + load.output_len
+    if total > engine.checkpoint.max_model_len:
+        return 0
+    needs: BlockNeeds = engine.needs
+    return min(needs.num_requests(num_blocks, num_tokens=total), engine.builder.spec.max_num_seqs)
+
+
+def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed | None:
+    """Return the speed of the most requests, up to `num_requests`, whose steps take no longer than the target."""
+    speeds: dict[int, Speed] = {}
+
+    def meets(count: int) -> bool:
+        speeds[count] = speed_of(engine, info, load, num_requests=count)
+        return load.target_tpot is None or speeds[count].step_ms <= load.target_tpot
+
+    least, most = 0, num_requests  # `least` meets the target
+    while least < most:
+        count = most if most == num_requests and most not in speeds else (least + most + 1) // 2
+        least, most = (count, most) if meets(count) else (least, count - 1)
+    return speeds.get(least)
+
+
+def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
+    """Predict the times of so many requests at once."""
+    model, num_devices = engine.model, engine.config.tensor_parallel_size
+    kind = _kind(engine, model)
+
+    def prefill(count: int) -> Estimate:
+        work = prefill_work(model, info, num_rows=count, length=load.input_len)
+        roofline = work.seconds(engine.gpu, num_devices=num_devices)
+        return estimate_prefill(kind, roofline, num_tokens=count * load.input_len)
+
+    work = decode_work(model, info, num_rows=num_requests, context=load.input_len + load.output_len / 2)
+    roofline = work.seconds(engine.gpu, num_devices=num_devices)
+    step = estimate_step(kind, roofline, num_rows=num_requests)
+    alone, together = prefill(1), prefill(num_requests)
+    decoding = (load.output_len - 1) * step.seconds
+    seconds = together.seconds + decoding
+    error = (together.error * together.seconds + step.error * decoding) / seconds
+    return Speed(
+        num_requests=num_requests,
+        step_ms=step.seconds * 1e3,
+        step_error=step.error,
+        roofline_ms=step.roofline * 1e3,
+        factor=step.factor,
+        source=step.source,
+        ttft_ms=alone.seconds * 1e3,
+        prefill_tokens_per_second=num_requests * load.input_len / together.seconds,
+        output_tokens_per_second=num_requests * load.output_len / seconds,
+        error=error,
+    )
+
+
+def _kind(engine: Absent, model: Model) -> Kind:
+    codes = {scheme.codes for scheme in schemes_of(engine.specs).values()}
+    return Kind(
+        model_type=engine.checkpoint.fields["model_type"],
+        weights=_weights(codes),
+        num_devices=engine.config.tensor_parallel_size,
+        kernels=engine.builder.model.kernels,
+        has_experts=getattr(engine.checkpoint.model_config, "routing", None) is not None,
+        num_layers=model.num_layers,
+    )
+
+
+def _weights(codes: set[str]) -> str:
+    """Return how measured runs name weights that are held as such codes."""
+    if not codes:
+        return "16 bits"
+    return next(iter(codes)) if len(codes) == 1 else "+".join(sorted(codes))
+
+
+def _splits(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, num_devices: int) -> Sequence[Split]:
+    """Return the ways to use `num_devices` devices, the fastest first, then those that do not work."""
+    ways = [
+        _split(
+            dataclasses.replace(config, tensor_parallel_size=size), gpu, load, name=name, replicas=num_devices // size
+        )
+        for size in NUM_DEVICES
+        if size <= num_devices
+    ]
+    return sorted(ways, key=lambda way: (not way.fits, -way.output_tokens_per_second))
+
+
+def _split(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, replicas: int) -> Split:
+    """Return what replicas of an engine would do; sizes are computed, nothing is compiled."""
+    size = config.tensor_parallel_size
+    try:
+        engine = declare(config, gpu, to_compile=False)
+    except (OutOfMemory, ConfigError, CheckpointError) as error:
+        why_not = _named(str(error), config, name)
+        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
+    info = engine.info(engine.num_blocks)
+    sized = load.within(engine.checkpoint.max_model_len)
+    num_requests = requests_at_once(engine, sized, engine.num_blocks)
+    speed = choose(engine, info, sized, num_requests=num_requests)
+    if speed is None:
+        why_not = "the target is not met" if num_requests else "no request of this length fits"
+        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
+    return Split(
+        tensor_parallel_size=size,
+        replicas=replicas,
+        fits=True,
+        num_requests=replicas * speed.num_requests,
+        speed=speed,
+        output_tokens_per_second=replicas * speed.output_tokens_per_second,
+    )
+
+
+def _named(message: str, config: EngineConfig, name: str) -> str:
+    """Return what an error says, of a model by its name: that of a shape is in a folder of the moment."""
+    return message.replace(config.model, name)
+
+
+def _how_sized(sizes: Sizes, gpu: Gpu, compiling: Compiling) -> str:
+    if sizes.is_compiled:
+        return f"as {len(sizes.programs)} programs need it that were compiled for an absent {gpu.kind} by XLA"
+    if compiling == "none":
+        return "computed, as an engine expects it before it compiles"
+    version = jax.__version__
+    return (
+        "computed, as an engine expects it before it compiles: jax's CUDA plugin, which compiles for absent GPUs, "
+        f"is not installed (pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}; no GPU or "
+        "driver is needed)"
+    )

@@ -1,0 +1,180 @@
+"""How long a step will take: its roofline, and what steps like it took more than theirs, as measured.
+
+A step of decoding takes the time of its roofline and, beyond it, some time for each layer, which depends on the kind of
+layer and on the rows, and little on the layer's size. Measured runs of models like this one say how much, weighted by
+likeness. A run of the model itself decides alone. The error that is stated is that of the table: each of its runs is
+predicted from the others, or from those of other models.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from jaxserve.planning.measured import MEASURED, Batches, Run
+
+OTHER_TYPE = 2.0
+OTHER_WEIGHTS = 3.0
+OTHER_NUM_DEVICES = 1.0
+PER_DOUBLING_OF_ROWS = 0.5
+PER_DOUBLING_OF_LAYER = 1.0
+"""What makes two runs unlike; e to the power of minus their sum is the weight of a run. They are chosen so that runs of
+the table are predicted best from runs of other models.
+"""
+
+BETWEEN_MACHINES = 0.04
+"""Relative difference of machines of one kind, as measured: no prediction is better."""
+
+WITHOUT_KERNELS = 0.5
+"""Error of times in plain XLA, relative: they were measured for one model on one GPU, which has kernels."""
+
+MORE_DEVICES = 0.25
+"""Error of times of more devices than any that were measured, relative: how sums among them scale is assumed."""
+
+ALIKE = 0.25
+"""Largest distance of runs that are of the same model in nearly the same batch."""
+
+
+class Estimate(NamedTuple):
+    """A predicted time in seconds."""
+
+    seconds: float
+    roofline: float
+    error: float
+    """Relative; two of three steps are expected to be that near."""
+    source: str
+    """What it is predicted from, for people."""
+
+    @property
+    def factor(self) -> float:
+        """The time, relative to the roofline's."""
+        return self.seconds / self.roofline
+
+
+class Kind(NamedTuple):
+    """What decides which measured runs are like a model's."""
+
+    model_type: str
+    weights: str
+    num_devices: int
+    kernels: str
+    has_experts: bool
+    num_layers: int
+
+
+def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
+    """Predict the time of a decode step from the seconds of its roofline."""
+    if kind.kernels == "xla":
+        seconds = roofline * _mean_factor(_runs(kernels="xla"))
+        return Estimate(seconds, roofline, WITHOUT_KERNELS, "runs in plain XLA on an H200")
+    runs = _runs(kernels=kind.kernels)
+    seconds = _predicted(kind, roofline, num_rows, runs)
+    distance, (batches, run) = min(
+        ((_distance(kind, roofline, num_rows, *each), each) for each in runs), key=lambda pair: pair[0]
+    )
+    if distance <= ALIKE:
+        source = f"{batches.shape} on {_devices(batches)}, {run.num_rows} x {run.input_len} tokens"
+        return Estimate(seconds, roofline, BETWEEN_MACHINES, source)
+    known = [each for each, _ in runs if (each.model_type, each.weights) == (kind.model_type, kind.weights)]
+    error = error_among_runs() if known else error_among_models()
+    if kind.num_devices > max(each.num_devices for each, _ in runs):
+        error = max(error, MORE_DEVICES)
+    source = f"runs like it, most like {batches.shape} ({batches.weights}) on {_devices(batches)}"
+    return Estimate(seconds, roofline, max(error, BETWEEN_MACHINES), source)
+
+
+def estimate_prefill(kind: Kind, roofline: float, *, num_tokens: int) -> Estimate:
+    """Predict the time of prompts of so many tokens from the seconds of their roofline."""
+    weighted = []
+    for batches, run in _runs(kernels=kind.kernels):
+        if run.prefill is None or run.prefill_roofline is None or batches.has_experts != kind.has_experts:
+            continue
+        distance = _unlike(kind, batches)
+        distance += PER_DOUBLING_OF_ROWS * abs(math.log2(num_tokens / (run.num_rows * run.input_len)))
+        weighted.append((math.exp(-distance), math.log(run.prefill / run.prefill_roofline)))
+    total = sum(weight for weight, _ in weighted)
+    mean = sum(weight * value for weight, value in weighted) / total
+    spread = math.sqrt(sum(weight * (value - mean) ** 2 for weight, value in weighted) / total)
+    error = WITHOUT_KERNELS if kind.kernels == "xla" else max(spread, BETWEEN_MACHINES)
+    return Estimate(roofline * math.exp(mean), roofline, error, "runs like it")
+
+
+@functools.cache
+def error_among_runs() -> float:
+    """Return the error, root mean square, of runs that are predicted from all others of the table."""
+    return _error(lambda batches, run, other, other_run: (batches, run) == (other, other_run))
+
+
+@functools.cache
+def error_among_models() -> float:
+    """Return the error, root mean square, of runs that are predicted from those of other models, or other weights."""
+    return _error(
+        lambda batches, _, other, __: (
+            (batches.shape, batches.weights, batches.num_devices) == (other.shape, other.weights, other.num_devices)
+        )
+    )
+
+
+def _error(is_left_out: Callable[[Batches, Run, Batches, Run], bool]) -> float:
+    runs = _runs(kernels="sm90")
+    errors = []
+    for batches, run in runs:
+        others = [other for other in runs if not is_left_out(batches, run, *other)]
+        seconds = _predicted(kind_of(batches), run.roofline / 1e3, run.num_rows, others)
+        errors.append(seconds / (run.step / 1e3) - 1)
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+
+def kind_of(batches: Batches) -> Kind:
+    """Return the kind of measured runs."""
+    return Kind(
+        model_type=batches.model_type,
+        weights=batches.weights,
+        num_devices=batches.num_devices,
+        kernels=batches.kernels,
+        has_experts=batches.has_experts,
+        num_layers=batches.num_layers,
+    )
+
+
+def _predicted(kind: Kind, roofline: float, num_rows: int, runs: Iterable[tuple[Batches, Run]]) -> float:
+    """Return the roofline and what layers like these take beyond it, in seconds."""
+    total = beyond = 0.0
+    for batches, run in runs:
+        if batches.has_experts == kind.has_experts:
+            weight = math.exp(-_distance(kind, roofline, num_rows, batches, run))
+            # A run of the same batch decides: the others are far less like it.
+            weight = weight if weight < math.exp(-ALIKE) else weight * 1e3
+            total += weight
+            beyond += weight * (run.step - run.roofline) / 1e3 / batches.num_layers
+    return max(roofline + kind.num_layers * beyond / total, roofline / 2)
+
+
+def _distance(kind: Kind, roofline: float, num_rows: int, batches: Batches, run: Run) -> float:
+    if batches.has_experts != kind.has_experts:
+        return math.inf
+    a_layer = (roofline * 1e3 / kind.num_layers) / (run.roofline / batches.num_layers)
+    return (
+        _unlike(kind, batches)
+        + PER_DOUBLING_OF_ROWS * abs(math.log2(num_rows / run.num_rows))
+        + PER_DOUBLING_OF_LAYER * abs(math.log2(a_layer))
+    )
+
+
+def _unlike(kind: Kind, batches: Batches) -> float:
+    distance = OTHER_TYPE * (batches.model_type != kind.model_type)
+    distance += OTHER_WEIGHTS * (batches.weights != kind.weights)
+    return distance + OTHER_NUM_DEVICES * ((batches.num_devices > 1) != (kind.num_devices > 1))
+
+
+def _mean_factor(runs: Sequence[tuple[Batches, Run]]) -> float:
+    return math.exp(sum(math.log(run.step / run.roofline) for _, run in runs) / len(runs))
+
+
+def _runs(*, kernels: str) -> list[tuple[Batches, Run]]:
+    return [(batches, run) for batches in MEASURED if batches.kernels == kernels for run in batches.runs]
+
+
+def _devices(batches: Batches) -> str:
+    name = batches.gpu.upper()
+    return f"an {name}" if batches.num_devices == 1 else f"{batches.num_devices} {name}s"

@@ -1,0 +1,123 @@
+"""What a step must do, whatever runs it: bytes to read, products to compute, sums to send; and how long that takes a
+GPU at the rates that programs reach, the roofline.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve.engine.checkpoint import Checkpoint
+from jaxserve.engine.client import EngineInfo
+from jaxserve.execution.programs.model import StepModel
+from jaxserve.gpus import Gpu
+from jaxserve.layers.params import Params
+
+MAX_ROWS_IN_16_BITS = 32
+"""Most tokens that matrix products of 8-bit weights multiply as 16-bit floats, where activations may be rounded."""
+
+SUM_LATENCY = 11e-6
+"""Seconds that GPUs of one host take to add up partial sums of a few rows: two H200s, one row of Llama 3 8B and 70B."""
+
+SUMS_PER_LAYER = 2
+"""Partial sums of a layer that is split over devices: after attention, and after the MLP."""
+
+
+class Model(NamedTuple):
+    """The sizes of a model that decide how much work a step is."""
+
+    num_layers: int
+    hidden_size: int
+    itemsize: int
+    """Bytes of an activation."""
+    layer_parameters: float
+    """Parameters of the layers that a token is multiplied by: of experts those that it is routed to."""
+    head_parameters: int
+    """Those of the LM head, which multiplies the last token of each row."""
+    attention_width: int
+    """Values of all query heads of a token, in all layers together; 0 if unknown."""
+    rounds_activations: bool
+    """True if products of many rows are of 8-bit values."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, model: StepModel, held: Params) -> "Model":
+        """Return the sizes of a checkpoint's model whose weights are `held` in some form."""
+        specs: Params = checkpoint.family.param_specs(checkpoint.model_config)
+        routing = getattr(checkpoint.model_config, "routing", None)
+        chosen = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
+
+        def parameters(tree: Any) -> float:
+            sizes = (
+                math.prod(spec.shape) * (chosen if "experts" in spec.axes else 1.0) for spec in jax.tree.leaves(tree)
+            )
+            return sum(sizes)
+
+        head = specs.get("lm_head", specs.get("embed"))
+        schemes = [scheme for spec in jax.tree.leaves(held) if (scheme := getattr(spec, "scheme", None)) is not None]
+        return cls(
+            num_layers=len(specs["layers"]),
+            hidden_size=model.hidden_size,
+            itemsize=model.dtype.itemsize,
+            layer_parameters=parameters(specs["layers"]),
+            head_parameters=int(parameters(head)),
+            attention_width=_attention_width(checkpoint.fields) * len(specs["layers"]),
+            rounds_activations=any(scheme.rounds_activations is not None for scheme in schemes),
+        )
+
+
+class Work(NamedTuple):
+    """What one step does, on all devices together."""
+
+    num_bytes: float
+    products: float
+    """Multiplications, with their additions, times two."""
+    in_8_bits: bool
+    sums: int
+    """Partial sums of all rows that are added up over devices."""
+    bytes_per_sum: float
+
+    def seconds(self, gpu: Gpu, *, num_devices: int) -> float:
+        """Return the time of the step by the roofline: reading and computing do not overlap much in a layer, whose
+        parts are one or the other.
+        """
+        time = self.num_bytes / (gpu.sustained_bandwidth * num_devices)
+        time += self.products / (gpu.sustained_flops(in_8_bits=self.in_8_bits) * num_devices)
+        if num_devices > 1:
+            sent = 2 * (num_devices - 1) / num_devices * self.bytes_per_sum
+            time += self.sums * (SUM_LATENCY + sent / gpu.peer_bandwidth)
+        return time
+
+
+def decode_work(model: Model, info: EngineInfo, *, num_rows: int, context: float) -> Work:
+    """Return the work of a step of `num_rows` rows with one token each, at this mean length of their contexts."""
+    products = 2.0 * num_rows * (model.layer_parameters + model.head_parameters)
+    products += 4.0 * num_rows * context * model.attention_width
+    return _work(model, info.step_bytes(num_rows, context=context), products, num_tokens=num_rows)
+
+
+def prefill_work(model: Model, info: EngineInfo, *, num_rows: int, length: int) -> Work:
+    """Return the work of computing `num_rows` prompts of equal length, in steps of the engine's token budget."""
+    num_tokens = num_rows * length
+    num_steps = math.ceil(num_tokens / info.max_num_batched_tokens)
+    num_bytes = num_steps * info.expected_weight_bytes(min(num_tokens, info.max_num_batched_tokens))
+    products = 2.0 * num_tokens * model.layer_parameters + 2.0 * num_rows * model.head_parameters
+    products += 2.0 * num_tokens * length * model.attention_width
+    work = _work(model, num_bytes, products, num_tokens=min(num_tokens, info.max_num_batched_tokens))
+    return work._replace(sums=work.sums * num_steps)
+
+
+def _work(model: Model, num_bytes: float, products: float, *, num_tokens: int) -> Work:
+    return Work(
+        num_bytes=num_bytes,
+        products=products,
+        in_8_bits=model.rounds_activations and num_tokens > MAX_ROWS_IN_16_BITS,
+        sums=SUMS_PER_LAYER * model.num_layers,
+        bytes_per_sum=float(num_tokens * model.hidden_size * model.itemsize),
+    )
+
+
+def _attention_width(fields: dict[str, Any]) -> int:
+    """Return the values of a layer's query heads by a config.json, 0 if its family names them otherwise."""
+    heads = fields.get("num_attention_heads") or 0
+    width = fields.get("head_dim") or (fields.get("hidden_size") or 0) // (heads or 1)
+    return heads * width

@@ -1,0 +1,241 @@
+"""Plans of GPUs that are not there: sizes as an engine counts them, times as they were measured."""
+
+import pytest
+
+from jaxserve import overview
+from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.config import EngineConfig
+from jaxserve.engine.device import choose_kernels
+from jaxserve.errors import ConfigError, OutOfMemory
+from jaxserve.execution.programs.kinds import PlainDecode
+from jaxserve.gpus import GPUS, find_gpu
+from jaxserve.planning import absent, times
+from jaxserve.planning.ahead import compile_ahead, may_be_shipped
+from jaxserve.planning.measured import MEASURED, Batches
+from jaxserve.planning.plan import Load, SizedLoad, choose, make_plan, requests_at_once, speed_of
+from jaxserve.planning.sizes import declare, sizes_of
+from jaxserve.planning.times import estimate_prefill, estimate_step, kind_of
+from jaxserve.planning.work import decode_work, prefill_work
+
+GIB = 2**30
+LLAMA_8B_BYTES = 16_060_522_496
+LOAD = SizedLoad(input_len=1024, output_len=256)
+NO_COMPILER = pytest.mark.skipif(not absent.can_compile(), reason="needs `make deviceless`")
+
+
+def str_of(value):
+    return f"{value.shape}-{value.weights}" if isinstance(value, Batches) else f"{value.num_rows}x{value.input_len}"
+
+
+RUNS = [(batches, run) for batches in MEASURED for run in batches.runs]
+
+
+def config_of(shape, folder, **options):
+    return EngineConfig(model=str(write_config(folder, SHAPES[shape])), **options)
+
+
+def absent_engine(shape, folder, device="h200", **options):
+    return declare(config_of(shape, folder, **options), GPUS[device], to_compile=False)
+
+
+# What engines of an H100 reported that were started on one, of all options by default.
+def test_sizes_are_those_of_a_real_start(tmp_path):
+    engine = absent_engine("llama-3-8b", tmp_path, "h100")
+    sizes = sizes_of(engine)
+    assert (sizes.usable_bytes, sizes.weight_bytes) == (76_516_687_872, LLAMA_8B_BYTES)
+    assert (sizes.num_blocks, sizes.kv_bytes) == (27_744, 58_183_385_088)
+    in_use = sizes.weight_bytes + sizes.kv_bytes + sizes.slot_bytes
+    assert in_use == pytest.approx(74_393_579_008, rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "t4"])
+def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
+    engine = absent_engine("llama-100m", tmp_path, device, dtype="float16")
+    assert engine.builder.model.kernels == ("sm90" if device == "h200" else "xla")
+    assert engine.builder.model.kernels == choose_kernels("auto", engine.devices.first, engine.builder.model.dtype)
+    assert engine.devices.description == GPUS[device].kind
+
+
+def test_bytes_of_weights_are_those_that_models_prints(tmp_path):
+    for shape in ("llama-100m", "gemma-3-4b"):
+        needs = overview.needs(str(write_config(tmp_path, SHAPES[shape])), memory=GIB, dtype="bfloat16")
+        engine = absent_engine(shape, tmp_path, dtype="bfloat16", max_model_len=1024)
+        assert sizes_of(engine).weight_bytes == needs.held_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({"quantization": "int8"}, 0.55), ({"tensor_parallel_size": 2}, 0.5), ({"dtype": "float32"}, 2)],
+)
+def test_weights_follow_the_options(tmp_path, options, factor):
+    kernels = {"kernels": "xla"} if options.get("dtype") == "float32" else {}
+    engine = absent_engine("llama-3-8b", tmp_path, **options, **kernels)
+    assert sizes_of(engine).weight_bytes == pytest.approx(factor * LLAMA_8B_BYTES, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "NVIDIA H200", "nvidia-h200", "NVIDIA GeForce RTX 4090", "Tesla T4"])
+def test_devices_have_names(name):
+    assert find_gpu(name).kind.lower().endswith(name.lower().removeprefix("nvidia").strip(" -"))
+
+
+@pytest.mark.parametrize("name", ["", "h300", "cpu"])
+def test_an_unknown_device_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"device '{name}' is not known; known are h200, h100, a100"):
+        find_gpu(name)
+
+
+def test_requests_that_fit(tmp_path):
+    engine = absent_engine("llama-3-8b", tmp_path, max_num_seqs=64)
+    blocks_of_one = (1024 + 256) // 16
+    assert requests_at_once(engine, LOAD, 10 * blocks_of_one) == 10
+    assert requests_at_once(engine, LOAD, 10 * blocks_of_one - 1) == 9
+    assert requests_at_once(engine, LOAD, 10**6) == 64
+    assert requests_at_once(engine, SizedLoad(input_len=8192, output_len=1), 10**6) == 0
+
+
+# Speeds: README's rows within 10%, and with the error that is stated.
+@pytest.mark.parametrize(("batches", "run"), RUNS, ids=str_of)
+def test_measured_steps_are_predicted(batches, run):
+    found = estimate_step(kind_of(batches), run.roofline / 1e3, num_rows=run.num_rows)
+    assert found.seconds * 1e3 == pytest.approx(run.step, rel=0.1 if batches.kernels == "sm90" else 0.15)
+    if run.prefill is not None:
+        prefill = estimate_prefill(
+            kind_of(batches), run.prefill_roofline / 1e3, num_tokens=run.num_rows * run.input_len
+        )
+        assert prefill.seconds * 1e3 == pytest.approx(run.prefill, rel=2 * prefill.error)
+
+
+def test_errors_are_those_of_predictions_without_the_run_itself():
+    assert 0.04 < times.error_among_runs() < times.error_among_models() < 0.25
+
+
+def test_an_h100_is_predicted_from_runs_of_an_h200(monkeypatch):
+    """What is left out was measured later."""
+    of_h100 = [(batches, run) for batches, run in RUNS if batches.gpu == "h100" and batches.num_devices == 1]
+    monkeypatch.setattr(times, "MEASURED", tuple(batches for batches in MEASURED if batches.gpu == "h200"))
+    assert len(of_h100) == 3
+    for batches, run in of_h100:
+        found = estimate_step(kind_of(batches), run.roofline / 1e3, num_rows=run.num_rows)
+        assert found.seconds * 1e3 == pytest.approx(run.step, rel=0.05)
+
+
+def options_of(batches):
+    words = iter(batches.options.split())
+    options = {}
+    for word in words:
+        name = word.removeprefix("--").replace("-", "_")
+        options |= {"dequantize": False} if name == "no_dequantize" else {name: next(words)}
+    return {name: int(value) if str(value).isdecimal() else value for name, value in options.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", MEASURED, ids=lambda batches: f"{batches.shape} {batches.weights}")
+def test_rooflines_of_measured_steps(batches, tmp_path):
+    engine = absent_engine(batches.shape, tmp_path, batches.gpu, **options_of(batches))
+    info, model = engine.info(engine.num_blocks), engine.model
+    assert (model.num_layers, engine.config.tensor_parallel_size) == (batches.num_layers, batches.num_devices)
+    for run in batches.runs:
+        work = decode_work(model, info, num_rows=run.num_rows, context=run.input_len + run.output_len / 2)
+        seconds = work.seconds(engine.gpu, num_devices=batches.num_devices)
+        assert seconds * 1e3 == pytest.approx(run.roofline, abs=0.02)
+        if run.prefill_roofline is not None:
+            work = prefill_work(model, info, num_rows=run.num_rows, length=run.input_len)
+            seconds = work.seconds(engine.gpu, num_devices=batches.num_devices)
+            assert seconds * 1e3 == pytest.approx(run.prefill_roofline, rel=0.01)
+
+
+@pytest.mark.parametrize("target", [None, 1000.0, 10.0, 5.0, 3.0, 0.1])
+def test_the_target_chooses_how_many_run_at_once(tmp_path, target):
+    engine = absent_engine("llama-3-8b", tmp_path)
+    info = engine.info(engine.num_blocks)
+    load = SizedLoad(input_len=1024, output_len=256, target_tpot=target)
+    chosen = choose(engine, info, load, num_requests=256)
+    if target == 0.1:
+        assert chosen is None
+    elif target in (None, 1000.0):
+        assert chosen.num_requests == 256
+    elif chosen is not None:
+        assert chosen.step_ms <= target
+        assert speed_of(engine, info, load, num_requests=chosen.num_requests + 1).step_ms > target
+
+
+@pytest.mark.parametrize(("context", "lengths"), [(8192, (1024, 256)), (512, (256, 128)), (1, (1, 1))])
+def test_lengths_that_are_not_given_fit_the_context(context, lengths):
+    sized = Load().within(context)
+    assert (sized.input_len, sized.output_len) == lengths
+    given = Load(input_len=7, output_len=9).within(context)
+    assert (given.input_len, given.output_len) == (7, 9)
+
+
+def test_splits_are_ranked(tmp_path):
+    config = config_of("llama-3-70b", tmp_path)
+    plan = make_plan(config, GPUS["h100"], Load(), name="the 70B", compiling="none")
+    assert not plan.fits
+    assert plan.why_not.startswith("the 70B needs 131.4 GiB a device for its weights")
+    assert [(split.tensor_parallel_size, split.fits) for split in plan.splits][-1] == (1, False)
+    rates = [split.output_tokens_per_second for split in plan.splits if split.fits]
+    assert rates == sorted(rates, reverse=True)
+    assert {split.tensor_parallel_size * split.replicas for split in plan.splits} == {8}
+
+
+def test_a_head_count_that_does_not_divide_is_a_row_of_the_table(tmp_path):
+    plan = make_plan(
+        config_of("llama-100m", tmp_path, dtype="bfloat16"), GPUS["h200"], Load(), name="m", compiling="none"
+    )
+    assert plan.fits
+    (refused,) = [split for split in plan.splits if not split.fits]
+    assert "cannot be split evenly over 8 devices" in refused.why_not
+
+
+def test_without_a_compiler_sizes_are_computed_and_the_plan_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxserve.planning.plan.can_compile", lambda: False)
+    plan = make_plan(config_of("llama-3-8b", tmp_path), GPUS["h200"], Load(), name="m")
+    assert not plan.sizes.is_compiled
+    assert "jax's CUDA plugin, which compiles for absent GPUs, is not installed" in plan.how_sized
+    monkeypatch.setattr("jaxserve.planning.ahead.can_compile", lambda: False)
+    with pytest.raises(ConfigError, match="compiling for an absent GPU needs jax's CUDA plugin"):
+        compile_ahead(config_of("llama-3-8b", tmp_path), GPUS["h200"], tmp_path / "p", name="m")
+
+
+def test_what_does_not_fit_raises(tmp_path):
+    with pytest.raises(OutOfMemory, match=r"29\.9 GiB a device for its weights, but 13\.3 GiB are free"):
+        absent_engine("llama-3-8b", tmp_path, "t4", dtype="float32")
+
+
+@pytest.mark.slow
+@NO_COMPILER
+@pytest.mark.parametrize(("device", "num_spills"), [("h100", 0), ("a100", 0)])
+def test_programs_are_compiled_for_an_absent_gpu(tmp_path, device, num_spills):
+    fields = SHAPES["llama-100m"] | {"num_hidden_layers": 2, "dtype": "bfloat16"}
+    config = EngineConfig(model=str(write_config(tmp_path, fields)), max_num_batched_tokens=512, max_num_seqs=16)
+    plan = make_plan(config, GPUS[device], Load(), name="m", num_devices=1)
+    assert plan.sizes.is_compiled
+    names = [program.name for program in plan.sizes.programs]
+    assert (names[0], names[-1]) == ("Forward 512", "PlainDecode 16")
+    kernels = [kernel for program in plan.sizes.programs for kernel in program.kernels]
+    assert bool(kernels) == GPUS[device].has_kernels
+    assert sum(kernel.spill_bytes for kernel in kernels) == num_spills
+    assert all(program.num_launches for program in plan.sizes.programs)
+
+
+@pytest.mark.slow
+@NO_COMPILER
+def test_a_folder_of_programs_is_written(tmp_path):
+    fields = SHAPES["llama-100m"] | {"num_hidden_layers": 2, "dtype": "bfloat16"}
+    config = EngineConfig(
+        model=str(write_config(tmp_path, fields)), max_num_batched_tokens=512, max_num_seqs=16, max_model_len=512
+    )
+    folder = tmp_path / "programs"
+    for _ in range(2):  # one of an earlier call is replaced
+        written = compile_ahead(config, GPUS["h200"], folder, name="m")
+        assert written.num_executables >= 1
+        assert written.num_lowered > written.num_executables
+    engine = declare(config, GPUS["h200"], to_compile=True)
+    assert written.num_blocks == engine.num_blocks
+    assert any(
+        may_be_shipped(engine, program) == (not engine.builder.is_tuned(program))
+        for program in engine.builder.shapes.programs
+        if isinstance(program, PlainDecode)
+    )
+    with pytest.raises(ConfigError, match="is not empty, and no folder of programs"):
+        compile_ahead(config, GPUS["h200"], tmp_path, name="m")
