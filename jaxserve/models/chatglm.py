@@ -60,7 +60,7 @@ class Config(DecoderConfig):
                 f"config.json: num_attention_heads ({num_heads}) is not a multiple of multi_query_group_num "
                 f"({num_kv_heads})"
             )
-        # ChatGLM 3 and GLM-4 multiply the base. ChatGLM 2 32K alone divides positions, which no field says.
+        _require_known_rotation(fields)
         theta = 10000.0 * hf_config.number(fields, "rope_ratio")
         rope = {"rope_theta": theta, "max_position_embeddings": context}
         has_biases = hf_config.flag(fields, "add_bias_linear")
@@ -79,6 +79,19 @@ class Config(DecoderConfig):
             qkv_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
             has_biases=has_biases,
             rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
+        )
+
+
+def _require_known_rotation(fields: dict[str, Any]) -> None:
+    """Refuse a `rope_ratio` that may divide positions, as in ChatGLM 2 32K. Others multiply the rotation's base by it.
+
+    No field says which. GLM-4 has another vocabulary; ChatGLM 3 is known by its name alone.
+    """
+    ratio, name = hf_config.number(fields, "rope_ratio"), str(fields.get("_name_or_path"))
+    if ratio != 1 and fields["padded_vocab_size"] == DEFAULTS["padded_vocab_size"] and "chatglm3" not in name.lower():
+        raise CheckpointError(
+            f"config.json: rope_ratio {ratio:g} is not supported for ChatGLM 2, which divides positions by it. For "
+            f"ChatGLM 3, _name_or_path must contain 'chatglm3', got {name!r:.100}"
         )
 
 
