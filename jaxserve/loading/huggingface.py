@@ -53,6 +53,7 @@ ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.floa
 # are for a KV cache of 8 bits; here it has 16.
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
     ".attention.bias",
