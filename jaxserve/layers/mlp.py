@@ -104,7 +104,7 @@ class FeedForward:
             return "the feed-forward has biases"
         if isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS:
             return None
-        return why_not_activation(self.activation)
+        return None if isinstance(self.activation, XIELU) else why_not_activation(self.activation)
 
 
 def gated_mlp(

@@ -49,9 +49,11 @@ class Config(DecoderConfig):
         if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
             fields["rope_parameters"] = DEFAULT_ROPE
         is_learned = fields["hidden_act"] == "xielu"
+        shape: dict[str, Any] = hf_config.as_llama(fields | ({"hidden_act": "silu"} if is_learned else {}))
+        if is_learned:
+            shape["activation"] = "xielu"
         return cls(
-            **hf_config.as_llama(fields | ({"hidden_act": "silu"} if is_learned else {}))
-            | ({"activation": "xielu"} if is_learned else {}),
+            **shape,
             attention_bias=hf_config.flag(fields, "attention_bias"),
             rope=hf_rope.rope(fields, theta=12_000_000.0),
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Routing
 from jaxserve.layers.rope import Rope
@@ -77,10 +78,12 @@ def _sparse_layers(fields: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    return tuple(
-        layer if window is None else replace(layer, mixer=replace(layer.mixer, rope=config.local_rope))
-        for layer, window in zip(qwen3_moe.layers(config), config.sliding_windows, strict=True)
-    )
+
+    def of_window(layer: Layer, window: int | None) -> Layer:
+        assert isinstance(layer.mixer, Attention)
+        return layer if window is None else replace(layer, mixer=replace(layer.mixer, rope=config.local_rope))
+
+    return tuple(map(of_window, qwen3_moe.layers(config), config.sliding_windows))
 
 
 FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))
