@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+
+from jaxserve.layers.params import Params, ParamSpec
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -55,3 +58,33 @@ class ClampedSwiGLU:
         """(up + 1) * gate * sigmoid(alpha * gate); gate is at most `limit`, and up within it on both sides."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XIELU:
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), whose slopes are weights: a parabola above 0, below it an
+    exponential. Each layer has its own numbers, which no kernel takes.
+    """
+
+    def specs(self, prefix: str) -> Params:
+        """Declare the weights, in float32; `prefix` names the activation's module in the checkpoint."""
+        shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        return {
+            name: ParamSpec(
+                shape=(1,),
+                axes=(None,),
+                dtype=np.float32,
+                source=(f"{prefix}.{name}",),
+                source_shapes=(shape,),
+                init_scale=0.0,
+            )
+            for name, shape in shapes.items()
+        }
+
+    def __call__(self, x: Array, weights: Params) -> Array:
+        """Return the activations of x, computed in float32."""
+        wide, beta = x.astype(jnp.float32), weights["beta"][0]
+        above = jax.nn.softplus(weights["alpha_p"][0])
+        below = beta + jax.nn.softplus(weights["alpha_n"][0])
+        decayed = jnp.expm1(jnp.minimum(wide, weights["eps"][0])) - wide
+        return (jnp.where(wide > 0, above * wide * wide, below * decayed) + beta * wide).astype(x.dtype)

@@ -21,7 +21,7 @@ from jaxserve.layers.paged_kv import KVSpec
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, half_split_order
 from jaxserve.layers.weight import Weight
-from pallas_kernels.kv_write import HeadNorms
+from pallas_kernels.kv_write import HeadNorms, rotate
 from pallas_kernels.paging import Scores
 
 
@@ -33,15 +33,18 @@ class HeadNorm:
         norm: the kind of norm.
         gains: "shared", one gain for all heads; "by head", a gain for each head; or "joint", where all heads of a token
             are normalised as one vector.
+        is_after_rotation: heads are rotated first. A rotation keeps lengths but not the gains' dimensions, so that the
+            order matters.
     """
 
     norm: Norm
     gains: Literal["shared", "by head", "joint"] = "shared"
+    is_after_rotation: bool = False
 
     @property
     def has_kernel(self) -> bool:
         """True if the kernel that rotates and writes keys normalises, too."""
-        return self.norm.kind == "rms" and self.gains == "shared"
+        return self.norm.kind == "rms" and self.gains == "shared" and not self.is_after_rotation
 
     def specs(self, source: str, *, num_heads: int, head_dim: int, axis: str, num_interleaved: int) -> Any:
         """Declare the weights for these heads, which are sharded over `axis`; `source` is the norm's module."""
@@ -189,7 +192,9 @@ class Attention:
         if self.head_norm is not None and self.head_norm.has_kernel:
             head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=self.head_norm.norm.eps)
         elif self.head_norm is not None:
-            qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm)
+            # The kernel that rotates keys writes them, so what is done to rotated ones cannot come after it.
+            turned, rotation = (rotation, None) if self.head_norm.is_after_rotation else (None, rotation)
+            qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm, turned)
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
         scores = Scores(
             scale=self.score_scale,
@@ -243,10 +248,12 @@ def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_inter
 
 
 def _norm_heads(
-    qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: HeadNorm
+    qkv: Float[Array, "T K members D"], q_norm: Any, k_norm: Any, norm: HeadNorm, rotation: Rotation | None
 ) -> Float[Array, "T K members D"]:
-    """Normalise queries and keys with norms that no kernel supports."""
+    """Rotate queries and keys if there is a rotation, and normalise them with norms that no kernel supports."""
     T, K, members, D = qkv.shape
-    q = norm(qkv[:, :, :-2].reshape(T, -1, D), q_norm).reshape(T, K, members - 2, D)
-    k = norm(qkv[:, :, -2], k_norm)
+    q, k = qkv[:, :, :-2].reshape(T, -1, D), qkv[:, :, -2]
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    q, k = norm(q, q_norm).reshape(T, K, members - 2, D), norm(k, k_norm)
     return jnp.concatenate([q, k[:, :, None], qkv[:, :, -1:]], axis=2)

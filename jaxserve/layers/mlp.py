@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, Gate, gate_of
+from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, XIELU, Gate, gate_of
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.linear import Consumer, gated_linear_of_codes, linear, residual_update
@@ -28,13 +28,13 @@ class FeedForward:
 
     Attributes:
         size: F, the number of its inner values.
-        activation: as for `gate_of`; without a gate a key of ACTIVATIONS.
+        activation: as for `gate_of`; without a gate a key of ACTIVATIONS, or an XIELU.
         is_gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
         has_bias: both matrices have biases.
     """
 
     size: int
-    activation: str | Gate
+    activation: str | Gate | XIELU
     is_gated: bool = True
     has_bias: bool = False
 
@@ -76,6 +76,8 @@ class FeedForward:
             specs["down_bias"] = ParamSpec(
                 shape=(E,), axes=("embed",), source=(f"{prefix}.{names.down}.bias",), init_scale=0.0
             )
+        if isinstance(self.activation, XIELU):
+            specs["activation"] = self.activation.specs(f"{prefix}.{names.activation}")
         return specs
 
     def reader(self, params: Params) -> Weight | None:
@@ -84,8 +86,10 @@ class FeedForward:
 
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block; the result is that of `residual_update`."""
-        block = gated_mlp if self.is_gated else mlp
-        return block(params, x, self.activation, batch.context, consumer)
+        if not self.is_gated:
+            return mlp(params, x, self.activation, batch.context, consumer)
+        assert not isinstance(self.activation, XIELU)
+        return gated_mlp(params, x, self.activation, batch.context, consumer)
 
     def leaves_partial_sums(self, params: Params) -> bool:
         """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
@@ -100,7 +104,7 @@ class FeedForward:
             return "the feed-forward has biases"
         if isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS:
             return None
-        return why_not_activation(self.activation)
+        return None if isinstance(self.activation, XIELU) else why_not_activation(self.activation)
 
 
 def gated_mlp(
@@ -152,12 +156,14 @@ def _gated_linear_unit(
 def mlp(
     params: Params,
     x: Float[Array, "T E"],
-    activation: str | Gate,
+    activation: str | Gate | XIELU,
     context: StepContext = PLAIN,
     consumer: Consumer = "stream",
 ) -> Any:
-    """down(activation(up(x))); `activation` is a key of ACTIVATIONS, the rest is as for `gated_mlp`."""
-    assert isinstance(activation, str)
+    """down(activation(up(x))); `activation` is a key of ACTIVATIONS or an XIELU, the rest is as for `gated_mlp`."""
+    assert isinstance(activation, str | XIELU)
     with jax.named_scope("mlp"):
-        inner = ACTIVATIONS[activation](linear(x, params["up"], params.get("up_bias"), context=context, name="up"))
+        inner = linear(x, params["up"], params.get("up_bias"), context=context, name="up")
+        is_learned = isinstance(activation, XIELU)
+        inner = activation(inner, params["activation"]) if is_learned else ACTIVATIONS[activation](inner)
         return residual_update(inner, params, "down", context, consumer)

@@ -60,6 +60,7 @@ class Names:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     up: str = "up_proj"
     down: str = "down_proj"
+    activation: str = "act_fn"
     experts: ExpertNames = ExpertNames()
 
 

@@ -32,10 +32,13 @@ NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_m
 """Names of the number of layers after the last one that predict further tokens (MTP), which no family runs."""
 
 MAXIMA: dict[str, float] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", *NEXT_TOKEN_LAYERS), MAX_LAYERS),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", *NEXT_TOKEN_LAYERS), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
+    "multi_query_group_num": MAX_HEADS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
+    **dict.fromkeys(("num_shared_expert", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),
+    "kv_channels": MAX_WIDTH,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), MAX_INNER_WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), MAX_INNER_WIDTH),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_WIDTH),

@@ -52,6 +52,7 @@ ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.floa
 # an LM head that equals the embedding (otherwise the family declares it and it is not an extra).
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
     ".attention.bias",

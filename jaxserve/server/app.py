@@ -67,7 +67,6 @@ ROUTES = (
     Route("/version", utility.version, methods=["GET"]),
     Route("/metrics", utility.metrics, methods=["GET"]),
     Route("/openapi.json", openapi.show, methods=["GET"]),
-    Route("/playground/markdown", playground.markdown, methods=["POST"]),
     Route("/engine/state", playground.engine_state, methods=["GET"]),
     *(Route(path, docs.show, methods=["GET"]) for path in sorted(docs.FILES)),
     *(Route(path, playground.show, methods=["GET"]) for path in sorted(playground.FILES)),

@@ -5,7 +5,9 @@ options.
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
 from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
+from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
+from reference_models import ChatGLMConfig, ChatGLMForConditionalGeneration, QwenConfig, QwenLMHeadModel
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -59,6 +61,16 @@ FAMILIES = {
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
     "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
+    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, transformers.HunYuanMoEV1ForCausalLM),
+    "internlm3": (transformers.InternLM3Config, transformers.LlamaForCausalLM),
+    "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM),
+    "apertus": (transformers.ApertusConfig, transformers.ApertusForCausalLM),
+    "mimo": (MiMoConfig, MiMoForCausalLM),
+    "qwen": (QwenConfig, QwenLMHeadModel),
+    "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -81,6 +93,14 @@ HAVE_HEAD_DIM = {
     "mistral3",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "seed_oss",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "internlm3",
+    "mellum",
+    "qwen",
+    "chatglm",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -103,9 +123,19 @@ FIELD_NAMES = {
     "opt": {"intermediate_size": "ffn_dim"},
     "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
     "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
+    "qwen": {"rms_norm_eps": "layer_norm_epsilon", "head_dim": "kv_channels"},
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+        "max_position_embeddings": "seq_length",
+        "rms_norm_eps": "layernorm_epsilon",
+    },
 }
 """A family's name of a field, if it is not the usual one."""
-HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt"}
+HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "qwen"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -315,7 +345,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

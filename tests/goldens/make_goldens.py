@@ -155,8 +155,9 @@ def make_golden(directory, name, seed):
     write_golden(model_class(config), directory / name, seed=seed, sharded=name in SHARDED, mxfp4=name in MXFP4)
     model = load(directory / name, model_class, config._attn_implementation)
     name_family(directory / name / "config.json", family)
+    vocab_size = getattr(config.get_text_config(), FIELD_NAMES.get(family, {}).get("vocab_size", "vocab_size"))
     for _ in range(100):
-        token_ids = rng.integers(config.get_text_config().vocab_size, size=SEQUENCE_LENGTH)
+        token_ids = rng.integers(vocab_size, size=SEQUENCE_LENGTH)
         greedy, margin = continue_greedily(model, token_ids[:PROMPT_LENGTH])
         if margin > MIN_MARGIN:
             break

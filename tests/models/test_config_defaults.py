@@ -30,7 +30,12 @@ def read(fields):
         return str(error)
 
 
-OF_ONE_CONFIG = [path for path in GOLDENS if not path.name.startswith(OF_SEVERAL) and "kimi" not in path.name]
+OF_ONE_CONFIG = [
+    path
+    for path in GOLDENS
+    if not path.name.startswith(OF_SEVERAL)
+    and json.loads((path / "config.json").read_text())["model_type"] in CONFIG_MAPPING
+]
 """Goldens without other configs inside, of families that transformers has under the same name."""
 
 

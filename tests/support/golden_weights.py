@@ -46,6 +46,8 @@ def center_and_spread(name, shape, gain):
     """Return the mean and standard deviation of a tensor's values."""
     if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
         return gain, 0.3
+    if name.endswith((".act_fn.beta", ".act_fn.eps")):
+        return (0.5, 0.1) if name.endswith("beta") else (-0.05, 0.01)
     if len(shape) == 1:
         return 0.0, 0.5
     if "embed" in name or ".wte." in name or ".wpe." in name:

@@ -37,7 +37,6 @@ from jaxserve.server.protocol.utility import (
 from jaxserve.server.routes.admin import Done
 from jaxserve.server.routes.models import Model, ModelList
 from jaxserve.server.routes.open_paths import OPEN_PATHS
-from jaxserve.server.routes.playground import MarkdownRequest, MarkdownResponse
 from jaxserve.server.wire.errors import ErrorBody
 
 
@@ -107,7 +106,6 @@ _OPERATIONS = (
     _Operation("get", "/load", "How many requests there are", None, Load),
     _Operation("get", "/live", "Whether the process answers", None, Health),
     _Operation("get", "/version", "The version of jaxserve", None, Version),
-    _Operation("post", "/playground/markdown", "Markdown as HTML", MarkdownRequest, MarkdownResponse),
     _Operation("get", "/engine/state", "What the engine is doing", None, EngineState),
     _Operation("post", "/reset_prefix_cache", "Forget every cached prefix", None, Done, is_admin=True),
     _Operation("post", "/start_profile", "Record what the device does", None, Done, is_admin=True),

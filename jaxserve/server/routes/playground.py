@@ -3,31 +3,25 @@
 The page is static, self-contained, and asks for the API key itself.
 """
 
-import asyncio
 import hashlib
 import pathlib
 
-import msgspec
-from markdown_it import MarkdownIt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.decoding import decoded
-from jaxserve.errors import InvalidRequest
 from jaxserve.server.state import server_state
-from jaxserve.server.wire.body import json_response, read_json
+from jaxserve.server.wire.body import json_response
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[1] / "static"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_FILES = {f"/static/{path.name}": path for path in sorted(_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
+_FILES = {
+    f"/static/{path.relative_to(_FOLDER).as_posix()}": path
+    for path in sorted(_FOLDER.rglob("*"))
+    if path.suffix in _MEDIA_TYPES
+}
 PAGE = "/"
 FILES = frozenset({PAGE, *_FILES})
 """Paths that are answered without a key, as their content is public."""
-
-MAX_MARKDOWN = 2**18
-"""Maximum characters of a text that is rendered: a fifth of a second."""
-
-_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
 
 _HEADERS = {
     "cache-control": "no-cache",
@@ -50,26 +44,6 @@ async def show(request: Request) -> Response:
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=_MEDIA_TYPES[path.suffix], headers=headers)
-
-
-class MarkdownRequest(msgspec.Struct):
-    """The body of POST /playground/markdown."""
-
-    text: str
-
-
-class MarkdownResponse(msgspec.Struct):
-    """The text as HTML. Markup that is in the text itself is escaped."""
-
-    html: str
-
-
-async def markdown(request: Request) -> Response:
-    """Render Markdown, with tables and without raw HTML or images. Raises InvalidRequest."""
-    body = await read_json(request, lambda content: decoded(content, MarkdownRequest))
-    if len(body.text) > MAX_MARKDOWN:
-        raise InvalidRequest(f"text has more than {MAX_MARKDOWN} characters", param="text")
-    return json_response(MarkdownResponse(await asyncio.to_thread(_MARKDOWN.render, body.text)))
 
 
 async def engine_state(request: Request) -> Response:

@@ -27,7 +27,7 @@ export async function* stream(path, body, { signal } = {}) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await received(reader);
       if (done) throw new ApiError(0, "the stream ended before the answer was whole");
       const frames = (rest + value).split("\n\n");
       rest = frames.pop();
@@ -41,6 +41,15 @@ export async function* stream(path, body, { signal } = {}) {
     }
   } finally {
     reader.cancel().catch(() => {}); // it may have been aborted already
+  }
+}
+
+async function received(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "the connection to the server was lost");
   }
 }
 

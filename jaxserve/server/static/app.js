@@ -19,9 +19,10 @@ const talk = new Talk({
   model: () => model,
   onRequest: (id) => mine.add(id),
   onUnauthorized: askForKey,
+  onInvalid: showInvalid,
   onChange: (messages) => chats.keep(messages),
 });
-const chats = new Chats({ open: (messages) => talk.open(messages) });
+const chats = new Chats({ open: (messages) => talk.open(messages), leave: () => talk.leave() });
 const engine = new EngineView({ isMine, onUnauthorized: askForKey });
 watchTokens($("scroll"));
 setUpChoices();
@@ -97,6 +98,12 @@ function choose(name, value) {
   }
   if (name === "view" && value !== "talk") choose("panel", value); // on narrow screens one control does for both
   engine.draw();
+}
+
+/** What is wrong in the form of parameters is said there. */
+function showInvalid() {
+  choose(getComputedStyle(document.querySelector(".views")).display === "none" ? "panel" : "view", "parameters");
+  $("parameters").reportValidity();
 }
 
 function setUpKeyboard() {

@@ -1,41 +1,143 @@
-// Markdown as the server renders it, taken over element by element: nothing enters the page that is not listed here.
+// Markdown as elements while it streams in. marked reads it into tokens; what is listed here becomes an element, and
+// everything else, HTML above all, stays text.
 
-import { call } from "./api.js";
+import { coloured } from "./code.js";
 import { make } from "./dom.js";
+import { formula } from "./formula.js";
+import { Marked } from "./vendor/marked.esm.js";
 
-const TAGS = new Set(
-  "p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code em strong s hr br table thead tbody tr th td a".split(" "),
-);
-const PLAIN = new Set(["P", "BR"]);
+const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
+const PAUSE = 50; // milliseconds between two looks at a text that grows
 
-/** The elements of a text, or null if it has no markup: then the text itself says as much. */
-export async function markdown(text) {
-  const { html } = await call("playground/markdown", { text });
-  const source = new DOMParser().parseFromString(html, "text/html").body;
-  if ([...source.querySelectorAll("*")].every((element) => PLAIN.has(element.tagName))) return null;
-  const copy = make("div", { class: "markdown" });
-  copy.append(...[...source.childNodes].flatMap(clean));
-  for (const block of copy.querySelectorAll("pre")) {
-    const button = make("button", { class: "quiet copy", type: "button" }, "Copy");
-    button.addEventListener("click", () => navigator.clipboard.writeText(block.querySelector("code")?.textContent ?? ""));
-    block.append(button);
+const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[([^]+?)\\\]|\\\(([^]+?)\\\))/;
+
+const marked = new Marked({
+  extensions: [
+    {
+      name: "formula",
+      level: "inline",
+      start: (source) => source.match(/\$|\\[[(]/)?.index,
+      tokenizer(source) {
+        const [raw, display, inline, otherDisplay, otherInline] = FORMULA.exec(source) ?? [];
+        const nodes = raw && formula(display ?? inline ?? otherDisplay ?? otherInline, (display ?? otherDisplay) !== undefined);
+        return nodes ? { type: "formula", raw, nodes } : undefined;
+      },
+    },
+  ],
+  breaks: true,
+  tokenizer: {
+    html: () => undefined,
+    tag: (source) => {
+      const raw = /^<br *\/?>/i.exec(source)?.[0];
+      return raw && { type: "br", raw };
+    },
+  },
+});
+
+const ELEMENTS = {
+  paragraph: (token) => make("p", {}, ...children(token)),
+  heading: (token) => make(`h${token.depth}`, {}, ...children(token)),
+  blockquote: (token) => make("blockquote", {}, ...children(token)),
+  list: (token) => {
+    const start = token.ordered && token.start !== 1 && token.start;
+    return make(token.ordered ? "ol" : "ul", { start }, ...token.items.map((item) => make("li", {}, ...children(item))));
+  },
+  checkbox: (token) => (token.checked ? "☑ " : "☐ "),
+  code: (token) => codeBlock(token.text, token.lang?.match(/^\S+/)?.[0]),
+  table: ({ header, rows }) => {
+    const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, {}, ...children(cell))));
+    return make("table", {}, make("thead", {}, row(header, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
+  },
+  hr: () => make("hr"),
+  strong: (token) => make("strong", {}, ...children(token)),
+  em: (token) => make("em", {}, ...children(token)),
+  del: (token) => make("s", {}, ...children(token)),
+  codespan: (token) => make("code", {}, token.text),
+  br: () => make("br"),
+  link: (token) => link(token.href, children(token)),
+  image: (token) => link(token.href, [token.text || token.href]), // it is not loaded: that would tell its server of the reader
+  formula: (token) => token.nodes,
+  escape: (token) => token.text,
+  text: (token) => (token.tokens ? children(token) : unescaped(token.text)),
+  space: () => [],
+  def: () => [],
+};
+const PLAIN = new Set(["paragraph", "text", "br", "space"]);
+
+/** The markup of a text, shown behind the element of the text itself; that one is hidden if there is any markup. */
+export class MarkdownView {
+  #blocks = []; // {raw, nodes}: the ones that have not changed are kept, and with them what is selected in them
+  #links = "";
+  #timer = null;
+  #cost = 0;
+
+  constructor(prose) {
+    this.prose = prose;
+    this.element = make("div", { class: "markdown", hidden: true });
+    prose.after(this.element);
   }
-  return copy;
+
+  /** Show a text that grows, soon. `around(show)` calls show. */
+  showSoon(text, around) {
+    this.text = text;
+    this.#timer ??= setTimeout(() => around(() => this.show(this.text)), Math.max(PAUSE, 4 * this.#cost));
+  }
+
+  show(text) {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+    const start = performance.now();
+    let hasMarkup = false;
+    try {
+      hasMarkup = text.length <= MAX_MARKDOWN && this.#update(marked.lexer(text));
+    } catch {
+      this.clear(); // nested more deeply than the stack is
+    }
+    this.element.hidden = !hasMarkup;
+    this.prose.classList.toggle("raw", hasMarkup);
+    this.#cost = performance.now() - start;
+  }
+
+  clear() {
+    this.#blocks = [];
+    this.element.replaceChildren();
+    this.element.hidden = true;
+    this.prose.classList.remove("raw");
+  }
+
+  #update(tokens) {
+    if (tokens.every(isPlain)) return false;
+    const links = JSON.stringify(tokens.links); // they change what was read before
+    let count = 0;
+    if (links === this.#links) while (count < tokens.length && this.#blocks[count]?.raw === tokens[count].raw) count++;
+    this.#links = links;
+    for (const { nodes } of this.#blocks.splice(count)) for (const node of nodes) node.remove();
+    for (const token of tokens.slice(count)) {
+      const nodes = [elements(token)].flat().map((node) => (typeof node === "string" ? document.createTextNode(node) : node));
+      this.#blocks.push({ raw: token.raw, nodes });
+      this.element.append(...nodes);
+    }
+    return true;
+  }
 }
 
-function clean(node) {
-  if (node.nodeType === Node.TEXT_NODE) return [document.createTextNode(node.data)];
-  if (node.nodeType !== Node.ELEMENT_NODE) return [];
-  const children = [...node.childNodes].flatMap(clean);
-  const tag = node.tagName.toLowerCase();
-  if (!TAGS.has(tag)) return children;
-  const element = make(tag, {}, ...children);
-  const address = node.getAttribute("href") ?? "";
-  if (tag === "a" && /^(https?|mailto):/i.test(address)) {
-    for (const [name, value] of [["href", address], ["target", "_blank"], ["rel", "noreferrer noopener"]]) {
-      element.setAttribute(name, value);
-    }
-  }
-  if (tag === "ol" && /^\d+$/.test(node.getAttribute("start") ?? "")) element.setAttribute("start", node.getAttribute("start"));
-  return [element];
+const elements = (token) => (ELEMENTS[token.type] ?? (() => token.raw))(token);
+const children = (token) => token.tokens.flatMap(elements);
+const isPlain = (token) => PLAIN.has(token.type) && (token.tokens?.every(isPlain) ?? unescaped(token.text ?? "") === (token.text ?? ""));
+
+/** Character references as characters. A reference is all that the parser gets to see. */
+function unescaped(text) {
+  const character = (reference) => new DOMParser().parseFromString(reference, "text/html").body.textContent;
+  return text.replace(/&(#\d{1,7}|#x[0-9a-f]{1,6}|[a-z][a-z0-9]{1,31});/gi, character);
+}
+
+function link(address, nodes) {
+  if (!/^(https?|mailto):/i.test(address)) return nodes;
+  return make("a", { href: address, target: "_blank", rel: "noreferrer noopener" }, ...nodes);
+}
+
+function codeBlock(text, language) {
+  const copy = () => navigator.clipboard.writeText(text);
+  const button = make("button", { class: "quiet copy", type: "button", onclick: copy }, "Copy");
+  return make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())), button);
 }

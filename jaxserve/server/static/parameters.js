@@ -6,7 +6,7 @@ const SENT = [
   "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed",
   "presence_penalty", "frequency_penalty", "repetition_penalty",
 ];
-const DEFAULTS = { alternatives: "5", max_tokens: "256" };
+const DEFAULTS = { alternatives: "5" };
 
 export function setUpParameters() {
   const form = $("parameters");
@@ -15,11 +15,16 @@ export function setUpParameters() {
   };
   const store = () => remember("parameters", Object.fromEntries(new FormData(form)));
   fill(recall("parameters", DEFAULTS));
-  form.addEventListener("input", store);
+  checkTools();
+  form.addEventListener("input", (event) => {
+    store();
+    if (event.target === form.elements.tools) checkTools();
+  });
   form.addEventListener("submit", (event) => event.preventDefault());
   $("reset").addEventListener("click", () => {
     fill(DEFAULTS);
     store();
+    checkTools();
   });
 }
 
@@ -28,26 +33,43 @@ export function parameters() {
   const form = $("parameters").elements;
   const body = {};
   for (const name of SENT) {
-    if (form[name].value !== "" && form[name].validity.valid) body[name] = Number(form[name].value);
+    if (form[name].value !== "") body[name] = Number(form[name].value);
   }
   const stop = form.stop.value.split("\n").filter((line) => line !== "").map((line) => line.replaceAll("\\n", "\n"));
   if (stop.length) body.stop = stop;
   return body;
 }
 
-/** The tools that a chat offers: a JSON list of functions, or of OpenAI's `{"type": "function", ...}`. */
+/** Whether everything in the form can be sent. The form shows what cannot; the tools matter to a chat only. */
+export function isReady({ isChat }) {
+  const isRight = checkTools();
+  if (!isChat) $("parameters").elements.tools.setCustomValidity("");
+  return (isRight || !isChat) && $("parameters").checkValidity();
+}
+
+/** The tools that a chat offers: a JSON list of functions, or of OpenAI's `{"type": "function", ...}`. Throws if it is none. */
 export function tools() {
-  const field = $("parameters").elements.tools;
-  field.setCustomValidity("");
-  if (!field.value.trim()) return {};
+  const text = $("parameters").elements.tools.value.trim();
+  if (!text) return {};
+  const list = [JSON.parse(text)].flat().map((tool, index) => {
+    const whole = tool?.function ? tool : { type: "function", function: tool };
+    if (typeof whole.function?.name !== "string") throw new Error(`the name of function ${index + 1} is missing`);
+    return whole;
+  });
+  return list.length ? { tools: list } : {};
+}
+
+function checkTools() {
+  let problem = "";
   try {
-    const given = JSON.parse(field.value);
-    const list = (Array.isArray(given) ? given : [given]).map((tool) => (tool.function ? tool : { type: "function", function: tool }));
-    return list.length ? { tools: list } : {};
-  } catch {
-    field.setCustomValidity("not a JSON list");
-    return {};
+    tools();
+  } catch (error) {
+    problem = error instanceof SyntaxError ? `This is not JSON: ${error.message}` : `Not a list of functions: ${error.message}`;
   }
+  $("parameters").elements.tools.setCustomValidity(problem);
+  $("tools-error").textContent = problem;
+  $("tools-error").hidden = !problem;
+  return !problem;
 }
 
 export const systemPrompt = () => $("parameters").elements.system.value.trim();

@@ -1,33 +1,43 @@
-// Chat and completion: what is said, how it streams in, and the second thoughts: stop, regenerate, edit.
+// The chat, and what it has in common with the completion: a request that streams in, is stopped, or fails.
 
 import { ApiError, stream } from "./api.js";
+import { Completion } from "./completion.js";
 import { $, grow, make } from "./dom.js";
-import { markdown } from "./markdown.js";
-import { numAlternatives, parameters, systemPrompt, tools } from "./parameters.js";
-import { TokenText, chatTokens, completionTokens } from "./tokens.js";
+import { Message } from "./message.js";
+import { isReady, numAlternatives, parameters, systemPrompt, tools } from "./parameters.js";
+import { TokenText, chatTokens } from "./tokens.js";
 
 /**
- * `onRequest(id)` hears the ids of this page's requests, `onUnauthorized()` of a key that is wrong, `onChange(messages)`
- * what a chat has come to.
+ * `onRequest(id)` hears the ids of this page's requests, `onUnauthorized()` of a key that is wrong, `onInvalid()` of a
+ * form of parameters that has to be shown, as it says what is wrong, `onChange(messages)` what a chat has come to.
  */
 export class Talk {
-  #messages = []; // {role, text, thoughts, calls, element}
+  #messages = [];
   #abort = null;
-  #continuation = null; // {text, element} of the completion
 
-  constructor({ model, onRequest, onUnauthorized, onChange }) {
+  constructor({ model, onRequest, onUnauthorized, onInvalid, onChange }) {
     this.model = model;
     this.onRequest = onRequest;
     this.onUnauthorized = onUnauthorized;
+    this.onInvalid = onInvalid;
     this.onChange = onChange;
     this.mode = "chat";
+    const run = (...request) => this.#run(...request);
+    this.completion = new Completion({ model, run, isBusy: () => this.isBusy });
+    this.acts = {
+      regenerate: (message) => this.#regenerate(message),
+      resume: (message) => this.#resume(message),
+      edited: (message, text) => this.#edited(message, text),
+      turn: (message, at) => this.#turn(message, at),
+      isBusy: () => this.isBusy,
+    };
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.submit();
     });
     $("input").addEventListener("input", () => grow($("input")));
-    $("prompt").addEventListener("input", () => this.#showPrompt());
     $("clear").addEventListener("click", () => this.clear());
+    addEventListener("pagehide", () => this.leave());
     this.#showEmpty();
   }
 
@@ -41,14 +51,14 @@ export class Talk {
     $("chat").hidden = mode !== "chat";
     $("document").hidden = mode === "chat";
     this.#showButton();
-    if (mode === "completion") this.#showPrompt();
+    if (mode === "completion") this.completion.show();
     (mode === "chat" ? $("input") : $("prompt")).focus({ preventScroll: true });
   }
 
   /** The button: stop what runs, else send what stands there. */
   submit() {
     if (this.isBusy) this.stop();
-    else if (this.mode === "completion") this.complete();
+    else if (this.mode === "completion") this.#complete();
     else this.say();
   }
 
@@ -56,15 +66,20 @@ export class Talk {
     this.#abort?.abort();
   }
 
+  /** Stop, and keep what has been said. */
+  leave() {
+    if (!this.isBusy) return;
+    this.stop();
+    if (this.mode === "chat") {
+      Object.assign(this.#messages.at(-1), { ending: "stopped" });
+      this.#changed();
+    }
+  }
+
   clear() {
     this.stop();
-    this.#messages = [];
-    $("chat").replaceChildren();
-    this.#forgetContinuation();
-    if (this.mode === "completion") $("prompt").value = "";
-    this.#showPrompt();
+    if (this.mode === "completion") this.completion.clear();
     $("status").textContent = "";
-    this.#showEmpty();
   }
 
   /** Show the messages of a chat that was kept; none is a new chat. */
@@ -72,208 +87,132 @@ export class Talk {
     this.stop();
     this.#messages = [];
     $("chat").replaceChildren();
-    for (const { role, text, thoughts, calls } of messages) this.#show(Object.assign(this.#add(role, text), { thoughts, calls }));
+    for (const message of messages) this.#add(message);
     this.#showEmpty();
   }
 
-  // Chat
-
   say() {
     const text = $("input").value.trim();
-    if (!text) return;
+    if (!text || !this.#isReady()) return;
     $("input").value = "";
     grow($("input"));
-    this.#add("user", text);
+    this.#add({ role: "user", text });
     this.#changed();
     this.#answer();
   }
 
   editLast() {
-    const last = this.#messages.findLast((message) => message.role === "user");
-    if (last) this.#edit(last);
+    this.#messages.findLast((message) => message.role === "user")?.edit();
   }
 
   regenerate() {
     if (this.isBusy) return;
-    if (this.mode === "completion") return this.complete();
-    if (this.#messages.at(-1)?.role === "assistant") this.#cut(this.#messages.length - 1);
-    if (this.#messages.length) this.#answer();
+    if (this.mode === "completion") return void this.#complete();
+    const last = this.#messages.at(-1);
+    if (last?.role === "assistant") this.#regenerate(last);
+    else if (last && this.#isReady()) this.#answer();
   }
 
-  async #answer() {
-    const history = this.#messages.map(asSent);
-    if (systemPrompt()) history.unshift({ role: "system", content: systemPrompt() });
-    const message = this.#add("assistant", "");
-    const body = { model: this.model(), messages: history, stream: true, stream_options: { include_usage: true }, ...parameters(), ...tools() };
+  #isReady() {
+    if (isReady({ isChat: this.mode === "chat" })) return true;
+    this.onInvalid();
+    return false;
+  }
+
+  #complete() {
+    if (this.#isReady()) this.completion.complete();
+  }
+
+  /** Ask for an answer, or for the rest of one that has begun. */
+  async #answer(message = this.#add({ role: "assistant", model: this.model() })) {
+    const before = message.text;
+    const body = { model: this.model(), messages: this.#sent(), stream: true, stream_options: { include_usage: true }, ...parameters(), ...tools() };
+    if (before) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     if (numAlternatives()) Object.assign(body, { logprobs: true, top_logprobs: numAlternatives() });
-    const prose = message.element.querySelector(".prose");
-    const content = new TokenText(prose);
-    let reasoning = null;
-    message.calls = [];
-    await this.#run("v1/chat/completions", body, message.element, prose, (choice) => {
+    const content = new TokenText(message.prose);
+    Object.assign(message, { error: "", ending: "" }).show();
+    const how = await this.#run("v1/chat/completions", body, message.prose, {}, (choice) => {
       const thought = choice.delta.reasoning ?? choice.delta.reasoning_content;
-      if (thought) {
-        reasoning ??= this.#addThoughts(message, "");
-        reasoning.append(thought);
-        message.thoughts = (message.thoughts ?? "") + thought;
-      }
+      if (thought) message.think(thought);
       for (const call of choice.delta.tool_calls ?? []) {
         const whole = (message.calls[call.index] ??= { id: call.id, name: call.function.name, arguments: "" });
         whole.arguments += call.function.arguments ?? "";
       }
       content.push(choice.delta.content ?? "", chatTokens(choice.logprobs));
-      message.text = content.text;
+      message.text = before + content.text;
+      message.view.showSoon(message.text, (show) => this.#followed(show));
     });
-    reasoning?.parentElement.removeAttribute("open");
-    this.#show(message);
+    this.#followed(() => Object.assign(message, how).show());
+    if (this.#messages.includes(message)) this.#changed();
+  }
+
+  #sent() {
+    const messages = this.#messages.map((message) => message.sent).filter(({ role, content }) => role === "user" || content);
+    return systemPrompt() ? [{ role: "system", content: systemPrompt() }, ...messages] : messages;
+  }
+
+  #resume(message) {
+    if (this.isBusy || !this.#isReady()) return;
+    while (this.#messages.at(-1) !== message) this.#messages.pop().element.remove();
+    this.#answer(message);
+  }
+
+  #regenerate(message) {
+    if (this.isBusy || !this.#isReady()) return;
+    const hasFailed = !message.sent.content;
+    const tails = this.#takeAside(message);
+    const branches = hasFailed ? message.branches : { tails: [...tails, null], at: tails.length };
+    this.#answer(this.#add({ role: "assistant", model: this.model(), branches }));
+  }
+
+  #edited(message, text) {
+    $("input").focus();
+    if (message.role === "assistant") {
+      message.setText(text);
+      this.#changed();
+    } else if (this.#isReady()) {
+      const tails = this.#takeAside(message);
+      this.#add({ role: "user", text, branches: { tails: [...tails, null], at: tails.length } });
+      this.#changed();
+      this.#answer();
+    }
+  }
+
+  /** Show another of the chats that begin in the place of a message. */
+  #turn(message, at) {
+    if (this.isBusy) return;
+    const tails = this.#takeAside(message);
+    const [first, ...rest] = tails[at];
+    this.#add({ ...first, branches: { tails: tails.with(at, null), at } });
+    for (const kept of rest) this.#add(kept);
     this.#changed();
   }
 
-  /** What a message has beside its text: folded thoughts, calls, and the text with its markup. */
-  #show(message) {
-    const prose = message.element.querySelector(".prose:not(.reasoning)");
-    if (message.thoughts && !message.element.querySelector("details")) this.#addThoughts(message, message.thoughts).parentElement.removeAttribute("open");
-    for (const call of message.calls ?? []) {
-      prose.after(make("pre", { class: "call" }, make("b", {}, call.name), ` ${indented(call.arguments)}`));
-    }
-    if (message.role !== "assistant" || !message.text) return;
-    const text = message.text;
-    markdown(text).then(
-      (element) => {
-        if (!element || message.text !== text) return;
-        message.element.querySelector(".markdown")?.remove();
-        prose.after(element);
-        prose.classList.add("raw");
-      },
-      (error) => {
-        if (!(error instanceof ApiError)) throw error; // the text stays as it is
-      },
-    );
-  }
-
-  #addThoughts(message, text) {
-    const thoughts = make("div", { class: "reasoning prose" }, text);
-    message.element.insertBefore(make("details", { open: true }, make("summary", {}, "Thoughts"), thoughts), message.element.querySelector(".prose"));
-    return thoughts;
+  /** Remove the messages from one on. Returns all chats that begin there, this one among them. */
+  #takeAside(message) {
+    const { tails, at } = message.branches ?? { tails: [null], at: 0 };
+    const index = this.#messages.indexOf(message);
+    const removed = this.#messages.splice(index);
+    for (const { element } of removed) element.remove();
+    const [first, ...rest] = removed.map(({ kept }) => kept);
+    return tails.with(at, [{ ...first, branches: null }, ...rest]);
   }
 
   #changed() {
-    this.onChange(this.#messages.map(({ role, text, thoughts, calls }) => ({ role, text, thoughts, calls })));
+    this.onChange(this.#messages.map(({ kept }) => kept));
   }
 
-  #add(role, text) {
+  #add(kept) {
     $("chat").querySelector(".empty")?.remove();
-    const message = { role, text };
-    const tools = make("div", { class: "tools" });
-    tools.append(this.#tool("Copy", () => navigator.clipboard.writeText(message.text)));
-    if (role === "assistant") tools.append(this.#tool("Regenerate", () => this.#regenerateAt(message)));
-    tools.append(this.#tool("Edit", () => this.#edit(message)), make("span", { class: "caption" }));
-    const prose = make("div", { class: "prose" }, text);
-    const who = make("div", { class: "who" }, role === "user" ? "You" : this.model());
-    message.element = $("chat").appendChild(make("article", { class: `message ${role}` }, who, prose, tools));
+    const message = new Message(kept, this.acts);
+    $("chat").append(message.element);
     this.#messages.push(message);
     this.#toEnd();
     return message;
   }
 
-  #tool(name, act) {
-    return make("button", { class: "quiet", type: "button", onclick: act }, name);
-  }
-
-  #regenerateAt(message) {
-    if (this.isBusy) return;
-    this.#cut(this.#messages.indexOf(message));
-    this.#answer();
-  }
-
-  /** A user's message is asked again from there on; an answer is only put right. */
-  #edit(message) {
-    if (this.isBusy) return;
-    const prose = message.element.querySelector(".prose:not(.reasoning)");
-    const field = make("textarea", { rows: 1, "aria-label": "Edit the message" });
-    field.value = message.text;
-    const leave = (text) => {
-      message.text = text;
-      prose.textContent = text;
-      prose.classList.remove("raw");
-      message.element.querySelector(".markdown")?.remove();
-      field.replaceWith(prose);
-      this.#changed();
-      $("input").focus();
-    };
-    field.addEventListener("input", () => grow(field));
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
-        event.stopPropagation();
-        field.replaceWith(prose); // as it was, tokens included
-        $("input").focus();
-      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        event.stopPropagation();
-        leave(field.value);
-        if (message.role === "user") {
-          this.#cut(this.#messages.indexOf(message) + 1);
-          this.#answer();
-        }
-      }
-    });
-    prose.replaceWith(field); // its markup stays below, as it was, until the edit is done
-    grow(field);
-    field.focus();
-  }
-
-  #cut(length) {
-    for (const message of this.#messages.splice(length)) message.element.remove();
-  }
-
-  // Completion
-
-  complete() {
-    this.#forgetContinuation();
-    const output = make("span");
-    $("continuation").replaceChildren(output);
-    const text = new TokenText(output);
-    const body = { model: this.model(), prompt: $("prompt").value, stream: true, stream_options: { include_usage: true }, ...parameters() };
-    if (numAlternatives()) body.logprobs = Math.min(numAlternatives(), 5);
-    const finished = this.#run("v1/completions", body, $("choices"), output, (choice) => {
-      text.push(choice.text, completionTokens(choice.logprobs));
-    });
-    return finished.then(() => {
-      if (!text.text) return;
-      this.#continuation = text;
-      $("choices").hidden = false;
-      $("choices").replaceChildren(
-        this.#tool("Keep and go on", () => this.#keep(true)),
-        this.#tool("Keep and edit", () => this.#keep(false)),
-        this.#tool("Regenerate", () => this.regenerate()),
-      );
-      this.#toEnd();
-    });
-  }
-
-  #keep(goOn) {
-    if (this.isBusy || !this.#continuation) return;
-    $("prompt").value += this.#continuation.text;
-    this.#forgetContinuation();
-    this.#showPrompt();
-    if (goOn) this.complete();
-    else $("prompt").focus();
-  }
-
-  #showPrompt() {
-    $("ghost").textContent = $("prompt").value;
-    grow($("prompt"));
-  }
-
-  #forgetContinuation() {
-    this.#continuation = null;
-    $("continuation").replaceChildren();
-    $("choices").hidden = true;
-  }
-
-  // Both
-
-  async #run(path, body, element, prose, onChoice) {
+  /** Send a request whose answer streams into an element. `prepare(signal)` runs before it. Returns {ending, error}. */
+  async #run(path, body, prose, { prepare }, onChoice) {
     const abort = (this.#abort = new AbortController());
     this.#showButton();
     prose.classList.add("busy");
@@ -281,40 +220,39 @@ export class Talk {
     let first = null;
     let usage = null;
     let ending = "";
+    let error = "";
     try {
+      await prepare?.(abort.signal);
       for await (const chunk of stream(path, body, { signal: abort.signal })) {
         this.onRequest(chunk.id);
         usage = chunk.usage ?? usage;
         const choice = chunk.choices[0];
         if (!choice) continue;
         if (choice.delta?.role === undefined || choice.delta.content) first ??= performance.now();
-        const isAtEnd = this.#isAtEnd();
-        onChoice(choice);
+        this.#followed(() => onChoice(choice));
         ending = choice.finish_reason ?? ending;
-        if (isAtEnd) this.#toEnd();
       }
-    } catch (error) {
-      if (error.name === "AbortError") ending = "stopped";
-      else this.#fail(error, element, prose);
+    } catch (failure) {
+      if (failure.name === "AbortError") ending = "stopped";
+      else {
+        error = this.#told(failure, first !== null);
+        ending = "broken off";
+      }
     } finally {
       prose.classList.remove("busy");
       if (this.#abort === abort) this.#abort = null;
       this.#showButton();
     }
     $("status").textContent = tell({ start, first, usage, ending });
+    return { ending, error };
   }
 
-  #fail(error, element, prose) {
-    if (!(error instanceof ApiError)) throw error;
-    let text = error.message;
-    if (error.status === 401) this.onUnauthorized();
-    if (/chat template/i.test(text)) text += " (This model continues texts: try Completion.)";
-    const note = make("p", { class: "note", role: "alert" }, text);
-    if (this.mode === "chat") prose.after(note);
-    else element.replaceChildren(note);
-    element.hidden = false;
-    if (this.#messages.at(-1)?.element === element && !this.#messages.at(-1).text) this.#messages.pop();
-    this.#toEnd();
+  #told(failure, hasBegun) {
+    if (!(failure instanceof ApiError)) throw failure;
+    if (failure.status === 401) this.onUnauthorized();
+    if (hasBegun) return `The answer broke off: ${failure.message}`;
+    const hint = /chat template/i.test(failure.message) ? " (This model continues texts: try Completion.)" : "";
+    return failure.message + hint;
   }
 
   #showButton() {
@@ -329,9 +267,12 @@ export class Talk {
     $("chat").replaceChildren(make("div", { class: "empty" }, make("p", { class: "prose" }, "What shall we talk about?"), hint));
   }
 
-  #isAtEnd() {
+  /** Change what is shown, and stay at the end if the reader is there. */
+  #followed(change) {
     const box = $("scroll");
-    return box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    change();
+    if (isAtEnd) this.#toEnd();
   }
 
   #toEnd() {
@@ -353,18 +294,4 @@ function tell({ start, first, usage, ending }) {
   }
   if (ending) parts.push(ending);
   return parts.join(" · ");
-}
-
-/** A message as the API takes it. Calls are answered by nobody here: their text is kept, so that the chat goes on. */
-function asSent({ role, text, calls }) {
-  const told = (calls ?? []).map((call) => `${call.name}(${call.arguments})`).join("\n");
-  return { role, content: [text, told].filter(Boolean).join("\n") };
-}
-
-function indented(json) {
-  try {
-    return JSON.stringify(JSON.parse(json), null, 2);
-  } catch {
-    return json; // cut off
-  }
 }

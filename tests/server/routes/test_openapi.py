@@ -66,7 +66,6 @@ REQUESTS = {
     **{f"{prefix}/rerank": {"query": "a", "documents": ["b", {"text": "c"}]} for prefix in ("", "/v1", "/v2")},
     "/tokenize": {"prompt": "a", "return_token_strs": True},
     "/detokenize": {"tokens": [5]},
-    "/playground/markdown": {"text": "*a*"},
 }
 
 

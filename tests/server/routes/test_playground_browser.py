@@ -41,6 +41,12 @@ def _answer(page):
     return page.text(f"{LAST} .prose")
 
 
+def _tool(page, name):
+    """Press a button of the last message."""
+    buttons = f"[...document.querySelectorAll('{LAST} .tools button')]"
+    page.run(f"{buttons}.find((button) => button.textContent === arguments[0]).click()", name)
+
+
 def _say(page, text):
     page.type("#input", text + "{Enter}")
 
@@ -128,7 +134,7 @@ def test_parameters_go_with_the_request_and_empty_ones_do_not(page, server):
     _answer(page)
     (request,) = server.client.submitted
     assert (request.params.temperature, request.params.top_k, request.params.seed) == (0.5, 7, 3)
-    assert request.params.max_tokens == 256
+    assert request.max_tokens > 256, "the rest of the context"
     assert list(request.params.stop) == ["END"]
     assert request.params.top_p in (None, 1.0)
     prompt = server.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
@@ -198,7 +204,7 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
     assert nameless == []
     page.run("document.activeElement.blur()")
     reached = set()
-    for _ in range(12):
+    for _ in range(20):
         page.press("Tab")
         reached.add(page.run("return document.activeElement.id || document.activeElement.name"))
     assert {"mode", "theme", "panel", "input", "send", "colour", "clear"} <= reached
@@ -206,11 +212,88 @@ def test_every_control_is_reached_by_the_keyboard_and_has_a_name(page):
 
 def test_an_error_is_sent_in_place_of_the_answer(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
-    page.type("[name=max_tokens]", "99999")  # appended to the 256 that is there
+    page.type("[name=max_tokens]", "99999")
     _say(page, "too long")
-    page.wait_until("document.querySelector('.note[role=alert]')")
-    assert "context length" in page.text(".note[role=alert]")
+    page.wait_until("document.querySelector('#chat .note[role=alert]')")
+    assert "context length" in page.text("#chat .note[role=alert]")
     page.log()  # Chromium notes every 400
+
+
+def test_an_answer_that_was_cut_goes_on_where_it_ends(page, server):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=max_tokens]", "5")
+    server.says("One *two* three")
+    _say(page, "count")
+    assert _answer(page) == "One *"
+    assert "length" in page.text("#status")
+    page.run("document.querySelector('[name=max_tokens]').value = ''")
+    server.says("two* three")
+    _tool(page, "Continue")
+    page.wait_until(f"document.querySelector('{LAST} .markdown em')?.textContent === 'two'")
+    assert _answer(page) == "One *two* three"
+    assert page.count(".message") == 2
+    prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("assistant\nOne *")
+    assert "Continue" not in page.text(f"{LAST} .tools")
+
+
+def test_a_completion_has_the_rest_of_the_context(page, server):
+    page.run("document.querySelector('[name=mode][value=completion]').click()")
+    page.type("#prompt", "abc")
+    server.says(" and so on")
+    page.click("#send")
+    page.wait_until("document.getElementById('continuation').textContent === ' and so on'")
+    (request,) = server.client.submitted
+    assert request.max_tokens == server.client.info.max_model_len - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_an_answer_that_breaks_off_says_so_and_stays(page, server, mode):
+    page.run("document.querySelector(`[name=mode][value=${arguments[0]}]`).click()", mode)
+    server.says("half an", error="the engine has failed")
+    page.type("#input" if mode == "chat" else "#prompt", "tell")
+    page.click("#send")
+    page.wait_until("document.querySelector('.note[role=alert]:not([hidden])')")
+    answer = page.text(f"{LAST} .prose" if mode == "chat" else "#continuation")
+    assert answer == "half an"
+    assert "The answer broke off" in page.text("#talk .note[role=alert]")
+    assert "broken off" in page.text("#status")
+    if mode == "completion":
+        assert page.count("#choices button") == 3, "what is there can be kept"
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        ('[{"name": "f"', "not JSON"),
+        ("{name: 'f'}", "not JSON"),
+        ("3", "function 1"),
+        ("null", "function 1"),
+        ('[{"name": "f"}, {"type": "function"}]', "function 2"),
+    ],
+)
+def test_tools_that_are_none_are_named_before_anything_is_sent(page, server, tools, problem):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=tools]", tools)
+    assert problem in page.text("#tools-error"), "as soon as they are typed"
+    page.run("document.querySelector('[name=panel][value=engine]').click()")
+    _say(page, "hello")
+    page.wait_until("document.querySelector('[name=tools]').checkVisibility()")
+    assert page.is_shown("#tools-error")
+    assert server.client.submitted == []
+    assert page.run("return document.getElementById('input').value") == "hello", "what was said is not lost"
+    page.run("document.querySelector('[name=mode][value=completion]').click()")
+    page.type("#prompt", "abc")
+    page.click("#send")
+    page.wait_until("document.getElementById('continuation').textContent"), "a completion has no tools"
+
+
+def test_a_parameter_out_of_its_range_is_named_before_anything_is_sent(page, server):
+    page.run("document.querySelector('[name=panel][value=parameters]').click()")
+    page.type("[name=temperature]", "7")
+    _say(page, "hello")
+    assert page.run("return document.activeElement.name") == "temperature"
+    assert server.client.submitted == []
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(browser, tokenizer):
@@ -226,6 +309,12 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser, tokenizer):
         assert "sesame" not in json.dumps(browser.run("return {...localStorage}"))
         server.says("open")
         _say(browser, "hello")
+        assert _answer(browser) == "open"
+        browser.open(server.url)
+        browser.wait_until("document.body.dataset.mode === 'chat'")
+        assert browser.text(f"{LAST} .prose") == "open", "the chat is there after a reload, and so is the key"
+        _say(browser, "again")
+        browser.wait_until("document.querySelectorAll('.message').length === 4")
         assert _answer(browser) == "open"
     browser.log()  # 401 is noted, too
 
@@ -257,15 +346,18 @@ def test_a_model_without_a_chat_template_is_met_with_a_page_to_continue(browser)
 
 
 def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
-    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
-    server.says(f"# Title\n\nA *word*, <script>bad()</script> $x^2$\n\n```python\nprint(1)\n```\n\n{table}")
+    table = "| a | b |\n|---|---|\n| 1 | 2<br>3 |\n"
+    server.says(f"# Title\n\nA *word*, <script>bad()</script>\n\n```python\nprint(1)\n```\n\n{table}")
     _say(page, "hello")
-    page.wait_until(f"document.querySelector('{LAST} .markdown')")
+    _answer(page)
     assert page.text(f"{LAST} .markdown h1") == "Title"
     assert page.text(f"{LAST} .markdown pre code").strip() == "print(1)"
+    assert page.text(f"{LAST} .code-built_in") == "print"
+    assert page.text(f"{LAST} .code-number") == "1"
     assert page.count(f"{LAST} .markdown td") == 2
+    assert page.count(f"{LAST} .markdown td br") == 1
     assert page.count(f"{LAST} .markdown script") == 0
-    assert "<script>bad()</script> $x^2$" in page.text(f"{LAST} .markdown p")
+    assert "<script>bad()</script>" in page.text(f"{LAST} .markdown p")
     assert page.is_shown(f"{LAST} .markdown .copy")
     assert not page.is_shown(f"{LAST} .prose")
     page.click("#colour")
@@ -274,23 +366,192 @@ def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
     page.click("#colour")
 
 
-def test_chats_are_kept_in_the_browser(page, server):
+def test_formulas_are_drawn_and_what_is_none_stays_text(page, server):
+    others = r"it costs $5 or $6, $\unknown{x}$"
+    server.says(rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x**")
+    _say(page, "hello")
+    _answer(page)
+    formulas = page.run(f"return [...document.querySelectorAll('{LAST} math')].map((math) => math.textContent)")
+    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k"]
+    assert page.count(f"{LAST} math munderover, {LAST} math msqrt, {LAST} math msup, {LAST} math msub") == 4
+    assert others in page.text(f"{LAST} .markdown")
+
+
+HOSTILE = [
+    r"$\href{javascript:alert(1)}{x}$ $<img src=x onerror=alert(1)>$ $\text{<script>alert(1)</script>}$ $x_y$",
+    "**x** <img src=x onerror=alert(1)>",
+    "**x**\n\n<div onclick=alert(1)>\n**y**\n</div>",
+    "[x](javascript:alert(1))",
+    "[x](JaVa\tScRiPt:alert(1)) [y]( data:text/html,<script>alert(1)</script> )",
+    "[x](&#106;avascript:alert(1))",
+    "[x][1]\n\n[1]: javascript:alert(1)",
+    "![x](http://127.0.0.1:9/leak.png) ![y](javascript:alert(1))",
+    "<javascript:alert(1)>  **x**",
+    "# &lt;img src=x onerror=alert(1)&gt; &lt;script&gt;alert(1)&lt;/script&gt;",
+    "```html\n<script>alert(1)</script><img src=x onerror=alert(1)>\n```",
+    '```"><script>alert(1)</script>\n<b>x</b>\n```',
+    "```__proto__\nx\n```\n\n```constructor\ny\n```",
+    "| <svg onload=alert(1)> |\n|---|\n| `<iframe src=//x>` |",
+    '[x](https://a.invalid "" onmouseover=alert(1)")',
+    "1. <style>*{display:none}</style>\n2. <a href=javascript:alert(1)>z</a>",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_markdown_stays_text(page, server, text):
+    server.says(text)
+    _say(page, "hello")
+    _answer(page)
+    elements = page.run(
+        f"return [...document.querySelectorAll('{LAST} .markdown *')].filter((e) => !e.matches('.copy'))"
+        ".map((e) => [e.tagName, ...[...e.attributes].map((a) => a.name)])"
+    )
+    names = {"href", "target", "rel", "class", "start", "display", "width"}
+    assert not {tag for tag, *_ in elements} & {"SCRIPT", "IMG", "SVG", "IFRAME", "STYLE", "DIV"}
+    assert {name for _, *attributes in elements for name in attributes} <= names
+    links = page.run(f"return [...document.querySelectorAll('{LAST} .markdown a')].map((a) => a.protocol)")
+    assert set(links) <= {"http:", "https:", "mailto:"}
+    assert page.run("return performance.getEntriesByType('resource').filter((e) => /leak/.test(e.name)).length") == 0
+
+
+@pytest.mark.parametrize("text", [">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000], ids=list(">[-*"))
+def test_markdown_nested_without_end_is_shown_all_the_same(page, text):
+    shown = page.run(
+        """return import(new URL("static/markdown.js", document.baseURI)).then(({ MarkdownView }) => {
+          const prose = document.createElement("div");
+          const box = document.createElement("div");
+          prose.textContent = arguments[0];
+          box.append(prose);
+          const start = performance.now();
+          const view = new MarkdownView(prose);
+          view.show(arguments[0]);
+          const element = prose.classList.contains("raw") ? view.element : prose;
+          return [element.hidden, performance.now() - start];
+        })""",
+        text,
+    )
+    assert shown[0] is False
+    assert shown[1] < 10_000, "milliseconds"
+
+
+def test_markdown_grows_while_it_streams_in(page, server):
+    text = "# Title\n\nFirst *word*.\n\n- one\n- two\n\n```python\nx = 1"
+    server.play = lambda request: Script(token_ids=server.tokenizer.encode(text, add_special_tokens=False), hangs=True)
+    _say(page, "hello")
+    page.wait_until(f"document.querySelector('{LAST} .markdown pre .code-number')")
+    assert page.text("#send") == "Stop"
+    assert page.is_shown(f"{LAST} .markdown")
+    assert not page.is_shown(f"{LAST} .prose")
+    page.run("window.height = document.querySelector('.markdown').offsetHeight")
+    page.run(f"window.kept = document.querySelector('{LAST} .markdown p')")
+    page.press("Escape")
+    _answer(page)
+    assert page.run(f"return window.kept === document.querySelector('{LAST} .markdown p')"), "blocks are not made anew"
+    assert page.run("return window.height === document.querySelector('.markdown').offsetHeight"), "nothing jumps"
+
+
+def _names(page):
+    return page.run("return [...document.querySelectorAll('#chat-list .open')].map((button) => button.textContent)")
+
+
+def _two_chats(page, server):
     server.says("First answer.")
     _say(page, "one question")
     assert _answer(page) == "First answer."
     page.click("#clear")
+    assert page.is_shown(".empty")
     server.says("Second answer.")
     _say(page, "another question")
     assert _answer(page) == "Second answer."
+
+
+def _reload(page, server):
     page.open(server.url)
     page.wait_until("document.body.dataset.mode === 'chat'")
-    page.click("#chats-button")
-    names = page.run("return [...document.querySelectorAll('#chat-list input')].map((field) => field.value)")
-    assert names == ["another question", "one question"]
+
+
+def test_chats_are_kept_in_a_sidebar_and_the_last_one_is_there_after_a_reload(page, server):
+    _two_chats(page, server)
+    _reload(page, server)
+    assert page.text(f"{LAST} .prose") == "Second answer."
+    assert _names(page) == ["another question", "one question"]
     page.run("document.querySelectorAll('#chat-list .open')[1].click()")
     assert page.text(f"{LAST} .prose") == "First answer."
-    page.click("#chats-button")
-    page.run("document.querySelectorAll('#chat-list li:nth-child(1) button')[1].click()")
-    assert page.count("#chat-list li") == 1
-    page.click("#new-chat")
+    _reload(page, server)
+    assert page.text(f"{LAST} .prose") == "First answer."
+    page.run("document.querySelector('#chat-list .here button:last-child').click()")
     assert page.is_shown(".empty")
+    assert _names(page) == ["another question"]
+    page.run("document.querySelector('#chat-list .quiet').click()")
+    page.type("#chat-list input", "renamed{Enter}")
+    assert _names(page) == ["renamed"]
+    page.click("#chats-button")
+    assert not page.is_shown("#chats")
+
+
+def test_a_search_finds_chats_by_what_was_said(page, server):
+    _two_chats(page, server)
+    for sought, found in {"SECOND ans": ["another question"], "one quest": ["one question"], "nowhere": []}.items():
+        page.run("document.getElementById('search').value = ''")
+        page.type("#search", sought)
+        assert _names(page) == found
+    assert page.is_shown("#no-chats")
+
+
+def _import(page, content):
+    page.run(
+        "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'chats.json'));"
+        "const field = document.getElementById('import-file'); field.files = data.files;"
+        "field.dispatchEvent(new Event('change'))",
+        content,
+    )
+
+
+def test_exported_chats_are_imported_once(page, server):
+    _two_chats(page, server)
+    exported = page.run("return localStorage.getItem('jaxserve.chats')")
+    page.run("localStorage.clear()")
+    _reload(page, server)
+    assert _names(page) == []
+    for _ in range(2):
+        _import(page, exported)
+        page.wait_until("document.querySelectorAll('#chat-list .open').length === 2")
+    assert _names(page) == ["another question", "one question"]
+    page.run("document.querySelector('#chat-list .open').click()")
+    assert page.text(f"{LAST} .prose") == "Second answer."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no JSON",
+        "3",
+        '[{"name": "x"}]',
+        '[{"messages": [{"role": "tool", "text": "x"}]}]',
+        '[{"messages": [{"role": "user", "text": 3}]}]',
+        '[{"messages": [{"role": "assistant", "text": "x", "calls": [3]}]}]',
+        '[{"messages": [{"role": "user", "text": "x", "branches": {"tails": [], "at": 0}}]}]',
+    ],
+)
+def test_a_file_that_holds_no_chats_is_refused(page, content):
+    _import(page, content)
+    page.wait_until("!document.getElementById('import-error').hidden")
+    assert _names(page) == []
+
+
+def test_an_edited_question_begins_a_branch_and_the_old_one_is_kept(page, server):
+    server.says("old answer")
+    _say(page, "old question")
+    _answer(page)
+    server.says("new answer")
+    page.type("#input", "{ArrowUp}")
+    page.type(".message.user textarea", " again{Enter}")
+    page.wait_until(f"document.querySelector('{LAST} .prose')?.innerText === 'new answer'")
+    _answer(page)
+    assert "2/2" in page.text(".message.user .tools")
+    _reload(page, server)
+    page.run("document.querySelector('.message.user [aria-label=\"Previous version\"]').click()")
+    assert page.text(".message.user .prose") == "old question"
+    assert page.text(f"{LAST} .prose") == "old answer"
+    page.run("document.querySelector('.message.user [aria-label=\"Next version\"]').click()")
+    assert page.text(f"{LAST} .prose") == "new answer"

@@ -1,0 +1,76 @@
+"""Apertus (Swiss AI 2025, arXiv:2509.14233): Llama with norms of heads and a feed-forward without a gate, whose
+activation is learned.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxserve.layers.activations import XIELU
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "xielu",
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-05,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+DEFAULT_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""The rotation of a config without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one Apertus."""
+
+    attention_bias: bool
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
+            fields["rope_parameters"] = DEFAULT_ROPE
+        is_learned = fields["hidden_act"] == "xielu"
+        shape: dict[str, Any] = hf_config.as_llama(fields | ({"hidden_act": "silu"} if is_learned else {}))
+        if is_learned:
+            shape["activation"] = "xielu"
+        return cls(
+            **shape,
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            rope=hf_rope.rope(fields, theta=12_000_000.0),
+        )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(
+        config.attention,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=config.norm),
+    )
+    activation = XIELU() if config.activation == "xielu" else config.activation
+    feed_forward = replace(config.feed_forward, activation=activation, is_gated=False)
+    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
+
+
+NAMES = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

@@ -1,0 +1,117 @@
+"""ChatGLM 2 and 3, GLM-4 9B in its first format (GLM Team 2024, arXiv:2406.12793): GLM with other names."""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "num_layers": 28,
+    "padded_vocab_size": 65024,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "kv_channels": 128,
+    "num_attention_heads": 32,
+    "seq_length": 2048,
+    "layernorm_epsilon": 1e-05,
+    "multi_query_group_num": 1,
+    "rope_ratio": 1.0,
+}
+"""Defaults of this family's config in its own code, for fields that a config.json omits."""
+
+REQUIRED = {
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "apply_residual_connection_post_layernorm": False,
+    "position_encoding_2d": False,  # of ChatGLM 1
+    "pre_seq_len": None,
+    "prefix_projection": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one ChatGLM."""
+
+    qkv_bias: bool
+    has_biases: bool
+    """Biases of all other matrices."""
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        for name, value in REQUIRED.items():
+            hf_config.require(fields, name, value)
+        if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
+            raise CheckpointError("config.json: multi_query_attention must be true")
+        num_heads, num_kv_heads, head_dim, context = (
+            hf_config.integer(fields, name)
+            for name in ("num_attention_heads", "multi_query_group_num", "kv_channels", "seq_length")
+        )
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads ({num_heads}) is not a multiple of multi_query_group_num "
+                f"({num_kv_heads})"
+            )
+        _require_known_rotation(fields)
+        theta = 10000.0 * hf_config.number(fields, "rope_ratio")
+        rope = {"rope_theta": theta, "max_position_embeddings": context}
+        has_biases = hf_config.flag(fields, "add_bias_linear")
+        return cls(
+            vocab_size=hf_config.integer(fields, "padded_vocab_size"),
+            hidden_size=hf_config.integer(fields, "hidden_size"),
+            intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
+            num_layers=hf_config.integer(fields, "num_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=context,
+            norm_eps=hf_config.number(fields, "layernorm_epsilon"),
+            activation="silu",
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            qkv_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
+            has_biases=has_biases,
+            rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
+        )
+
+
+def _require_known_rotation(fields: dict[str, Any]) -> None:
+    """Refuse a `rope_ratio` that may divide positions, as in ChatGLM 2 32K. Others multiply the rotation's base by it.
+
+    No field says which. GLM-4 has another vocabulary; ChatGLM 3 is known by its name alone.
+    """
+    ratio, name = hf_config.number(fields, "rope_ratio"), str(fields.get("_name_or_path"))
+    if ratio != 1 and fields["padded_vocab_size"] == DEFAULTS["padded_vocab_size"] and "chatglm3" not in name.lower():
+        raise CheckpointError(
+            f"config.json: rope_ratio {ratio:g} is not supported for ChatGLM 2, which divides positions by it. For "
+            f"ChatGLM 3, _name_or_path must contain 'chatglm3', got {name!r:.100}"
+        )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=config.qkv_bias, out_bias=config.has_biases)
+    feed_forward = replace(config.feed_forward, has_bias=config.has_biases)
+    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
+
+
+NAMES = Names(
+    embed="transformer.embedding.word_embeddings",
+    layers="transformer.encoder.layers",
+    norm="transformer.encoder.final_layernorm",
+    lm_head="transformer.output_layer",
+    attention="self_attention",
+    qkv=("query_key_value",),
+    out="dense",
+    is_interleaved=True,
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

@@ -1,0 +1,88 @@
+"""Hunyuan dense, 0.5B to 7B (Tencent 2025, huggingface.co/tencent/Hunyuan-7B-Instruct): Llama that normalises queries
+and keys after it has rotated them.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import Attention, HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 290943,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+OLD_NAMES = {"attention_head_dim": "head_dim"}
+NAMES = Names(q_norm="query_layernorm", k_norm="key_layernorm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one Hunyuan."""
+
+    attention_bias: bool
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
+        return cls(**read(fields))
+
+
+def read(fields: dict[str, Any]) -> dict[str, Any]:
+    """Read what Hunyuan's models with experts have, too, from fields that have their defaults."""
+    for name, value in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("use_rotary_pos_emb", True)):
+        hf_config.require(fields, name, value)
+    attention_bias = hf_config.flag(fields, "attention_bias")
+    return hf_config.as_llama(fields) | {"attention_bias": attention_bias, "rope": _rope(fields)}
+
+
+def _rope(fields: dict[str, Any]) -> Rope:
+    """Read the rotation, whose base a field `alpha` of rope_type "dynamic" stretches once for all lengths of texts."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    scaling = fields.get(name)
+    if not isinstance(scaling, dict) or "alpha" not in scaling:
+        return hf_rope.rope(fields)
+    kind = scaling.get("rope_type", scaling.get("type"))
+    stretch = hf_config.optional_number(scaling, "alpha") if scaling["alpha"] else None
+    given = {key: value for key, value in scaling.items() if key != "alpha"}
+    if kind != "dynamic" or stretch is None:
+        return hf_rope.rope(fields | {name: given})
+    # Without the rest of what "dynamic" says, of which nothing is used.
+    rope = hf_rope.rope(fields | {name: given | {"rope_type": "default"}})
+    if rope.head_dim == 2:
+        raise CheckpointError("config.json: alpha needs more than 2 rotated dimensions of a head")
+    return replace(rope, theta=rope.theta * stretch ** (rope.head_dim / (rope.head_dim - 2)))
+
+
+def attention(config: Any) -> Attention:
+    """Return the attention block."""
+    return replace(
+        config.attention,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        head_norm=HeadNorm(norm=config.norm, is_after_rotation=True),
+    )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    return (replace(config.layer, mixer=attention(config)),) * config.num_layers
+
+
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

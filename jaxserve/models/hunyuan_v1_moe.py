@@ -1,0 +1,77 @@
+"""Hunyuan with experts, A13B (Tencent 2025, huggingface.co/tencent/Hunyuan-A13B-Instruct): Hunyuan with experts and a
+shared one in all layers.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames
+from jaxserve.models import hf_config, hunyuan_v1_dense
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = hunyuan_v1_dense.DEFAULTS | {"num_experts": 1, "moe_topk": 1}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+ALIASES = {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"}
+LISTS = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+"""Fields that are a number, or a list of one for each layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(hunyuan_v1_dense.Config):
+    """The shape of one Hunyuan with experts."""
+
+    routing: Routing
+    expert_size: int
+    shared_size: int
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        old_names = hunyuan_v1_dense.OLD_NAMES
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=old_names, aliases=ALIASES)
+        fields |= {name: _of_all_layers(fields, name) for name in LISTS if fields.get(name) is not None}
+        fields |= {"num_experts_per_tok": fields["moe_topk"], "num_local_experts": None}
+        for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
+            hf_config.require(fields, name, value)
+        size = hf_config.integer(fields, "intermediate_size")
+        return cls(
+            **hunyuan_v1_dense.read(fields),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                is_normalized=True,
+            ),
+            expert_size=hf_config.integer(fields, "moe_intermediate_size", size),
+            shared_size=size * hf_config.integer(fields, "num_shared_expert", 1),
+        )
+
+
+def _of_all_layers(fields: dict[str, Any], name: str) -> Any:
+    """Return a number that a list may repeat for each layer. Raises CheckpointError if layers differ."""
+    value, num_layers = fields[name], hf_config.integer(fields, "num_hidden_layers")
+    if not isinstance(value, list):
+        return value
+    if len(value) < num_layers or any(each != value[0] for each in value[:num_layers]):
+        raise CheckpointError(f"config.json: {name} must be the same in all {num_layers} layers, got {value!r:.100}")
+    return value[0]
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    experts = Experts(
+        routing=config.routing,
+        size=config.expert_size,
+        activation=config.activation,
+        shared=replace(config.feed_forward, size=config.shared_size),
+    )
+    layer = replace(config.layer, mixer=hunyuan_v1_dense.attention(config), feed_forward=experts)
+    return (layer,) * config.num_layers
+
+
+NAMES = replace(hunyuan_v1_dense.NAMES, experts=ExpertNames(router="gate.wg", shared="shared_mlp"))
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

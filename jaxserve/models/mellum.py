@@ -1,0 +1,89 @@
+"""Mellum 2 (JetBrains 2026, huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base): Qwen 3 with experts, windows by layer,
+and two rotations.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Routing
+from jaxserve.layers.rope import Rope
+from jaxserve.models import hf_config, hf_rope, qwen3_moe
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 98304,
+    "hidden_size": 2304,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 1024,
+    "moe_intermediate_size": 896,
+    "num_experts_per_tok": 8,
+    "num_experts": 64,
+    "norm_topk_prob": True,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(qwen3_moe.Config):
+    """The shape of one Mellum; `intermediate_size` is that of layers without experts."""
+
+    local_rope: Rope
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        hf_config.require(fields, "rope_scaling", None)
+        fields = {name: value for name, value in fields.items() if name != "rope_theta"}  # which no layer type has
+        num_layers = hf_config.integer(fields, "num_hidden_layers")
+        size = hf_config.head_dim(fields)
+        rope, local_rope = hf_rope.ropes_by_type(fields, size=size, theta=500_000.0, local_theta=None)
+        window = hf_config.optional_integer(fields, "sliding_window")
+        return cls(
+            **hf_config.as_llama(fields),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
+            sparse_layers=_sparse_layers(fields, num_layers),
+            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
+            ),
+            rope=rope,
+            local_rope=local_rope,
+        )
+
+
+def _sparse_layers(fields: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: all, unless `mlp_layer_types` says so."""
+    kinds = fields.get("mlp_layer_types")
+    kinds = ["sparse"] * num_layers if kinds is None else kinds
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise CheckpointError(f"config.json: mlp_layer_types must name dense or sparse for each of {num_layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+
+    def of_window(layer: Layer, window: int | None) -> Layer:
+        assert isinstance(layer.mixer, Attention)
+        return layer if window is None else replace(layer, mixer=replace(layer.mixer, rope=config.local_rope))
+
+    return tuple(map(of_window, qwen3_moe.layers(config), config.sliding_windows))
+
+
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))

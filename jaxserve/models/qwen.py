@@ -1,0 +1,98 @@
+"""Qwen 1 (Bai et al. 2023, arXiv:2309.16609): Llama with biases on q, k and v, up to the context of its training."""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "max_position_embeddings": 8192,
+    "layer_norm_epsilon": 1e-06,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 1.0,
+    "scale_attn_weights": True,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "no_bias": True,
+}
+"""Defaults of this family's config in its own code, for fields that a config.json omits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of one Qwen 1; `intermediate_size` is that of one of gate and up, half the field's."""
+
+    has_biases: bool
+    """Biases of all matrices but q, k and v, which always have one."""
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        for name, value in (("scale_attn_weights", True), ("use_cache_quantization", False), ("rope_scaling", None)):
+            hf_config.require(fields, name, value)
+        head_dim = hf_config.integer(fields, "kv_channels")
+        rope = {
+            "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
+            "rope_theta": hf_config.number(fields, "rotary_emb_base"),
+            "partial_rotary_factor": hf_config.number(fields, "rotary_pct"),
+        }
+        sizes = hf_config.sizes(fields | {"num_key_value_heads": None})
+        return cls(
+            **sizes
+            | {
+                "intermediate_size": hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
+                "max_position_embeddings": _context(fields),
+            },
+            head_dim=head_dim,
+            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+            activation="silu",
+            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+            has_biases=not hf_config.flag(fields, "no_bias"),
+            rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=1.0),
+        )
+
+
+def _context(fields: dict[str, Any]) -> int:
+    """Return the longest text that is served.
+
+    Beyond `seq_length`, Qwen's own code stretches the rotations of all tokens (`use_dynamic_ntk`) and the queries of
+    the later ones (`use_logn_attn`) by the length of each text. Neither does anything up to it, so texts end there.
+    """
+    context = hf_config.integer(fields, "max_position_embeddings")
+    trained = hf_config.integer(fields, "seq_length", context)
+    is_stretched = hf_config.flag(fields, "use_dynamic_ntk") or hf_config.flag(fields, "use_logn_attn")
+    return min(context, trained) if is_stretched else context
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention = replace(config.attention, qkv_bias=True, out_bias=config.has_biases)
+    feed_forward = replace(config.feed_forward, has_bias=config.has_biases)
+    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
+
+
+NAMES = Names(
+    embed="transformer.wte",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    attention="attn",
+    qkv=("c_attn",),
+    out="c_proj",
+    gate_up=("w2", "w1"),
+    down="c_proj",
+)
+FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)

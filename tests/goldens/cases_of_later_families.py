@@ -1,0 +1,173 @@
+"""Golden models of families that came in 2026, see `cases.py`, and classes of those that are not in transformers."""
+
+import transformers
+from cases_of_experts import SHORT_YARN
+
+
+class MiMoConfig(transformers.Qwen2Config):
+    """That of MiMo's own code: Qwen 2's under another name. Layers that predict further tokens are not in goldens."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(transformers.Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+# name: (family, (query heads, kv heads, head dim), the rest of the config)
+LATER = {
+    "seed_oss_untied": ("seed_oss", (4, 2, 10), {}),
+    "seed_oss_biases": (
+        "seed_oss",
+        (3, 1, 14),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+            "rope_parameters": SHORT_YARN,
+        },
+    ),
+    "ernie4_5_untied": ("ernie4_5", (4, 2, 10), {}),
+    "ernie4_5_biases": (
+        "ernie4_5",
+        (3, 1, 14),
+        {
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "hunyuan_v1_dense_alpha": (
+        "hunyuan_v1_dense",
+        (4, 2, 10),
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "alpha": 7.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_v1_dense_biases": ("hunyuan_v1_dense", (3, 1, 14), {"attention_bias": True, "hidden_act": "gelu"}),
+    "mimo_window": (
+        "mimo",
+        (6, 2, 8),
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "mellum_windows": (
+        "mellum",
+        (4, 2, 10),
+        {
+            "num_hidden_layers": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 22,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": SHORT_YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "mellum_biases": (
+        "mellum",
+        (3, 1, 14),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 18,
+        },
+    ),
+    "apertus_llama3_rope": (
+        "apertus",
+        (4, 2, 10),
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "apertus_tied_biases": (
+        "apertus",
+        (3, 1, 14),
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_theta": 50.0, "rope_type": "default"},
+        },
+    ),
+    "hunyuan_v1_moe_alpha": (
+        "hunyuan_v1_moe",
+        (4, 2, 10),
+        {
+            "num_experts": 5,
+            "moe_topk": 2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "alpha": 7.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_v1_moe_tied_biases": (
+        "hunyuan_v1_moe",
+        (3, 1, 14),
+        {"tie_word_embeddings": True, "attention_bias": True, "num_experts": 4, "moe_topk": [3, 3]},
+    ),
+    "internlm3_dynamic": (
+        "internlm3",
+        (4, 2, 10),
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 6.0}},
+    ),
+    "internlm3_tied_biases": (
+        "internlm3",
+        (3, 1, 14),
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    ),
+    "qwen_untied": (
+        "qwen",
+        (4, 4, 10),
+        {
+            "intermediate_size": 74,
+            "seq_length": 64,
+            "no_bias": True,
+            "rotary_emb_base": 50.0,
+            "rotary_pct": 1.0,
+            "use_dynamic_ntk": True,
+            "use_logn_attn": True,
+        },
+    ),
+    "qwen_biases": (
+        "qwen",
+        (3, 3, 14),
+        {
+            "intermediate_size": 62,
+            "no_bias": False,
+            "rotary_emb_base": 10000.0,
+            "rotary_pct": 1.0,
+            "use_dynamic_ntk": False,
+            "use_logn_attn": False,
+        },
+    ),
+    "chatglm_grouped": (
+        "chatglm",
+        (4, 2, 12),
+        {"add_bias_linear": False, "add_qkv_bias": True, "rope_ratio": 1.0, "multi_query_attention": True},
+    ),
+    "chatglm_biases": (
+        "chatglm",
+        (3, 1, 20),
+        {"add_bias_linear": True, "add_qkv_bias": False, "rope_ratio": 0.005, "multi_query_attention": True},
+    ),
+}
+"""The next ones go to the end: the order is part of the seeds."""
