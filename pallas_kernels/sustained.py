@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.gated_linear_unit.op import gated_linear_unit
 from pallas_kernels.paged_attention.op import paged_attention
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.timing import Row, floor, num_rotations, on_gpu
 
 _SECONDS = 2.0
@@ -89,7 +89,7 @@ def sustained_rows() -> Iterator[Row]:
     def attention(x: jax.Array, pages: tuple[jax.Array, jax.Array], _: list[jax.Array]) -> jax.Array:
         q, scores = x.reshape(rows, 1, heads, head_dim), Scores(scale=head_dim**-0.5)
         run = functools.partial(paged_attention, scores=scores, implementation=implementation)
-        return run(q, *pages, block_tables=tables, seq_lens=lens)[0].reshape(x.shape)
+        return run(q, Pages(*pages), block_tables=tables, seq_lens=lens)[0].reshape(x.shape)
 
     def reading(x: jax.Array, pages: tuple[jax.Array, jax.Array], _: list[jax.Array]) -> jax.Array:
         keys, values = (page.astype(jnp.float32).sum() for page in pages)

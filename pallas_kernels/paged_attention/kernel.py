@@ -203,7 +203,11 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     if problem.has_scales:
         k_scales, v_scales = (
             vectors_of_8_bits.scales(
-                scratch.scales.at[slot], kind, scores.shape[:2], axis=form.KEYS, interpret=problem.interpret
+                scratch.scales.at[slot],
+                kind,
+                (scores.shape[0], scores.shape[1]),
+                axis=form.KEYS,
+                interpret=problem.interpret,
             )
             for kind in (0, 1)
         )
