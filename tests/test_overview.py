@@ -9,7 +9,8 @@ from golden_folder import GOLDENS
 from jaxserve import overview
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.models import get_family
+from jaxserve.loading.multimodal import WRAPPERS
+from jaxserve.models import FAMILIES, get_family
 
 LLAMA = {
     "model_type": "llama",
@@ -141,9 +142,12 @@ def test_the_text_says_what_it_assumes(model):
 
 
 def test_the_table_promises_only_what_loads():
-    assert "ChatGLM" not in overview.families_text()
-    with pytest.raises(CheckpointError, match="unknown model_type 'chatglm'"):
-        get_family({"model_type": "chatglm"})
+    rows = overview.families()
+    assert [row["model_type"] for row in rows] == [*FAMILIES, *WRAPPERS]
+    assert {wrapper.family for wrapper in WRAPPERS.values()} <= FAMILIES.keys()
+    assert "Baichuan" not in overview.families_text()
+    with pytest.raises(CheckpointError, match="unknown model_type 'baichuan'"):
+        get_family({"model_type": "baichuan"})
 
 
 def test_no_such_model():

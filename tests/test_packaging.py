@@ -22,6 +22,8 @@ MODEL_SUFFIXES = {".json", ".safetensors", ".md", ".jinja"}
 HOSTS = {
     "127.0.0.1",
     "arxiv.org",
+    "colab.research.google.com",  # where the notebooks can be opened
+    "daringfireball.net",  # the author in a copied license, which must stay whole
     "developer.nvidia.com",
     "docs.jax.dev",
     "docs.nvidia.com",

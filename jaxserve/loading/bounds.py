@@ -46,7 +46,7 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
     "factor": MAX_FACTOR,
     "num_labels": MAX_LABELS,
-    "vocab_size": MAX_VOCABULARY,
+    **dict.fromkeys(("vocab_size", "padded_vocab_size"), MAX_VOCABULARY),
 }
 """Limits of fields of config.json by name."""
 

@@ -32,6 +32,8 @@ REQUIRED = {
     "position_encoding_2d": False,  # of ChatGLM 1
     "pre_seq_len": None,
     "prefix_projection": False,
+    "rope_parameters": None,  # its own code reads none of these two
+    "rope_scaling": None,
 }
 
 

@@ -195,19 +195,21 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     return windows_by_type(fields, window, default)
 
 
-def num_experts(fields: Fields) -> int:
-    """Return the number of experts of a sparse layer, under any name. Raises CheckpointError if a token needs more."""
+def num_experts(fields: Fields, *, per_token_name: str = "num_experts_per_tok") -> int:
+    """Return the number of experts of a sparse layer, under any name. Raises CheckpointError if a token needs more than
+    that; `per_token_name` is the field that says how many it needs.
+    """
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     name = next((name for name in names if fields.get(name) is not None), None)
     if name is None:
         raise CheckpointError(f"config.json: {', '.join(names)}: one of them must be there")
-    count, per_token = integer(fields, name), integer(fields, "num_experts_per_tok")
+    count, per_token = integer(fields, name), integer(fields, per_token_name)
     if count * integer(fields, "num_hidden_layers") > MAX_EXPERTS_OF_ALL_LAYERS:
         raise CheckpointError(
             f"config.json: {name} ({count}) times num_hidden_layers must be at most {MAX_EXPERTS_OF_ALL_LAYERS}"
         )
     if per_token > count:
-        raise CheckpointError(f"config.json: num_experts_per_tok ({per_token}) is more than {name} ({count})")
+        raise CheckpointError(f"config.json: {per_token_name} ({per_token}) is more than {name} ({count})")
     return count
 
 

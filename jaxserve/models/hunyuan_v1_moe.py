@@ -16,8 +16,10 @@ from jaxserve.models.family import Family
 DEFAULTS: dict[str, Any] = hunyuan_v1_dense.DEFAULTS | {"num_experts": 1, "moe_topk": 1}
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-ALIASES = {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"}
-LISTS = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+LISTS = (
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_topk"),
+    *("moe_intermediate_size", "num_shared_expert"),
+)
 """Fields that are a number, or a list of one for each layer."""
 
 
@@ -33,17 +35,18 @@ class Config(hunyuan_v1_dense.Config):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         old_names = hunyuan_v1_dense.OLD_NAMES
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=old_names, aliases=ALIASES)
+        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=old_names)
         fields |= {name: _of_all_layers(fields, name) for name in LISTS if fields.get(name) is not None}
-        fields |= {"num_experts_per_tok": fields["moe_topk"], "num_local_experts": None}
+        # transformers reads the usual name first, and num_local_experts before num_experts as `num_experts` does.
+        per_token_name = "moe_topk" if fields.get("num_experts_per_tok") is None else "num_experts_per_tok"
         for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
             hf_config.require(fields, name, value)
         size = hf_config.integer(fields, "intermediate_size")
         return cls(
             **hunyuan_v1_dense.read(fields),
             routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                num_experts=hf_config.num_experts(fields, per_token_name=per_token_name),
+                num_experts_per_token=hf_config.integer(fields, per_token_name),
                 is_normalized=True,
             ),
             expert_size=hf_config.integer(fields, "moe_intermediate_size", size),

@@ -28,6 +28,13 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in its own code, for fields that a config.json omits."""
 
+REQUIRED = {
+    "scale_attn_weights": True,
+    "use_cache_quantization": False,
+    "rope_parameters": None,  # its own code reads none of these two
+    "rope_scaling": None,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(DecoderConfig):
@@ -40,7 +47,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        for name, value in (("scale_attn_weights", True), ("use_cache_quantization", False), ("rope_scaling", None)):
+        for name, value in REQUIRED.items():
             hf_config.require(fields, name, value)
         head_dim = hf_config.integer(fields, "kv_channels")
         rope = {

@@ -15,6 +15,7 @@ from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.bounds import MAXIMA
+from jaxserve.loading.json_files import read_config
 from jaxserve.loading.store_manifest import MANIFEST
 from jaxserve.loading.weights import load_config
 from jaxserve.models import get_family
@@ -73,7 +74,7 @@ def test_numbers_of_rotary_embedding(tmp_path, parameters, name, value):
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)
 def test_every_number_of_every_family_is_bounded(model_type):
-    fields = json.loads((ONE_OF_EACH[model_type] / "config.json").read_text())
+    fields = read_config(ONE_OF_EACH[model_type] / "config.json")
     family = get_family(fields)
     config = family.Config.from_hf(fields)
     complaints = {}
@@ -86,12 +87,12 @@ def test_every_number_of_every_family_is_bounded(model_type):
             except CheckpointError as error:
                 complaints[name] = str(error)
     assert [name for name, complaint in complaints.items() if name not in complaint] == []
-    assert "vocab_size" in complaints
+    assert ("padded_vocab_size" if model_type == "chatglm" else "vocab_size") in complaints
 
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)
 def test_the_largest_numbers_are_listed_in_seconds(model_type):
-    fields = json.loads((ONE_OF_EACH[model_type] / "config.json").read_text())
+    fields = read_config(ONE_OF_EACH[model_type] / "config.json")
     family = get_family(fields)
     for name in fields.keys() & MAXIMA.keys() - {"num_hidden_layers", "n_layer"}:  # slow with every call checked
         began = time.thread_time()

@@ -49,6 +49,17 @@ LATENT_FIELDS = {
     "topk_group": 2,
 }
 SEQUENCE = np.arange(14) * 29 % 104
+HUNYUAN_FIELDS = {"mlp_bias": False}
+CHATGLM_FIELDS = {
+    "num_layers": 1,
+    "ffn_hidden_size": 72,
+    "kv_channels": 12,
+    "multi_query_attention": True,
+    "multi_query_group_num": 4,
+    "padded_vocab_size": 104,
+    "add_bias_linear": True,
+}
+OWN_FIELDS = {"chatglm": CHATGLM_FIELDS, "hunyuan_v1_dense": HUNYUAN_FIELDS, "hunyuan_v1_moe": HUNYUAN_FIELDS}
 
 
 def make_mesh(**axes):
@@ -59,7 +70,7 @@ def make_mesh(**axes):
 def fields_of(model_type, **changes):
     names = ("deepseek", "dots1", "glm4_moe_lite", "kimi_k2")
     latent = LATENT_FIELDS if model_type.startswith(names) else {}
-    return FIELDS | latent | {"model_type": model_type} | changes
+    return FIELDS | latent | OWN_FIELDS.get(model_type, {}) | {"model_type": model_type} | changes
 
 
 def random_model(model_type, mesh, **changes):

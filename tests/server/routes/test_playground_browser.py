@@ -392,7 +392,7 @@ HOSTILE = [
     '```"><script>alert(1)</script>\n<b>x</b>\n```',
     "```__proto__\nx\n```\n\n```constructor\ny\n```",
     "| <svg onload=alert(1)> |\n|---|\n| `<iframe src=//x>` |",
-    '[x](https://a.invalid "" onmouseover=alert(1)")',
+    '[x](https://example.org "" onmouseover=alert(1)")',
     "1. <style>*{display:none}</style>\n2. <a href=javascript:alert(1)>z</a>",
 ]
 
