@@ -24,7 +24,7 @@ class Size(enum.IntEnum):
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculative_decoding")
 ID_LISTS = ("logprob_token_ids", "allowed_token_ids", "stop_token_ids")
 TEXT_LISTS = ("bad_words", "stop")
 OTHERS = ("logit_bias", "structured_outputs")

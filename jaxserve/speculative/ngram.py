@@ -77,7 +77,7 @@ def lookup(
         last = jnp.take_along_axis(history, (lengths - 1 - back)[:, None], axis=1, mode="clip")
         shifted = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :size]
         is_equal &= (shifted == last) & (end >= back)
-        num_equal += is_equal
+        num_equal += is_equal.astype(jnp.int32)
     is_match = (num_equal >= min_n) & (end < (lengths - 1)[:, None])
     # The longest, and of these the latest.
     score = jnp.where(is_match, num_equal * size + end, -1)

@@ -119,6 +119,7 @@ WITHOUT_FLAG = {
     "detokenize": "the command prints texts",
     "prompt_logprobs": "the command prints the log probabilities of what is generated",
     "seed": "the engine's flag serves for both",
+    "speculative_decoding": "the engine drafts nothing without speculative_config",
 }
 """Why a field of SamplingParams is no flag of its own."""
 

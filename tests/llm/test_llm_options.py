@@ -128,7 +128,7 @@ class TestOptions:
             "max_num_batched_tokens": 77,
             "max_num_waiting": 5,
             "scheduling_policy": "priority",
-            "scheduler": "static",
+            "scheduler": "continuous",
             "tensor_parallel_size": 2,
             "kernels": "xla",
             "overlap": False,
@@ -137,6 +137,8 @@ class TestOptions:
             "quantize_activations": True,
             "warmup": "none",
             "compilation_cache_dir": "",
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+            "programs": str(tmp_path),
         }
         # A revision is of use to the hub alone: tests/loading/test_hub.py.
         assert given.keys() | {"revision"} == {field.name for field in dataclasses.fields(EngineConfig)}

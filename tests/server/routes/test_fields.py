@@ -46,6 +46,7 @@ SAMPLES = {
     "ignore_eos": True,
     "min_tokens": 1,
     "skip_special_tokens": False,
+    "speculative_decoding": False,
     "n": 2,
 }
 NAMED = [70, 65, 70]

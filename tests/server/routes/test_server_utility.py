@@ -12,7 +12,15 @@ from waiting import PATIENCE, wait_until
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
-from jaxserve.metrics import COUNTERS, ENGINE_HISTOGRAMS, GAUGES, WAITING_REASONS, Metrics
+from jaxserve.metrics import (
+    ACCEPTED_PER_POSITION,
+    COUNTERS,
+    DRAFTING,
+    ENGINE_HISTOGRAMS,
+    GAUGES,
+    WAITING_REASONS,
+    Metrics,
+)
 
 USER = {"role": "user", "content": "hi"}
 
@@ -125,13 +133,16 @@ def test_metrics_of_requests(tokenizer):
 
 def test_metrics_of_the_engine_are_read_from_its_snapshot():
     fields = EngineStats.__struct_fields__
-    numbers = {name: i for i, name in enumerate(fields) if not name.endswith("_counts")}
+    numbers = {name: i for i, name in enumerate(fields) if not name.endswith(("_counts", "_per_pos"))}
     counts = {kept.counts: (2,) + (0,) * (len(kept.bounds) - 2) + (1, 4) for kept in ENGINE_HISTOGRAMS.values()}
     held = {"kv_bytes_held": {"full": 70, "window of 8": 30}}
-    snapshot = msgspec.convert(numbers | counts | held, EngineStats, strict=False)
+    accepted = {"spec_decode_num_accepted_tokens_per_pos": (6, 3)}
+    snapshot = msgspec.convert(numbers | counts | held | accepted, EngineStats, strict=False)
     found = values(Metrics(model="fake", stats=lambda: snapshot, cache_config={}).render().decode())
-    for name, (field, _) in {**GAUGES, **COUNTERS}.items():
+    for name, (field, _) in {**GAUGES, **COUNTERS, **DRAFTING}.items():
         assert found[f"jaxserve:{name}"] == fields.index(field)
+    for position, count in enumerate((6, 3)):
+        assert found[f'jaxserve:{ACCEPTED_PER_POSITION}{{position="{position}"}}'] == count
     assert found['jaxserve:kv_cache_held_bytes{layers="full"}'] == 70
     assert found['jaxserve:kv_cache_held_bytes{layers="window of 8"}'] == 30
     for name, kept in ENGINE_HISTOGRAMS.items():
@@ -142,9 +153,9 @@ def test_metrics_of_the_engine_are_read_from_its_snapshot():
 
 
 def test_every_field_of_the_snapshot_is_shown():
-    shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values()]}
+    shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values(), *DRAFTING.values()]}
     shown |= {field for kept in ENGINE_HISTOGRAMS.values() for field in (kept.counts, kept.total)}
-    shown |= {"num_steps", "kv_bytes_held", *WAITING_REASONS.values()}
+    shown |= {"num_steps", "kv_bytes_held", "spec_decode_num_accepted_tokens_per_pos", *WAITING_REASONS.values()}
     assert shown == set(EngineStats.__struct_fields__)
 
 
