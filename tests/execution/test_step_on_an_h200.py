@@ -164,7 +164,7 @@ def test_norms_around_blocks_are_two_launches_a_layer():
     assert program.spill_bytes == 0
     assert program.copies_of(POOL) == []
     # The others: rotation and KV write, attention, four matmuls, sums of parts of three of these, an activation.
-    assert program.num_launches <= 12 * 3 + 23
+    assert program.num_launches <= 12 * 3 + 24
 
 
 def compile_both(builder, num_tokens):
@@ -343,7 +343,7 @@ def test_other_families_have_no_sums_of_xla_on_two(fields):
 def test_the_host_finds_drawn_tokens_in_its_own_memory(make, num_layers, num_devices):
     """Requesting a copy when the program is done takes the host a third of a millisecond. Slots stay on the device."""
     program = compile_llama(make, num_layers, num_devices)
-    assert program.host_outputs == ["s32[64]"]
+    assert program.host_outputs == ["s32[64,1]"]
     assert program.compiled.memory_analysis().host_output_size_in_bytes == 64 * 4
 
 
