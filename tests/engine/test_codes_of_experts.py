@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices)
     held = schemes_of(stored_specs(path, specs_of(path), dtype=FLOAT32, quantization=None))
     assert held.keys() == {f"layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up", "down")}
     expected = naive_tokens(path, None)
-    assert len(set().union(*expected)) > 5
+    assert len(set().union(*expected)) > 3
     assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
 
 
@@ -59,6 +59,6 @@ def test_experts_of_gpt_oss_in_mxfp4():
     """By default on a CPU, too; here on two devices, which have whole experts."""
     path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
     expected = naive_tokens(path, None)
-    assert len(set().union(*expected)) > 5
+    assert len(set().union(*expected)) > 3
     assert greedy_tokens(path, None, 2) == expected
     assert greedy_tokens(path, None, 2, dequantize=True) == expected

@@ -88,7 +88,8 @@ def values(exposition):
     """name{labels without the model} -> value"""
     lines = [line for line in exposition.splitlines() if not line.startswith("#")]
     assert all('model_name="fake"' in line for line in lines)
-    found = (re.sub(r',model_name="fake"|model_name="fake",?', "", line).replace("{}", "").rsplit(" ", 1) for line in lines)
+    mark = re.compile(r',model_name="fake"|model_name="fake",?')
+    found = (mark.sub("", line).replace("{}", "").rsplit(" ", 1) for line in lines)
     return {name: float(value) for name, value in found}
 
 
