@@ -215,7 +215,9 @@ class Scheduler(abc.ABC):
                 if len(new) > 1:
                     _cut_after_stop(new, stops)
                     if request.slot >= 0:  # else it was preempted, and all will be computed again
-                        request.num_computed_tokens += len(new) - 1
+                        # The last token is never computed, even if more rows are in flight than it needed.
+                        num_computed = request.num_computed_tokens + len(new) - 1
+                        request.num_computed_tokens = min(num_computed, request.max_total_tokens - 1)
                 token_ids += new
                 if token_ids[-1] in stops:
                     self._finish(request, "stop")
@@ -359,7 +361,8 @@ class Scheduler(abc.ABC):
         num_tokens = num_known + request.num_pending
         assert request.finish_reason is None
         assert num_known < request.max_total_tokens, "a request at its limit still lives"
-        assert num_tokens <= request.max_total_tokens
+        # Rows in flight that were planned before drafts were accepted may be too many: the device leaves them out.
+        assert num_tokens <= request.max_total_tokens or (request.takes_drafts and request.num_pending > 1)
         assert request.max_total_tokens - bool(request.request.pooling) <= self._limits.max_model_len
         for group, (table, first) in enumerate(zip(request.block_tables, request.first_blocks, strict=True)):
             least = most = num_computed
@@ -380,7 +383,8 @@ class Scheduler(abc.ABC):
         if request.status is RequestStatus.RUNNING:
             assert request in self._running
             assert 0 <= num_computed < num_tokens
-            assert request.num_pending in (0, num_computed + 1 - num_known), "a token is out of turn"
+            num_pending = min(request.num_pending, request.max_total_tokens - num_known)  # of more, none draws
+            assert num_pending in (0, num_computed + 1 - num_known), "a token is out of turn"
         else:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert request in self._waiting

@@ -114,7 +114,7 @@ class ContinuousScheduler(Scheduler):
             num_tokens = len(request.token_ids) + request.num_pending
             if start % block_size == 0 or num_tokens - start != 1 or request.takes_drafts:
                 self._extend(request, step)
-            elif num_tokens != request.max_total_tokens:  # else its last token is in flight
+            elif num_tokens < request.max_total_tokens:  # else its last token is in flight
                 # Inlined `_extend` for the common case: one token into a block that has room.
                 request.num_computed_tokens = num_tokens
                 request.num_pending += 1
@@ -179,7 +179,7 @@ class ContinuousScheduler(Scheduler):
         """
         start = request.num_computed_tokens
         num_tokens = len(request.token_ids) + request.num_pending
-        if num_tokens == request.max_total_tokens:
+        if num_tokens >= request.max_total_tokens:  # greater: an accepted draft made a row in flight one too many
             return None  # its last token is in flight
         end = min(num_tokens, start + step.budget)
         tables = request.block_tables
@@ -394,14 +394,9 @@ class ContinuousScheduler(Scheduler):
         return self._cache.match(request.block_hashes, request.token_ids, num_blocks, domain=domain)
 
     def _index_blocks(self, request: Request) -> None:
-        """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled.
-
-        The last token that a request may have is never computed, even if a row was scheduled because drafts in flight
-        could have been rejected.
-        """
+        """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled."""
         size = self._limits.block_size
-        num_computed = min(request.num_computed_tokens, request.max_total_tokens - 1)
-        num_full = min(num_computed, len(request.token_ids)) // size
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // size
         first = request.num_indexed_blocks
         if num_full <= first or not self._shares(request):
             return

@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_dequantized_values(tmp_path, case, num_devices)
     held = schemes_of(stored_specs(path, specs_of(path), dtype=FLOAT32, quantization=None))
     assert held.keys() == {f"layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up", "down")}
     expected = naive_tokens(path, None)
-    assert len(set().union(*expected)) > 3
+    assert len(set().union(*expected)) > 5
     assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
 
 

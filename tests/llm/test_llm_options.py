@@ -102,7 +102,11 @@ class TestOptions:
         # A program has no use for answers before everything is compiled: its first call would be slower.
         assert defaults == {"mesh": None, "progress": True} | fields | {"warmup": "full"}
 
-    def test_every_option_reaches_the_engine(self, monkeypatch, tmp_path):
+    @pytest.mark.parametrize(
+        ("scheduler", "speculative_config"),
+        [("static", None), ("continuous", {"method": "ngram", "num_speculative_tokens": 3})],  # never both
+    )
+    def test_every_option_reaches_the_engine(self, monkeypatch, tmp_path, scheduler, speculative_config):
         from jaxserve.engine.local import LocalEngineClient
 
         tiny_tokenizer.byte_level(tmp_path)
@@ -128,7 +132,7 @@ class TestOptions:
             "max_num_batched_tokens": 77,
             "max_num_waiting": 5,
             "scheduling_policy": "priority",
-            "scheduler": "continuous",
+            "scheduler": scheduler,
             "tensor_parallel_size": 2,
             "kernels": "xla",
             "overlap": False,
@@ -137,7 +141,7 @@ class TestOptions:
             "quantize_activations": True,
             "warmup": "none",
             "compilation_cache_dir": "",
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+            "speculative_config": speculative_config,
             "programs": str(tmp_path),
         }
         # A revision is of use to the hub alone: tests/loading/test_hub.py.

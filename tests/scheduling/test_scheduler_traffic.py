@@ -49,7 +49,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
             windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
-            drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((2, 5), (4, 2))]),
+            drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((8, 4),), ((2, 5), (4, 2)), ((4, 5), (8, 3))]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
@@ -125,7 +125,7 @@ def test_hypothesis_traffic():
         ),
     )
     assert Traffic.num_operations >= examples(10_000)
-    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(500)
+    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(1000)
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
