@@ -28,9 +28,11 @@ from jaxserve.models import get_family, with_context
 
 VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
-NOT_VARIED = {"kimi_k2", "qwen3_vl_moe_text", "mimo", "qwen", "chatglm"}
+NOT_VARIED = {
+    *("kimi_k2", "qwen3_vl_moe_text", "mimo", "qwen", "chatglm", "baichuan", "bailing_moe", "bailing_moe_v2"),
+}
 """Families that transformers' AutoModelForCausalLM does not have under these names: the first two are DeepSeek V3 and
-Qwen 3 with experts, MiMo is Qwen 2, and Qwen 1 and ChatGLM have goldens of an implementation of our own.
+Qwen 3 with experts, MiMo is Qwen 2, and the others have goldens of an implementation of our own.
 """
 
 
