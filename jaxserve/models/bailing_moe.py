@@ -9,13 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
-from jaxserve.models import deepseek_v3, hf_config, hf_rope
+from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -42,18 +39,10 @@ REQUIRED = {"use_bias": False, "multi_gate": False, "norm_softmax": False, "use_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Ling; `intermediate_size` is that of layers without experts."""
+class Config(mixture.Config):
+    """The shape of one Ling."""
 
-    qkv_bias: bool
-    use_qk_norm: bool
     has_unit_head: bool
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    shared_expert_size: int
-    """Intermediate size of all shared experts of a layer together."""
-    routing: Routing
-    has_selection_bias: bool
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -61,15 +50,13 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS | (SECOND if _is_second(fields) else {}))
         for name, value in REQUIRED.items():
             hf_config.require(fields, name, value)
-        size = hf_config.integer(fields, "moe_intermediate_size")
-        shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", size)
+        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
+        shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", shape["expert_size"])
         return cls(
-            **hf_config.as_llama(fields),
+            **shape,
             qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
-            use_qk_norm=hf_config.flag(fields, "use_qk_norm"),
+            head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
             has_unit_head=hf_config.flag(fields, "norm_head"),
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            expert_size=size,
             shared_expert_size=shared_size * hf_config.integer(fields, "num_shared_experts", minimum=0),
             routing=_routing(fields),
             has_selection_bias=hf_config.flag(fields, "moe_router_enable_expert_bias"),
@@ -91,27 +78,7 @@ def _routing(fields: dict[str, Any]) -> Routing:
         raise CheckpointError(f"config.json: unknown score_function {scores!r:.100}; known are sigmoid, softmax")
     for name in ("n_group", "topk_group"):
         hf_config.require(fields, name, 1)
-    return Routing(
-        num_experts=hf_config.num_experts(fields),
-        num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-        is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-        scale=hf_config.number(fields, "routed_scaling_factor"),
-    )
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    head_norm = HeadNorm(norm=config.norm) if config.use_qk_norm else None
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=config.has_selection_bias,
-        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-    )
-    dense = replace(config.layer, mixer=replace(config.attention, qkv_bias=config.qkv_bias, head_norm=head_norm))
-    sparse = replace(dense, feed_forward=experts)
-    return tuple(sparse if is_sparse else dense for is_sparse in config.sparse_layers)
+    return mixture.read_routing(fields, scale=hf_config.number(fields, "routed_scaling_factor"))
 
 
 def amend(specs: Params, config: Config) -> Params:
@@ -132,4 +99,4 @@ NAMES = Names(
     k_norm="key_layernorm",
     experts=ExpertNames(shared="shared_experts", selection_bias="gate.expert_bias"),
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)

@@ -611,7 +611,7 @@ def test_generations_of_ling():
     """A checkpoint of the second one may have the `model_type` of the first."""
     second = read("bailing_moe", **LING, architectures=["BailingMoeV2ForCausalLM"])
     assert second == read("bailing_moe_v2", **LING)
-    assert (second.routing.scores, second.use_qk_norm, second.has_selection_bias) == ("sigmoid", True, True)
+    assert (second.routing.scores, second.head_norm, second.has_selection_bias) == ("sigmoid", "shared", True)
     assert read("bailing_moe", **LING | {"n_group": None, "topk_group": None}).routing.scores == "softmax"
 
 
