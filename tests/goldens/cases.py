@@ -82,6 +82,7 @@ FAMILIES = {
     "mimo": (MiMoConfig, MiMoForCausalLM),
     "qwen": (QwenConfig, QwenLMHeadModel),
     "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
     "phimoe": (transformers.PhimoeConfig, transformers.PhimoeForCausalLM),
     "baichuan": (BaichuanConfig, BaichuanForCausalLM),
     "bailing_moe": (BailingMoeConfig, BailingMoeForCausalLM),
@@ -118,6 +119,7 @@ HAVE_HEAD_DIM = {
     "chatglm",
     "bailing_moe",
     "bailing_moe_v2",
+    "ministral3",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {

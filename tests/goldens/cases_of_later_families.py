@@ -251,5 +251,19 @@ LATER = {
             "rope_theta": 50.0,
         },
     ),
+    "ministral3_beyond_original": (
+        "ministral3",
+        (4, 2, 10),
+        {
+            "sliding_window": 17,
+            "rope_parameters": SHORT_YARN
+            | {
+                "original_max_position_embeddings": 7,
+                "llama_4_scaling_beta": 0.7,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
 }
 """The next ones go to the end: the order is part of the seeds."""

@@ -30,7 +30,7 @@ MODELS = (
     *("glm4_moe_qk_norm", "minimax_m2_half_rotated", "glm4_moe_lite_dense_last", "ernie4_5_moe_biases", "olmoe_biases"),
     *("granitemoe_multipliers", "dots1_windows", "hy_v3_biases"),
     *("seed_oss_biases", "ernie4_5_biases", "hunyuan_v1_dense_alpha", "hunyuan_v1_moe_alpha", "mellum_windows"),
-    *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short"),
+    *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short", "ministral3_beyond_original"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""
@@ -205,9 +205,7 @@ def main():
     for name in arguments.only or MODELS:
         with tempfile.TemporaryDirectory() as folder:
             known = found["models"].get(name, {"changed": {}, "refused": []})
-            found["models"][name] = vary(
-                arguments.goldens / name, pathlib.Path(folder, name), arguments.fields, known
-            )
+            found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder, name), arguments.fields, known)
         found["read"] = sorted({*found["read"], *read} & FIELDS.keys())
         found["transformers"] = transformers.__version__
         path.write_text(as_lines(found) + "\n")
