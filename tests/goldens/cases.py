@@ -4,6 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
+from cases_of_hybrids import HYBRIDS
 from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
@@ -71,6 +72,7 @@ FAMILIES = {
     "mimo": (MiMoConfig, MiMoForCausalLM),
     "qwen": (QwenConfig, QwenLMHeadModel),
     "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -101,6 +103,7 @@ HAVE_HEAD_DIM = {
     "mellum",
     "qwen",
     "chatglm",
+    "qwen3_next",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -345,7 +348,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER | HYBRIDS
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""
