@@ -142,23 +142,7 @@ class Attention:
             ),
         }
         if self.has_gate:
-            source = {"source_shapes": ((num_query_rows, E),), "rows": _rows_of_gates(H, D)}
-            specs["gate"] = ParamSpec(
-                shape=(H, D, E),
-                axes=("heads", None, "embed"),
-                num_inputs=1,
-                source=(f"{prefix}.{names.qkv[0]}.weight",),
-                quantize=True,
-                **source,
-            )
-            if self.qkv_bias:
-                specs["gate_bias"] = ParamSpec(
-                    shape=(H, D),
-                    axes=("heads", None),
-                    source=(f"{prefix}.{names.qkv[0]}.bias",),
-                    **(source | {"source_shapes": ((num_query_rows,),)}),
-                    init_scale=0.0,
-                )
+            specs |= self._gate_specs(f"{prefix}.{names.qkv[0]}", E)
         if self.qkv_bias:
             specs["qkv_bias"] = ParamSpec(
                 shape=(K, G + 2, D),
@@ -178,6 +162,32 @@ class Attention:
             specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", num_heads=K, axis="kv_heads", **of_head)
         if self.has_sinks:  # in float32, like the scores
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
+        return specs
+
+    def _gate_specs(self, source: str, hidden_size: int) -> Params:
+        """Declare the weights of gates, whose rows are in those of q; `source` is its module."""
+        H, D, E = self.num_heads, self.head_dim, hidden_size
+        rows = _rows_of_gates(H, D)
+        specs: Params = {
+            "gate": ParamSpec(
+                shape=(H, D, E),
+                axes=("heads", None, "embed"),
+                num_inputs=1,
+                source=(f"{source}.weight",),
+                source_shapes=((2 * H * D, E),),
+                rows=rows,
+                quantize=True,
+            )
+        }
+        if self.qkv_bias:
+            specs["gate_bias"] = ParamSpec(
+                shape=(H, D),
+                axes=("heads", None),
+                source=(f"{source}.bias",),
+                source_shapes=((2 * H * D,),),
+                rows=rows,
+                init_scale=0.0,
+            )
         return specs
 
     def reader(self, params: Params) -> Weight | None:

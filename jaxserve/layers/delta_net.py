@@ -92,9 +92,9 @@ class Projected(NamedTuple):
     """What the projections make of a step's tokens, before the convolution."""
 
     mixed: Float[Array, "T H C"]
-    """Of each key head the query, the key, and the values."""
+    """The query, the key and the values of each key head."""
     rates: Float[Array, "T H rates"]
-    """Of each key head the strength of the update of each value head, then their decay."""
+    """The strength of the update of each value head, then their decays, by key head."""
 
 
 class DeltaWeights(NamedTuple):
@@ -151,7 +151,7 @@ class DeltaState(NamedTuple):
             return batch.context.call(on_local_heads, makes, projected, weights, self, rows)
         axis, whole = sharding.spec[1], PartitionSpec()
         of_tokens, of_weights = PartitionSpec(None, axis), PartitionSpec(axis)
-        of_state = DeltaState(PartitionSpec(None, None, axis), PartitionSpec(None, axis))
+        of_state = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, self)
         makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, PartitionSpec(None, axis, None, None))), self
         island = jax.shard_map(
             on_local_heads,

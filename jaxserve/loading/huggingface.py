@@ -30,6 +30,7 @@ from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
 from jaxserve.loading.bounds import NEXT_TOKEN_LAYERS
 from jaxserve.loading.classifier import HEAD, is_classifier
+from jaxserve.loading.expert_parts import with_expert_parts
 from jaxserve.loading.json_files import read_config, read_object
 from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
@@ -189,7 +190,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
         tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
-        tensors = _with_inputs_first(tensors, specs)
+        tensors = with_expert_parts(_with_inputs_first(tensors, specs), expected)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 

@@ -167,6 +167,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return config.hybrid(tuple(config.experts if sparse else config.feed_forward for sparse in config.sparse_layers))
 
 
-FAMILY = Family(
-    Config=Config, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule")
-)
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule"))

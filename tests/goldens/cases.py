@@ -72,6 +72,9 @@ FAMILIES = {
     "mimo": (MiMoConfig, MiMoForCausalLM),
     "qwen": (QwenConfig, QwenLMHeadModel),
     "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 HAVE_HEAD_DIM = {
@@ -103,6 +106,8 @@ HAVE_HEAD_DIM = {
     "mellum",
     "qwen",
     "chatglm",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_next",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""

@@ -30,7 +30,7 @@ MODELS = (
     *("glm4_moe_qk_norm", "minimax_m2_half_rotated", "glm4_moe_lite_dense_last", "ernie4_5_moe_biases", "olmoe_biases"),
     *("granitemoe_multipliers", "dots1_windows", "hy_v3_biases"),
     *("seed_oss_biases", "ernie4_5_biases", "hunyuan_v1_dense_alpha", "hunyuan_v1_moe_alpha", "mellum_windows"),
-    *("apertus_llama3_rope", "internlm3_dynamic"),
+    *("apertus_llama3_rope", "internlm3_dynamic", "qwen3_next_biases", "olmo_hybrid_biases"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""
