@@ -239,8 +239,10 @@ class DeltaNet:
                 axes=("key_heads", None, None),
                 num_inputs=1,
                 dtype=np.float32,
-                source=(f"{prefix}.conv1d.weight",),
-                source_shapes=((H * heads.num_channels, 1, heads.width),),
+                source=tuple(f"{prefix}.{module}.weight" for module in own.convolution),
+                source_shapes=tuple(
+                    (size, 1, heads.width) for size in (sizes[:3] if len(own.convolution) > 1 else [sum(sizes[:3])])
+                ),
                 rows=channels,
                 is_absorbed=True,
                 init_scale=0.5,

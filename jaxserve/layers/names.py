@@ -32,10 +32,12 @@ class DeltaNames:
         qkvz: one tensor with the rows of query, key, values and gates of each key head; two, of which the first has
             query, key and values of all heads; or four.
         rates: one tensor with the strengths and decays of each key head, or two.
+        convolution: one tensor, or one each of query, key and values.
     """
 
     qkvz: tuple[str, ...] = ("in_proj_qkvz",)
     rates: tuple[str, ...] = ("in_proj_ba",)
+    convolution: tuple[str, ...] = ("conv1d",)
     norm: str = "norm"
     out: str = "out_proj"
 

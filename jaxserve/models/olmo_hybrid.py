@@ -101,10 +101,17 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(
+    attention_norm="attention_layer_norm",
+    mlp_norm="feedforward_layer_norm",
     delta_net=DeltaNames(
-        qkvz=("q_proj", "k_proj", "v_proj", "g_proj"), rates=("b_proj", "a_proj"), norm="o_norm", out="o_proj"
-    )
+        qkvz=("q_proj", "k_proj", "v_proj", "g_proj"),
+        rates=("b_proj", "a_proj"),
+        convolution=("q_conv1d", "k_conv1d", "v_conv1d"),
+        norm="o_norm",
+        out="o_proj",
+    ),
 )
+"""The names of norms before blocks are those of layers with the gated delta rule, of norms after blocks the others'."""
 FAMILY = Family(
     Config=Config,
     layers=layers,
