@@ -28,9 +28,10 @@ from jaxserve.models import get_family, with_context
 
 VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
-NOT_VARIED = {"kimi_k2", "qwen3_vl_moe_text", "mimo", "qwen", "chatglm"}
+NOT_VARIED = {"kimi_k2", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "qwen", "chatglm"}
 """Families that transformers' AutoModelForCausalLM does not have under these names: the first two are DeepSeek V3 and
-Qwen 3 with experts, MiMo is Qwen 2, and Qwen 1 and ChatGLM have goldens of an implementation of our own.
+Qwen 3 with experts, Qwen 3.5 has the layers of Qwen 3 Next, MiMo is Qwen 2, and Qwen 1 and ChatGLM have goldens of an
+implementation of our own.
 """
 
 
