@@ -71,7 +71,8 @@ DELTA_FIELDS = {
 OWN_FIELDS = {
     "chatglm": CHATGLM_FIELDS,
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), HUNYUAN_FIELDS),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), DELTA_FIELDS),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_FIELDS),
+    "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},
 }
 
 
