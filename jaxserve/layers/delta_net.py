@@ -6,7 +6,7 @@ the convolution, and the matrices.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,7 @@ class DeltaWeights(NamedTuple):
     dt_bias: Float[Array, "H G"]
 
 
+@runtime_checkable
 class StateCache(Protocol):
     """A LayerCache of layers with the gated delta rule."""
 
@@ -282,7 +283,7 @@ class DeltaNet:
         context = batch.context
         with jax.named_scope("delta_net"):
             wide = linear(x, params["in"], context=context, name="in")
-            rates = linear(x, params["rates"], context=context, name="rates", output_dtype=jnp.float32)
+            rates = linear(x, params["rates"], context=context, name="rates", output_dtype=jnp.dtype(jnp.float32))
             mixed, gate = jnp.split(wide, [self.heads.num_channels], axis=-1)
             weights = DeltaWeights(params["convolution"].array(), params["a_log"], params["dt_bias"])
             out, cache = cache.advance(Projected(mixed, rates), weights, batch, self)
