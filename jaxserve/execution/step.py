@@ -6,6 +6,7 @@ both in one program, for rows to which the host contributes nothing.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import Bucket, make_batch, unpack
+from jaxserve.execution.drafting import Drafting, draft, take_in
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Drafts, Slots, admit
 from jaxserve.layers.batch import Batch, KVCache, Launch
@@ -25,7 +27,7 @@ from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
-from jaxserve.speculative import NewTokens, Proposer
+from jaxserve.speculative import NewTokens
 from jaxserve.speculative.verification import num_accepted, synthetic_num_accepted
 
 CORRUPTED = -1
@@ -106,14 +108,6 @@ class Reading(NamedTuple):
     """See `layers.launch`."""
 
 
-class Drafting(NamedTuple):
-    """How a program drafts and verifies."""
-
-    proposer: Proposer
-    acceptance_rates: tuple[float, ...] = ()
-    """See `Speculation`."""
-
-
 def step(
     params: Any,
     kv_cache: KVCache,
@@ -132,7 +126,7 @@ def step(
     """
     assert reading.is_decode_only or reading.bucket.num_columns
     kv_cache, slots, forwarded = forward(
-        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading
+        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading, drafting=drafting
     )
     slots, drawn = draw(
         slots,
@@ -158,15 +152,15 @@ def forward(
     family: Family,
     config: Any,
     reading: Reading,
+    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
     `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
     are static.
     """
+    static: dict[str, Any] = {"family": family, "config": config, "reading": reading, "drafting": drafting}
     span = range(config.num_layers)
-    kv_cache, slots, begun = begin(
-        params, kv_cache, slots, peers, packed, admissions, family=family, config=config, reading=reading, span=span
-    )
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, admissions, **static, span=span)
     kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
     return kv_cache, slots, forwarded
 
@@ -183,17 +177,31 @@ def begin(
     config: Any,
     reading: Reading,
     span: range,
+    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Begun]:
-    """Begin what `forward` does: with the layers of `span`, which are the first ones. Weights and pools of other layers
-    may be missing.
+    """Begin what `forward` does: with the layers of `span`, which are the first ones, and all if a drafter takes in
+    what they make. Weights and pools of other layers may be missing.
     """
     if admissions is not None:
         slots = admit(slots, admissions)
     sizes = {"block_size": kv_cache.block_size, "num_blocks": kv_cache.num_blocks}
+    slots = with_new_blocks(slots, packed, reading.bucket)
+    drafter = None if drafting is None else drafting.drafter
+    if drafter is not None and reading.bucket.num_columns:
+        assert drafting is not None
+        static: dict[str, Any] = {"drafting": drafting, "bucket": reading.bucket, "kernels": reading.kernels}
+        kv_cache, slots = draft(params, kv_cache, slots, peers, packed, **static)
     slots, batch, rows = read_plan(slots, packed, reading, **sizes)
     own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
     x = family.embed(params, config, own)
-    x, kv_cache = family.run(params, config, x, own, kv_cache, span)
+    tapped: list[Array] = []
+    bounds = [span.start, *(drafter.taps if drafter is not None else ()), span.stop]
+    for first, end in itertools.pairwise(bounds):
+        x, kv_cache = family.run(params, config, x, own, kv_cache, range(first, end)) if first < end else (x, kv_cache)
+        tapped.append(x)
+    if drafter is not None:
+        assert drafting is not None
+        kv_cache = take_in(params, kv_cache, own, tapped[:-1], x, drafting=drafting)
     return kv_cache, slots, Begun(x, batch, rows)
 
 
@@ -213,6 +221,18 @@ def finish(
     return kv_cache, Forwarded(logits, begun.rows, None if draws_from_all else x)
 
 
+def with_new_blocks(slots: Slots, packed: Int[Array, " packed"], bucket: Bucket) -> Slots:
+    """Return the slots with the plan's new blocks."""
+    pieces = unpack(packed, bucket)
+    block_tables = (
+        slots.block_tables.reshape(-1)
+        .at[pieces["new_block_index"]]
+        .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
+        .reshape(slots.block_tables.shape)
+    )
+    return dataclasses.replace(slots, block_tables=block_tables)
+
+
 def read_plan(
     slots: Slots,
     packed: Int[Array, " packed"],
@@ -221,17 +241,10 @@ def read_plan(
     block_size: int,
     num_blocks: int,
 ) -> tuple[Slots, Batch, DrawingRows]:
-    """Return the slots with the plan's new blocks and tokens, its Batch, without peers, and what `draw` must know of
-    its rows.
+    """Return the slots with the plan's tokens, its Batch, without peers, and what `draw` must know of its rows. The
+    slots have the plan's new blocks.
     """
     pieces = unpack(packed, reading.bucket)
-    block_tables = (
-        slots.block_tables.reshape(-1)
-        .at[pieces["new_block_index"]]
-        .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
-        .reshape(slots.block_tables.shape)
-    )
-    slots = dataclasses.replace(slots, block_tables=block_tables)
     num_columns = reading.bucket.num_columns
     batch, (starts, num_valid) = make_batch(
         pieces,
