@@ -16,18 +16,18 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 """The methods that there are; `speculative.PROPOSERS` and `DRAFTERS` have their implementations."""
 
 BY_CHECKPOINT = "by checkpoint"
 """The method if none is named: what kind of drafter `model` is."""
 
-SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
-"""Other names of these: lookup always runs on the device."""
+SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"} | dict.fromkeys(
+    ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
+)
+"""Other names of these: lookup always runs on the device, and the target's family says what its further layer is."""
 
-PLANNED = (
-    "eagle", "eagle3", "mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "suffix", "mlp_speculator", "dflash",
-)  # fmt: skip
+PLANNED = ("eagle", "qwen3_next_mtp", "suffix", "mlp_speculator", "dflash")
 REFUSED = {
     "medusa": "its heads guess each token without the ones before it, and EAGLE superseded them",
     "eagle_tree": "drafts are chains here, not trees",
@@ -150,7 +150,7 @@ def _method(given: _Fields) -> str:
         raise _wrong("method", f"{method!r} is unknown: there is {', '.join(METHODS)}")
     if method == "ngram" and given.model is not None and SAME.get(given.model, given.model) != method:
         raise _wrong("model", f"is {given.model!r}, but the method {method} has no model")
-    if method == "draft_model" and given.model is None:
+    if method in ("draft_model", "eagle3") and given.model is None:
         raise _wrong("model", f"is missing: the method {method} needs a checkpoint that drafts")
     return method
 

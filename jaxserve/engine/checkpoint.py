@@ -122,7 +122,8 @@ def choose_weights(
     is_cpu: bool,
 ) -> Params:
     """Return the declared weights in the form in which the devices hold them: as values or, if a kernel multiplies by
-    them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh over which they do not divide.
+    them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh
+    over which they do not divide.
     """
     by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
     specs = stored_specs(

@@ -10,6 +10,8 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.eagle3 import is_head, read_head
+from jaxserve.loading.json_files import read_object
 from jaxserve.loading.weights import load_config, naming_config
 from jaxserve.models import get_family
 from jaxserve.speculation import BY_CHECKPOINT, Speculation
@@ -41,8 +43,22 @@ def read_drafter(config: EngineConfig, path: str, fields: dict[str, Any], *, pro
     if speculation.model is None:
         return DraftCheckpoint(speculation)
     own = resolve_model(speculation.model, with_weights=config.load_format != "dummy", progress=progress)
-    if speculation.method == BY_CHECKPOINT:
-        speculation = msgspec.structs.replace(speculation, method="draft_model")
+    if speculation.method == "mtp":
+        if own != path:
+            raise ConfigError(
+                f"speculative_config: model is {speculation.model!r}, but the method mtp uses a layer of the model "
+                "itself"
+            )
+        return DraftCheckpoint(speculation)
+    described = pathlib.Path(own) / "config.json"
+    method = "eagle3" if described.is_file() and is_head(read_object(described)) else "draft_model"
+    if speculation.method not in (BY_CHECKPOINT, method):
+        raise ConfigError(
+            f"speculative_config: method is {speculation.method}, but {speculation.model} is for the method {method}"
+        )
+    speculation = msgspec.structs.replace(speculation, method=method)
+    if method == "eagle3":
+        return DraftCheckpoint(speculation, own, read_head(own))
     own_fields = load_config(own)
     with naming_config(own):
         vocab_size = get_family(own_fields).Config.from_hf(own_fields).vocab_size

@@ -64,7 +64,7 @@ def draft(
     counters = rows.starts + 1 - slots.num_prompt_tokens.at[slot_ids].get(mode="clip")
     token_ids, drafts = rows.last_tokens, []
     for count in range(bucket.num_columns - 1):
-        positions = rows.starts + count - (features is not None)
+        positions = rows.starts + (count if features is None else count - 1)
         is_written = (count < rows.num_valid) & (positions >= 0)
         batch = Batch(
             token_ids=token_ids,
@@ -133,9 +133,7 @@ def take_in(
     return _with_own(kv_cache, own, kept)
 
 
-def _behind(
-    batch: Batch, new: Float[Array, "T F"], kept: Features, *, end: int
-) -> tuple[Batch, Float[Array, "T F"]]:
+def _behind(batch: Batch, new: Float[Array, "T F"], kept: Features, *, end: int) -> tuple[Batch, Float[Array, "T F"]]:
     """Return the batch in which each token is at the position of the one before it, and the features of those. The
     first token of a sequence is at none.
     """

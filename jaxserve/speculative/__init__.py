@@ -10,6 +10,8 @@ from typing import Any
 from jaxserve.speculation import Speculation
 from jaxserve.speculative.draft_model import DraftModel
 from jaxserve.speculative.drafter import Drafter, Features, Later
+from jaxserve.speculative.eagle3 import Eagle3
+from jaxserve.speculative.mtp import MTP
 from jaxserve.speculative.ngram import NGram
 from jaxserve.speculative.proposer import NewTokens, Proposer
 
@@ -22,6 +24,8 @@ PROPOSERS: Mapping[str, Callable[[Speculation], Proposer]] = {
 
 DRAFTERS: Mapping[str, Callable[[Speculation, dict[str, Any], dict[str, Any] | None, int], Drafter]] = {
     "draft_model": DraftModel.of,
+    "eagle3": Eagle3.of,
+    "mtp": MTP.of,
 }
 """What makes the drafter of each method with weights: from the options, the config.json of the target and that of the
 drafter, if it has one, and the context. Raises CheckpointError or ConfigError.

@@ -42,7 +42,9 @@ class DraftModel(Drafter):
         family = get_family(fields)
         config = family.Config.from_hf(fields)
         if any(spec.keeps_state for spec in family.kv_specs(config)):
-            raise ConfigError("speculative_config: model has layers that keep a state, which rejected drafts would change")
+            raise ConfigError(
+                "speculative_config: model has layers that keep a state, which rejected drafts would change"
+            )
         vocab_size = get_family(target).Config.from_hf(target).vocab_size
         return cls(speculation.num_drafts, family, config, context, vocab_size)
 

@@ -1,5 +1,5 @@
-"""Drafter: the interface of proposers with weights. They run inside the model's own passes, and what they keep of tokens
-lies in the blocks of the request, so that cached prefixes, preemption and chunked prompts hold for them, too.
+"""Drafter: the interface of proposers with weights. They run inside the model's own passes, and what they keep of
+tokens lies in the blocks of the request, so that cached prefixes, preemption and chunked prompts hold for them, too.
 
 `execution.drafting` calls them: in each pass with all tokens of the step, and at the beginning of a step that verifies
 drafts once for each draft.
@@ -145,7 +145,5 @@ class Later(Proposer):
         return state
 
     @override
-    def propose(
-        self, state: tuple[()], new: NewTokens
-    ) -> tuple[tuple[()], Int[Array, "R k"], Int[Array, " R"]]:
+    def propose(self, state: tuple[()], new: NewTokens) -> tuple[tuple[()], Int[Array, "R k"], Int[Array, " R"]]:
         return state, jnp.zeros((new.slots.shape[0], self.k), jnp.int32), jnp.zeros_like(new.counts)

@@ -1,16 +1,20 @@
 """With speculation the text is the same, token for token, whatever is accepted and whatever else the engine does."""
 
+import functools
+
 import numpy as np
 import pytest
 from depths import examples
 from drafting import Told, tell
 from engine_harness import MAX_MODEL_LEN, Model, Result, drain, request, run
+from golden_folder import GOLDENS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_model import ascii_tokenizer
 
 from jaxserve import speculative
 from jaxserve.engine.engine import Engine
+from jaxserve.loading.huggingface import load_config
 from jaxserve.request import SamplingParams, StructuredOutputs
 from jaxserve.speculation import parse_speculation
 from jaxserve.structured.grammar import make_grammar
@@ -23,6 +27,15 @@ DRAFTS = {
     "num_speculative_tokens": 4,
     "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]],
 }
+GLM = "glm4_moe_qk_norm"
+EAGLE3 = {
+    "layer": {
+        "vocab_size": 78, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 96,
+    },
+    "taps": [0, 1, 2], "draft_vocab_size": 60, "target_hidden_size": None, "norm_before_residual": False,
+    "prefix": "midlayer", "has_embedding": False,
+}  # fmt: skip
 STEMS = [[1 + i * k % 9 for i in range(30)] for k in (1, 2, 4)]
 
 
@@ -42,6 +55,40 @@ def drafting():
 def texts():
     """The results without speculation, by all that they depend on: each request alone would have them."""
     return {}
+
+
+@pytest.fixture(scope="module")
+def models(plain, drafting):
+    """Return a function from the way in which tokens are drafted to a model without and one with it. A draft model is a
+    copy of its target; the others have random weights.
+    """
+
+    def with_weights(name, changes, drafter=None, **options):
+        options = DRAFTS | {"method": "mtp", "prompt_lookup_min": None} | options
+        speculation = parse_speculation({name: value for name, value in options.items() if value is not None})
+        return Model(name, changes=changes, speculation=speculation, drafter=drafter)
+
+    def draft_model():
+        model = with_weights(NAME, None, load_config(GOLDENS / NAME), method="draft_model", model="x",
+                             draft_sample_method="probabilistic")  # fmt: skip
+        model.runner.state["params"]["drafter"] = plain.params
+        return plain, model
+
+    @functools.cache
+    def plain_glm():
+        return Model(GLM, changes={"num_hidden_layers": 3})
+
+    @functools.cache
+    def of(kind):
+        if kind == "told":
+            return plain, drafting
+        if kind == "draft model":
+            return draft_model()
+        if kind == "mtp":
+            return plain_glm(), with_weights(GLM, {"num_hidden_layers": 3})
+        return plain_glm(), with_weights(GLM, {"num_hidden_layers": 3}, EAGLE3, method="eagle3", model="x")
+
+    return of
 
 
 PARAMS = st.one_of(
@@ -119,15 +166,17 @@ def assert_same(result, expected, *, is_aborted=False):
     budget=st.sampled_from([5, 16, 32]),
     enable_prefix_caching=st.booleans(),
     aborted=st.tuples(st.integers(0, 30), st.integers(0, 5)),
+    kind=st.sampled_from(["told", "told", "draft model", "mtp", "eagle3"]),
 )
-def test_any_requests(
-    plain, drafting, texts, asked, errors, overlap, num_blocks, budget, enable_prefix_caching, aborted
-):
+def test_any_requests(models, texts, asked, errors, overlap, num_blocks, budget, enable_prefix_caching, aborted, kind):
+    plain, drafting = models(kind)
+    texts = texts.setdefault(plain, {})
     requests = make_requests(asked)
     missing = [one for one in requests if key(one) not in texts]
     for name, result in run(plain.engine(), missing, check=False).items():
         texts[key(next(one for one in missing if one.request_id == name))] = result
-    tell(drafting.runner, [one.prompt_token_ids + texts[key(one)].token_ids for one in requests], errors=errors)
+    if kind == "told":
+        tell(drafting.runner, [one.prompt_token_ids + texts[key(one)].token_ids for one in requests], errors=errors)
     engine = drafting.engine(
         overlap=overlap,
         num_blocks=num_blocks,
@@ -154,7 +203,9 @@ def test_any_requests(
     stats = engine.stats()
     assert stats.spec_decode_num_accepted_tokens <= stats.spec_decode_num_draft_tokens
     assert stats.kv_tokens_held == 0
-    if errors == 8:
+    if kind == "draft model":  # which is its own target
+        assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
+    if kind == "told" and errors == 8:
         assert stats.spec_decode_num_accepted_tokens <= stats.spec_decode_num_draft_tokens / 4
 
 

@@ -17,6 +17,7 @@ from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family, with_context
 from jaxserve.request import EngineRequest, SamplingParams
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
+from jaxserve.speculative import make_drafter
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_MODEL_LEN = 96
@@ -25,7 +26,8 @@ MAX_MODEL_LEN = 96
 class Model:
     """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
-    With `changes` to its config, which are all of it if there is no checkpoint, the weights are random.
+    With `changes` to its config, which are all of it if there is no checkpoint, the weights are random. `drafter` is
+    the config of a drafter with a checkpoint of its own, whose weights are random.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Model:
         traits=ON_CPU,
         changes=None,
         speculation=None,
+        drafter=None,
         kv_cache_dtype="auto",
     ):
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
@@ -52,6 +55,9 @@ class Model:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
         else:
             self.params = load_params(GOLDENS / name, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+        self.drafter = make_drafter(speculation, fields, drafter, context=MAX_MODEL_LEN)
+        if self.drafter is not None:
+            self.params["drafter"] = init_params(self.drafter.specs(), dtype=np.dtype("float32"), mesh=mesh, seed=1)
         if corrupt_token is not None:
             self.params["embed"] = corrupted(self.params["embed"], corrupt_token)
         spec = StepSpec(
@@ -66,6 +72,7 @@ class Model:
             has_peers=False,
             max_logprobs=-1,
             speculation=speculation,
+            drafter=drafter,
             kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
