@@ -241,7 +241,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """True if several of its tokens can be drawn in one step, because what a draw depends on besides the logits
         does not change with each token, and if its caller allows it.
         """
-        if self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling:
+        if self.params.has_penalties or self.bad_word_ids or self.pooling:
             return False
         return self.params.speculative_decoding
 
@@ -323,6 +323,9 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+INITIAL_ACCEPTANCE_RATE = 0.5
+"""Fraction of a request's drafts that are expected to be accepted before any has been verified."""
+
 NO_BLOCK = -1
 """Entry of a block table whose block has been released."""
 
@@ -343,6 +346,7 @@ class Request:
     """
 
     __slots__ = (
+        "acceptance_rate",
         "arrival",
         "block_hashes",
         "block_tables",
@@ -351,12 +355,15 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_forced",
         "num_indexed_blocks",
+        "num_judged_drafts",
         "num_pending",
         "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "proposed",
         "queue_seconds",
         "request",
         "request_id",
@@ -377,6 +384,10 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_pending = 0
         self.num_pending_drafts = 0
+        self.proposed: list[int] = []  # drafts of its next row, as far as the host knows
+        self.num_forced = 0  # tokens from the next one on that its grammar leaves no choice of
+        self.acceptance_rate = INITIAL_ACCEPTANCE_RATE
+        self.num_judged_drafts = 0  # those that this rate follows from
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache

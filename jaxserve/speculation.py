@@ -56,11 +56,18 @@ class Speculation(msgspec.Struct, frozen=True):
         """The numbers of tokens a row of steps that verify drafts, ascending."""
         return sorted({1 + num_drafts for _, num_drafts in self.drafts_by_rows if num_drafts})
 
-    def up_to(self, max_rows: int) -> "Speculation":
-        """Return the options with drafts for steps of up to `max_rows` rows, unless they say for which."""
+    def up_to(self, max_tokens: int) -> "Speculation":
+        """Return the options with drafts for steps of up to `max_tokens` tokens, unless they say for which rows: all
+        drafts as long as that has room for them, then half of them, and so on.
+        """
         if self.drafts_by_rows:
             return self
-        return msgspec.structs.replace(self, drafts_by_rows=((max_rows, self.num_drafts),))
+        by_rows: dict[int, int] = {}
+        num_drafts = self.num_drafts
+        while num_drafts:
+            by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
+            num_drafts //= 2
+        return msgspec.structs.replace(self, drafts_by_rows=tuple(by_rows.items()))
 
     def max_rows(self, width: int) -> int:
         """Return the most rows of a step of `width` tokens a row."""

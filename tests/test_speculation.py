@@ -16,7 +16,7 @@ def test_what_is_not_given():
     assert options == parse_speculation('{"model": "ngram", "num_speculative_tokens": 4}')
     assert options == parse_speculation(NGRAM | {"method": "ngram_gpu"})
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == (5, 5)
-    assert options.up_to(7).drafts_by_rows == ((7, 4),)
+    assert options.up_to(7).drafts_by_rows == ((1, 4), (2, 2), (3, 1))
     assert options.acceptance_rates == ()
     assert parse_speculation(None) is None
 
