@@ -296,6 +296,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `stop_reason` is the token id that ended the request, if one did. `logprobs` is parallel to `new_token_ids`.
     `prompt_logprobs` arrives in pieces with the prompt's chunks; entry i of the whole belongs to prompt token i + 1.
+    `num_draft_tokens` drafts were verified for these tokens; all but the last of which are accepted ones.
     `queue_seconds` is the time from the request's arrival to its first step. `embedding` holds float32 numbers, little
     endian, not normalized. `refusal` is set if the caller's request is at fault: the engine has not even queued it, or
     cannot follow its grammar any further.
@@ -309,6 +310,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    num_draft_tokens: int = 0
     embedding: bytes | None = None
     error: str | None = None
     refusal: Refusal | None = None
@@ -459,11 +461,33 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         return self.text
 
 
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """What speculation did for a prompt, counted as in the engine's metrics: how often drafts were verified, how many,
+    and how many of them were accepted, in all and by their position in the draft.
+    """
+
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = []
+
+    def add(self, *, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count a step that verified drafts."""
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += num_draft_tokens
+        self.spec_decode_num_accepted_tokens += num_accepted
+        counts = self.spec_decode_num_accepted_tokens_per_pos
+        counts += [0] * (num_draft_tokens - len(counts))
+        for position in range(num_accepted):
+            counts[position] += 1
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """The result of a prompt so far or, in a stream, only what is new (`delta`).
 
     `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` prompt tokens came from the
-    prefix cache. `queue_seconds` is how long the prompt waited for its first step.
+    prefix cache. `queue_seconds` is how long the prompt waited for its first step. `metrics` are those so far, None if
+    no draft has been verified.
     """
 
     request_id: str
@@ -473,6 +497,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    metrics: RequestMetrics | None = None
     finished: bool = False
 
     def __str__(self) -> str:

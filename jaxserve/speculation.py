@@ -16,6 +16,9 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
+DEFAULT_SYNTHETIC: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+"""The fields of drafts that are accepted by chance, if none are given."""
+
 METHODS = ("ngram",)
 """The methods that there are; `speculative.PROPOSERS` has their implementations."""
 
@@ -117,6 +120,16 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
         drafts_by_rows=_by_rows(given.num_speculative_tokens_per_batch_size, num_drafts),
         acceptance_rates=_acceptance_rates(given, num_drafts),
     )
+
+
+def with_acceptance(fields: Mapping[str, Any] | None, length: float) -> dict[str, Any]:
+    """Return the fields of `speculative_config` with which a step draws `length` tokens on average, by chance; by
+    default with 4 n-gram drafts.
+    """
+    return dict(fields or DEFAULT_SYNTHETIC) | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
 
 
 def _wrong(field: str, complaint: str) -> ConfigError:

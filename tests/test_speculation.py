@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import parse_speculation
+from jaxserve.speculation import parse_speculation, with_acceptance
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -42,6 +42,7 @@ def test_drafts_by_the_number_of_rows():
 def test_synthetic_acceptance(length, rates):
     synthetic = NGRAM | {"rejection_sample_method": "synthetic"}
     assert parse_speculation(synthetic | {"synthetic_acceptance_length": length}).acceptance_rates == rates
+    assert parse_speculation(with_acceptance(None, length)).acceptance_rates == rates  # as of `bench latency`
     assert parse_speculation(synthetic | {"synthetic_acceptance_rates": list(rates)}).acceptance_rates == rates
 
 

@@ -33,12 +33,14 @@ MAX_DRAFTING_TOKENS_ON_CPU = 24
 """Tokens of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer tokens."""
 
 TOKEN_COST = 0.02
-"""Time that a further token adds to a step of few rows on a GPU, as a fraction of that of reading the weights: more
-than any measured one.
+"""Time that a further token adds to a step of few rows on a GPU, as a fraction of that of reading the weights. Not
+measured: an estimate on the high side, with which too few drafts are verified rather than too many.
 """
 
-TOKEN_COST_ON_CPU = 0.1
-"""The same on a CPU, measured with the built-in model."""
+TOKEN_COST_ON_CPU = 0.25
+"""`TOKEN_COST` of a CPU: a step of the built-in model that verifies 4 drafts of one row takes 1.8 to 1.9 times as
+long as one of one token, see docs/speculation.md.
+"""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 

@@ -278,6 +278,7 @@ class Engine:
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
         for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
+            num_verified = 0 if drafted is None else drafted[index].num_verified
             if outcome is one_token:  # nearly every row of nearly every step
                 outputs.append(
                     EngineOutput(
@@ -285,6 +286,7 @@ class Engine:
                         new_token_ids=drawn,
                         num_cached_tokens=request.num_cached_tokens,
                         queue_seconds=request.queue_seconds or 0.0,
+                        num_draft_tokens=num_verified,
                     )
                 )
             elif outcome is RowOutcome.FAILED:
@@ -334,6 +336,7 @@ class Engine:
                             prompt_logprobs=of_prompt,
                             num_cached_tokens=request.num_cached_tokens,
                             queue_seconds=request.queue_seconds or 0.0,
+                            num_draft_tokens=num_verified,
                         )
                     )
                 if outcome is RowOutcome.LAST_TOKEN:
