@@ -16,6 +16,9 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
+DEFAULT_SYNTHETIC: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+"""The fields of drafts that are accepted by chance, if none are given."""
+
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 """The methods that there are; `speculative.PROPOSERS` and `DRAFTERS` have their implementations."""
 
@@ -64,11 +67,18 @@ class Speculation(msgspec.Struct, frozen=True):
         """The numbers of tokens a row of steps that verify drafts, ascending."""
         return sorted({1 + num_drafts for _, num_drafts in self.drafts_by_rows if num_drafts})
 
-    def up_to(self, max_rows: int) -> "Speculation":
-        """Return the options with drafts for steps of up to `max_rows` rows, unless they say for which."""
+    def up_to(self, max_tokens: int) -> "Speculation":
+        """Return the options with drafts for steps of up to `max_tokens` tokens, unless they say for which rows: all
+        drafts as long as that has room for them, then half of them, and so on.
+        """
         if self.drafts_by_rows:
             return self
-        return msgspec.structs.replace(self, drafts_by_rows=((max_rows, self.num_drafts),))
+        by_rows: dict[int, int] = {}
+        num_drafts = self.num_drafts
+        while num_drafts:
+            by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
+            num_drafts //= 2
+        return msgspec.structs.replace(self, drafts_by_rows=tuple(by_rows.items()))
 
     def max_rows(self, width: int) -> int:
         """Return the most rows of a step of `width` tokens a row."""
@@ -127,6 +137,16 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
         tensor_parallel_size=given.draft_tensor_parallel_size,
         is_coupled=given.draft_sample_method == "probabilistic",
     )
+
+
+def with_acceptance(fields: Mapping[str, Any] | None, length: float) -> dict[str, Any]:
+    """Return the fields of `speculative_config` with which a step draws `length` tokens on average, by chance; by
+    default with 4 n-gram drafts.
+    """
+    return dict(fields or DEFAULT_SYNTHETIC) | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
 
 
 def _wrong(field: str, complaint: str) -> ConfigError:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import BY_CHECKPOINT, parse_speculation
+from jaxserve.speculation import BY_CHECKPOINT, parse_speculation, with_acceptance
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -16,7 +16,7 @@ def test_what_is_not_given():
     assert options == parse_speculation('{"model": "ngram", "num_speculative_tokens": 4}')
     assert options == parse_speculation(NGRAM | {"method": "ngram_gpu"})
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == (5, 5)
-    assert options.up_to(7).drafts_by_rows == ((7, 4),)
+    assert options.up_to(7).drafts_by_rows == ((1, 4), (2, 2), (3, 1))
     assert options.acceptance_rates == ()
     assert parse_speculation(None) is None
 
@@ -50,6 +50,7 @@ def test_drafts_by_the_number_of_rows():
 def test_synthetic_acceptance(length, rates):
     synthetic = NGRAM | {"rejection_sample_method": "synthetic"}
     assert parse_speculation(synthetic | {"synthetic_acceptance_length": length}).acceptance_rates == rates
+    assert parse_speculation(with_acceptance(None, length)).acceptance_rates == rates  # as of `bench latency`
     assert parse_speculation(synthetic | {"synthetic_acceptance_rates": list(rates)}).acceptance_rates == rates
 
 

@@ -38,6 +38,7 @@ from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
+from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
 from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits, make_scheduler
 from jaxserve.speculative import make_drafter
 from jaxserve.structured.matchers import Matchers
@@ -97,7 +98,7 @@ def start_engine(
             needs=sizing.needs,
             device=devices.description,
         )
-        scheduler = make_scheduler_for(config, info, builder)
+        scheduler = make_scheduler_for(config, info, builder, devices)
         engine = Engine(
             scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)
         )
@@ -135,7 +136,7 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
-        speculation=speculation and speculation.up_to(devices.max_drafting_rows),
+        speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
         drafter=fields,
     )
     builder = StepBuilder(spec, mesh)
@@ -332,8 +333,13 @@ def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shippe
     runner.warm_up_rest(lowering, on_end=give_memory_back)
 
 
-def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder) -> Scheduler:
+def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder, devices: Devices) -> Scheduler:
     """Make the scheduler for an engine of these sizes."""
+    speculation = builder.spec.speculation
+    drafts = NO_DRAFTS
+    if speculation is not None:  # drafts that are accepted by chance are there to be measured
+        cost = 0.0 if speculation.acceptance_rates else devices.token_cost
+        drafts = DraftPolicy(speculation.drafts_by_rows, cost)
     limits = SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -342,7 +348,7 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
         max_model_len=info.max_model_len,
         policy=config.scheduling_policy,
         windows=builder.model.layout.windows,
-        drafts=() if builder.spec.speculation is None else builder.spec.speculation.drafts_by_rows,
+        drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(

@@ -23,6 +23,8 @@ class Drafting(NamedTuple):
     proposer: Proposer
     acceptance_rates: tuple[float, ...] = ()
     """See `Speculation`."""
+    max_rows: int = 2**31 - 1
+    """Rows of the largest program whose rows get drafts."""
     drafter: Drafter | None = None
     group: int = 0
     """The KV group whose block tables the drafter uses."""

@@ -89,8 +89,9 @@ class Drawn:
 
     token_ids: Int[Array, "R columns"]
     """A token in the first column, CORRUPTED where logits were no numbers. If rows verify drafts, one more for each
-    draft that was accepted, then NOTHING; and a last column with the numbers of these drafts. In memory of the host, if
-    the program is to copy them there.
+    draft that was accepted, then NOTHING. With speculation, further columns: the number of drafts that were verified,
+    the number of those that the next step may verify, and these. In memory of the host, if the program is to copy them
+    there.
     """
     logprobs: Logprobs | None
 
@@ -296,7 +297,7 @@ def draw(
     requested from outside begins only when the host has learned that the program is done, a third of a millisecond
     later.
     """
-    slot_ids, counters = _of_columns(rows, num_columns=logits.shape[0] // rows.slots.shape[0])
+    slot_ids, counters, columns = _of_columns(rows, num_columns=logits.shape[0] // rows.slots.shape[0])
     with jax.named_scope("sample"):
         sampled = sample(
             logits,
@@ -304,6 +305,7 @@ def draw(
             slot_ids,
             counters,
             rows.features,
+            columns=columns,
             plain=is_plain,
             implementation=kernels,
         )
@@ -329,18 +331,19 @@ def draw(
     host_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids).reshape(token_ids.shape)
     if rows.drafts is None:
         counts, last_tokens = rows.draws.astype(jnp.int32), token_ids[:, 0]
+        num_verified = jnp.zeros_like(counts)
     else:
         assert drafting is not None
         assert rows.num_valid is not None
-        slots, counts = _verify(slots, token_ids, rows, drafting)
+        slots, num_verified, counts = _verify(slots, token_ids, rows, drafting)
         last_tokens = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         column = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         host_ids = jnp.where(column < counts[:, None], host_ids, NOTHING)
-        host_ids = jnp.concatenate([host_ids, jnp.maximum(rows.num_valid - 1, 0)[:, None]], axis=1)
     slots = dataclasses.replace(slots, last_tokens=slots.last_tokens.at[written].set(last_tokens, mode="drop"))
     if drafting is not None:
         lengths = rows.num_output_tokens + slots.num_prompt_tokens.at[rows.slots].get(mode="clip")
-        slots = _propose(slots, NewTokens(written, token_ids, counts, lengths), drafting)
+        slots, drafts, num_drafts = _propose(slots, NewTokens(written, token_ids, counts, lengths), drafting)
+        host_ids = jnp.concatenate([host_ids, num_verified[:, None], num_drafts[:, None], drafts], axis=1)
     token_ids = host_ids
     if has_tokens_on_host:
         # After everything else: XLA leaves copies to the host out of command buffers, and one in the middle would split
@@ -350,21 +353,24 @@ def draw(
     return slots, Drawn(token_ids, logprobs)
 
 
-def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """Return the slot and the number of output tokens before each column of each row."""
-    if num_columns == 1:
-        return rows.slots, rows.num_output_tokens
+def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]]:
+    """Return the slot, the number of output tokens before, and the index in its row, of each column of each row."""
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
-    return jnp.repeat(rows.slots, num_columns), (rows.num_output_tokens[:, None] + column).reshape(-1)
+    if num_columns == 1:
+        return rows.slots, rows.num_output_tokens, jnp.zeros_like(rows.slots)
+    counters = (rows.num_output_tokens[:, None] + column).reshape(-1)
+    return jnp.repeat(rows.slots, num_columns), counters, jnp.tile(column[0], rows.slots.shape[0])
 
 
 def _verify(
     slots: Slots, drawn: Int[Array, "R Q"], rows: DrawingRows, drafting: Drafting
-) -> tuple[Slots, Int[Array, " R"]]:
-    """Return the slots as far as their rows got, and how many tokens each row has drawn."""
+) -> tuple[Slots, Int[Array, " R"], Int[Array, " R"]]:
+    """Return the slots as far as their rows got, how many drafts each row has verified, and tokens drawn."""
     assert rows.num_valid is not None
     assert rows.drafts is not None
-    num_drafts = jnp.maximum(rows.num_valid - 1, 0)
+    assert slots.drafts is not None
+    num_masked = slots.drafts.num_masked.at[rows.slots].get(mode="clip")
+    num_drafts = jnp.minimum(jnp.maximum(rows.num_valid - 1, 0), num_masked)
     if drafting.acceptance_rates:
         seed = unpack_rows(slots.sampling, rows.slots).seed
         accepted = synthetic_num_accepted(seed, rows.num_output_tokens, num_drafts, drafting.acceptance_rates)
@@ -372,22 +378,49 @@ def _verify(
         accepted = num_accepted(drawn, rows.drafts, num_drafts)
     counts = jnp.where(rows.draws, accepted + 1, 0)
     added = jnp.where(rows.draws, counts, jnp.maximum(rows.num_valid, 0))
-    return dataclasses.replace(slots, num_computed=slots.num_computed.at[rows.slots].add(added, mode="drop")), counts
+    slots = dataclasses.replace(slots, num_computed=slots.num_computed.at[rows.slots].add(added, mode="drop"))
+    return slots, num_drafts, counts
 
 
-def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> Slots:
-    """Write the drafts that follow the new tokens into their slots."""
+def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> tuple[Slots, Int[Array, "R k"], Int[Array, " R"]]:
+    """Write the drafts that follow the new tokens into their slots. Also returns the drafts of each row, and how many
+    there are.
+    """
     assert slots.drafts is not None
+    num_rows, num_drafts = new.slots.shape[0], drafting.proposer.num_drafts
+    is_written = new.slots < slots.last_tokens.shape[0]
     with jax.named_scope("propose"):
         proposer, token_ids, counts = drafting.proposer.propose(slots.drafts.proposer, new)
-    if drafting.acceptance_rates:
-        counts = jnp.full_like(counts, drafting.proposer.num_drafts)
-    drafts = Drafts(
+    if num_rows > drafting.max_rows:  # then XLA leaves out whatever does not change the proposer's state
+        token_ids, counts = jnp.zeros_like(token_ids), jnp.zeros_like(counts)
+    elif drafting.acceptance_rates:
+        counts = jnp.full_like(counts, num_drafts)
+    else:
+        token_ids, counts = _forced(slots.drafts, new, token_ids, counts)
+    drafts = dataclasses.replace(
+        slots.drafts,
         token_ids=slots.drafts.token_ids.at[new.slots].set(token_ids, mode="drop"),
         counts=slots.drafts.counts.at[new.slots].set(counts, mode="drop"),
         proposer=proposer,
     )
-    return dataclasses.replace(slots, drafts=drafts)
+    return dataclasses.replace(slots, drafts=drafts), token_ids, jnp.where(is_written, counts, 0)
+
+
+def _forced(
+    held: Drafts, new: NewTokens, token_ids: Int[Array, "R k"], counts: Int[Array, " R"]
+) -> tuple[Int[Array, "R k"], Int[Array, " R"]]:
+    """Replace the drafts of rows whose grammar forces more tokens than they have just drawn."""
+    forced, num_forced = (x.at[new.slots].get(mode="clip") for x in (held.forced, held.num_forced))
+    num_columns, num_drafts = new.token_ids.shape[1], token_ids.shape[1]
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    is_same = (new.token_ids == forced[:, :num_columns]) | (column >= new.counts[:, None])
+    num_left = jnp.where(jnp.all(is_same, axis=1), num_forced - new.counts, 0)
+    place = new.counts[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    following = jnp.take_along_axis(forced, place, axis=1, mode="clip")
+    is_forced = num_left > 0
+    return jnp.where(is_forced[:, None], following, token_ids), jnp.where(
+        is_forced, jnp.minimum(num_left, num_drafts), counts
+    )
 
 
 def prompt_logprobs(

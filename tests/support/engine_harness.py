@@ -16,6 +16,7 @@ from jaxserve.layers.random_params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family, with_context
 from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.speculative import make_drafter
 
@@ -80,7 +81,16 @@ class Model:
         self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)
 
-    def engine(self, *, overlap=True, kind="continuous", enable_prefix_caching=True, **limits):
+    def engine(
+        self,
+        *,
+        overlap=True,
+        kind="continuous",
+        enable_prefix_caching=True,
+        token_cost=0.0,
+        matchers=None,
+        **limits,
+    ):
         """Return a new engine on this model's runner; `limits` override those of the scheduler."""
         limits = {
             "num_blocks": self.runner.num_blocks,
@@ -89,13 +99,13 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
-            "drafts": () if self.speculation is None else self.speculation.drafts_by_rows,
+            "drafts": DraftPolicy(() if self.speculation is None else self.speculation.drafts_by_rows, token_cost),
             "has_states": self.runner.layout.num_states > 0,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"
         )
-        return Engine(scheduler, self.runner, overlap=overlap)
+        return Engine(scheduler, self.runner, overlap=overlap, matchers=matchers)
 
     def naive(self, prompt, num_tokens):
         """Greedy tokens by a full forward pass each."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
@@ -98,9 +99,13 @@ class StepModel:
                 raise ConfigError(
                     "speculative_config: this model has layers that keep a state, which rejected drafts would change"
                 )
+            largest = max(rows for rows, num_drafts in speculation.drafts_by_rows if num_drafts)
+            # Steps of one token a row run in the sizes of buckets.
+            drafting_rows = min([size for bucket in self.buckets if (size := bucket.num_rows) >= largest] or [largest])
             self.drafting = Drafting(
                 make_proposer(speculation),
                 speculation.acceptance_rates,
+                drafting_rows,
                 drafter=drafter,
                 group=drafter_group,
                 is_coupled=speculation.is_coupled,
@@ -180,6 +185,11 @@ class StepModel:
             proposer=None if self.drafting is None else self.drafting.proposer,
             max_length=self.max_model_len,
         )
+
+    def no_drafts(self, num_rows: int) -> np.ndarray:
+        """Return what masks say of drafts if there are none, [num_rows, width] int32; nothing without speculation."""
+        drafts = self.slots.drafts
+        return np.zeros((num_rows, 0 if drafts is None else 2 + drafts.forced.shape[1]), np.int32)
 
     def replicate(self, x: Any) -> jax.ShapeDtypeStruct:
         """Return the shape of an array that every device has a copy of."""
