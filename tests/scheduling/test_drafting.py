@@ -35,6 +35,18 @@ def test_nobody_drafts_or_too_few():
     assert DraftPolicy(TABLE, 0.1).num_drafts([forced], num_rows=2) == 4
 
 
+def test_drafts_that_nobody_knows_before():
+    policy, request = DraftPolicy(TABLE, 0.05, is_late=True), drafting(proposed=0)
+    verified = []
+    for _ in range(600):
+        planned = policy.num_drafts([request], num_rows=1)
+        verified.append(planned)
+        policy.observe(request, planned, Drafted(planned, []), [7])
+        request.token_ids.append(7)
+    steps = [index for index, planned in enumerate(verified) if planned]
+    assert steps == [*range(5), *range(256, 261), *range(512, 517)]
+
+
 def test_a_request_stops_drafting_and_tries_again():
     policy, request = DraftPolicy(TABLE, 0.05), drafting()
     num_rejected = 0

@@ -80,15 +80,14 @@ export class EngineView {
     this.#drawBlocks();
   }
 
-  /** What share of all drafts was accepted; of those at each position, when pointed at. Hidden without speculation. */
+  /** What share of all drafts was accepted, and in what share of steps at least so many. Hidden without speculation. */
   #drawDrafts(stats) {
     const perPosition = stats.spec_decode_num_accepted_tokens_per_pos;
     const { spec_decode_num_drafts: count, spec_decode_num_draft_tokens: tokens, spec_decode_num_accepted_tokens: accepted } = stats;
     $("drafts").hidden = !perPosition.length;
     if (!perPosition.length) return;
-    const shares = count ? perPosition.map((number) => percent(number / count)).join(" ") : "";
+    const shares = count ? `by position: ${perPosition.map((number) => percent(number / count)).join(", ")}` : "";
     $("accepted").replaceChildren(tokens ? percent(accepted / tokens) : "–", make("small", { class: "caption" }, ` ${shares}`));
-    $("drafts").title = "Accepted of all drafts, and at the first, second, ... position of a draft";
   }
 
   #drawRate() {
