@@ -27,11 +27,11 @@ DRAFTS = {
     "num_speculative_tokens": 4,
     "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]],
 }
-GLM = "glm4_moe_qk_norm"
+GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
 EAGLE3 = {
     "layer": {
-        "vocab_size": 78, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 96,
+        "vocab_size": 123, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 96,
     },
     "taps": [0, 1, 2], "draft_vocab_size": 60, "target_hidden_size": None, "norm_before_residual": False,
     "prefix": "midlayer", "has_embedding": False,
@@ -76,7 +76,7 @@ def models(plain, drafting):
 
     @functools.cache
     def plain_glm():
-        return Model(GLM, changes={"num_hidden_layers": 3})
+        return Model(GLM, changes=GLM_CHANGES)
 
     @functools.cache
     def of(kind):
@@ -85,8 +85,8 @@ def models(plain, drafting):
         if kind == "draft model":
             return draft_model()
         if kind == "mtp":
-            return plain_glm(), with_weights(GLM, {"num_hidden_layers": 3})
-        return plain_glm(), with_weights(GLM, {"num_hidden_layers": 3}, EAGLE3, method="eagle3", model="x")
+            return plain_glm(), with_weights(GLM, GLM_CHANGES)
+        return plain_glm(), with_weights(GLM, GLM_CHANGES, EAGLE3, method="eagle3", model="x")
 
     return of
 
