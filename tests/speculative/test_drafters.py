@@ -2,6 +2,7 @@
 checkpoints are read.
 """
 
+import itertools
 import json
 
 import jax
@@ -21,6 +22,7 @@ from jaxserve.speculation import parse_speculation
 from jaxserve.speculative import make_drafter
 
 K = 3
+LENGTH = 24
 TARGET = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 96,
@@ -108,15 +110,33 @@ def head_of(own, embedding, *, adds_normed):
     return run
 
 
-def streams(model, token_ids, span):
-    """Return the residual stream behind a range of a model's layers, or hidden states behind all."""
-    family, config = model.family, model.config
+def padded(values):
+    return np.pad(values, [(0, LENGTH - len(values)), *[(0, 0)] * (np.ndim(values) - 1)])
+
+
+def one_pool(config):
     dense = DenseLatent() if hasattr(config, "latent_heads") else DenseKV()
-    batch = one_sequence(jnp.asarray(token_ids, jnp.int32))
-    cache = KVCache(pools=(dense,) * config.num_layers, num_blocks=1, block_size=1)
-    return np.asarray(
-        family.run(model.params, config, family.embed(model.params, config, batch), batch, cache, span)[0]
-    )
+    return KVCache(pools=(dense,), num_blocks=1, block_size=1, pool_of_layer=(0,) * config.num_layers)
+
+
+def streams_of(model, *layers):
+    """Return a function from token ids to the residual streams before these layers of a model, or behind all."""
+    family, config = model.family, model.config
+
+    @jax.jit
+    def run(params, token_ids):
+        batch = one_sequence(token_ids)
+        x, found = family.embed(params, config, batch), []
+        for first, end in itertools.pairwise((0, *layers)):
+            x = family.run(params, config, x, batch, one_pool(config), range(first, end))[0] if first < end else x
+            found.append(x)
+        return jnp.concatenate(found, axis=1)
+
+    def of(token_ids):
+        with model.runner.model.on_mesh():
+            return np.asarray(run(model.params, padded(np.array(token_ids, np.int32))))[: len(token_ids)]
+
+    return of
 
 
 def chain(run, token_ids, features):
@@ -164,12 +184,11 @@ def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     specs = model.drafter.specs()
     model.params["drafter"] = load_params(tmp_path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
     run = head_of(own, np.asarray(model.params["embed"].values), adds_normed=style == "speculators")
+    streams = streams_of(model, 0, 1, 3)
     # Twice: the second one begins with blocks of the first, and its last features.
     for prompt in (PROMPT, [*PROMPT[:5], 8, 8, 7]):
         for token_ids, drafts in verified(model, monkeypatch, prompt, max_num_batched_tokens=4):
-            taps = [streams(model, token_ids, range(layer)) for layer in (0, 1, 3)]
-            features = np.concatenate(taps, axis=1) @ own["fc.weight"].T
-            assert drafts == chain(run, token_ids, features)
+            assert drafts == chain(run, token_ids, streams(token_ids) @ own["fc.weight"].T)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe_qk_norm", "deepseek_v3_groups"])
@@ -177,18 +196,21 @@ def test_a_further_layer_drafts(monkeypatch, name):
     speculation = parse_speculation({"method": "deepseek_mtp", "num_speculative_tokens": K})
     model = Model(name, speculation=speculation.up_to(1))
     own, config, drafter = model.params["drafter"], model.config, model.drafter
-    layer = drafter._layer
-    dense = DenseLatent() if name.startswith("deepseek") else DenseKV()
+    streams, layer = streams_of(model, config.num_layers), drafter._layer
+
+    @jax.jit
+    def last(params, token_ids, features, index):
+        hidden, _ = drafter.run(params, one_sequence(token_ids), features, one_pool(config))
+        return hidden[index], layer.norm(hidden[index], own["norm"]) @ own["lm_head"].values.T
 
     def run(token_ids, features):
-        batch = one_sequence(jnp.asarray(token_ids, jnp.int32))
-        cache = KVCache(pools=(dense,), num_blocks=1, block_size=1)
-        hidden, _ = drafter.run(model.params, batch, jnp.asarray(features, jnp.float32), cache)
-        last = layer.norm(hidden[-1:], own["norm"])
-        return np.asarray(hidden[-1]), np.argmax(np.asarray(last @ own["lm_head"].values.T))
+        arguments = padded(token_ids.astype(np.int32)), padded(features.astype(np.float32)), len(features) - 1
+        with model.runner.model.on_mesh():
+            hidden, logits = last(model.params, *arguments)
+        return np.asarray(hidden), np.argmax(logits)
 
     for token_ids, drafts in verified(model, monkeypatch):
-        assert drafts == chain(run, token_ids, streams(model, token_ids, range(config.num_layers)))
+        assert drafts == chain(run, token_ids, streams(token_ids))
 
 
 @pytest.mark.parametrize(
