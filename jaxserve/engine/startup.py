@@ -339,7 +339,9 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
     drafts = NO_DRAFTS
     if speculation is not None:  # drafts that are accepted by chance are there to be measured
         cost = 0.0 if speculation.acceptance_rates else devices.token_cost
-        drafts = DraftPolicy(speculation.drafts_by_rows, cost)
+        drafting = builder.model.drafting
+        is_late = drafting is not None and drafting.drafter is not None
+        drafts = DraftPolicy(speculation.drafts_by_rows, cost, is_late=is_late)
     limits = SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,

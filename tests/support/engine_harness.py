@@ -99,7 +99,11 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
-            "drafts": DraftPolicy(() if self.speculation is None else self.speculation.drafts_by_rows, token_cost),
+            "drafts": DraftPolicy(
+                () if self.speculation is None else self.speculation.drafts_by_rows,
+                token_cost,
+                is_late=self.drafter is not None,
+            ),
             "has_states": self.runner.layout.num_states > 0,
         } | limits
         scheduler = make_scheduler(
