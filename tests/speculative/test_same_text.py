@@ -305,7 +305,7 @@ def test_right_drafts_are_all_accepted(plain, drafting, overlap):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_copy_of_the_model_is_always_right(models, overlap):
-    """As a draft model, whatever it is given: texts in chunks, cached prefixes, most likely tokens and drawn ones."""
+    """A draft model takes in texts in chunks, cached prefixes, most likely tokens and drawn ones."""
     plain, drafting = models("draft model")
     sampled = SamplingParams(temperature=1.0, seed=3, top_p=0.9)
     requests = [
