@@ -241,7 +241,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """True if several of its tokens can be drawn in one step, because what a draw depends on besides the logits
         does not change with each token, and if its caller allows it.
         """
-        if self.params.has_penalties or self.bad_word_ids or self.grammar or self.pooling:
+        if self.params.has_penalties or self.bad_word_ids or self.pooling:
             return False
         return self.params.speculative_decoding
 
@@ -296,6 +296,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `stop_reason` is the token id that ended the request, if one did. `logprobs` is parallel to `new_token_ids`.
     `prompt_logprobs` arrives in pieces with the prompt's chunks; entry i of the whole belongs to prompt token i + 1.
+    `num_draft_tokens` drafts were verified for these tokens; all but the last of which are accepted ones.
     `queue_seconds` is the time from the request's arrival to its first step. `embedding` holds float32 numbers, little
     endian, not normalized. `refusal` is set if the caller's request is at fault: the engine has not even queued it, or
     cannot follow its grammar any further.
@@ -309,6 +310,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    num_draft_tokens: int = 0
     embedding: bytes | None = None
     error: str | None = None
     refusal: Refusal | None = None
@@ -322,6 +324,9 @@ class RequestStatus(enum.Enum):
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
 
+
+INITIAL_ACCEPTANCE_RATE = 0.5
+"""Fraction of a request's drafts that are expected to be accepted before any has been verified."""
 
 NO_BLOCK = -1
 """Entry of a block table whose block has been released."""
@@ -343,6 +348,7 @@ class Request:
     """
 
     __slots__ = (
+        "acceptance_rate",
         "arrival",
         "block_hashes",
         "block_tables",
@@ -351,12 +357,15 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_forced",
         "num_indexed_blocks",
+        "num_judged_drafts",
         "num_pending",
         "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "proposed",
         "queue_seconds",
         "request",
         "request_id",
@@ -377,6 +386,10 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
         self.num_pending = 0
         self.num_pending_drafts = 0
+        self.proposed: list[int] = []  # drafts of its next row, as far as the host knows
+        self.num_forced = 0  # tokens from the next one on that its grammar leaves no choice of
+        self.acceptance_rate = INITIAL_ACCEPTANCE_RATE
+        self.num_judged_drafts = 0  # those that this rate follows from
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
@@ -448,11 +461,33 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         return self.text
 
 
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """What speculation did for a prompt, counted as in the engine's metrics: how often drafts were verified, how many,
+    and how many of them were accepted, in all and by their position in the draft.
+    """
+
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = []
+
+    def add(self, *, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count a step that verified drafts."""
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += num_draft_tokens
+        self.spec_decode_num_accepted_tokens += num_accepted
+        counts = self.spec_decode_num_accepted_tokens_per_pos
+        counts += [0] * (num_draft_tokens - len(counts))
+        for position in range(num_accepted):
+            counts[position] += 1
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """The result of a prompt so far or, in a stream, only what is new (`delta`).
 
     `prompt_logprobs` has one entry per prompt token, the first None. `num_cached_tokens` prompt tokens came from the
-    prefix cache. `queue_seconds` is how long the prompt waited for its first step.
+    prefix cache. `queue_seconds` is how long the prompt waited for its first step. `metrics` are those so far, None if
+    no draft has been verified.
     """
 
     request_id: str
@@ -462,6 +497,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    metrics: RequestMetrics | None = None
     finished: bool = False
 
     def __str__(self) -> str:

@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "overview": f"{PLAIN} gpus tables scheduling execution models loading layers quantization",
     "tables": "",
     "gpus": "errors",
-    "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution models structured loading layers "
-    "pallas_kernels",
+    "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution speculative models structured "
+    "loading layers pallas_kernels",
     "execution": f"{PLAIN} cpus scheduling models sampling speculative loading layers quantization pallas_kernels",
     "scheduling": PLAIN,
     "models": f"{PLAIN} loading layers quantization",

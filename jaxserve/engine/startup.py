@@ -6,6 +6,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import msgspec
@@ -16,6 +17,7 @@ from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
+from jaxserve.engine.drafter import without_quantization
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
@@ -36,7 +38,9 @@ from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
+from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
 from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits, make_scheduler
+from jaxserve.speculative import make_drafter
 from jaxserve.structured.matchers import Matchers
 from jaxserve.tokenizer import Tokenizer
 
@@ -94,7 +98,7 @@ def start_engine(
             needs=sizing.needs,
             device=devices.description,
         )
-        scheduler = make_scheduler_for(config, info, builder)
+        scheduler = make_scheduler_for(config, info, builder, devices)
         engine = Engine(
             scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)
         )
@@ -109,7 +113,16 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
     mesh = devices.mesh
     dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu, has_bfloat16=has_bfloat16(devices.first))
     kernels = choose_kernels(config.kernels, devices.first, dtype)
-    specs = choose_weights(config, checkpoint, dtype=dtype, kernels=kernels, mesh=mesh, is_cpu=devices.is_cpu)
+    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    of_device: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "mesh": mesh, "is_cpu": devices.is_cpu}
+    speculation, path, fields = checkpoint.drafter
+    drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)
+    if drafter is not None and path is None:
+        specs["drafter"] = drafter.specs()
+    specs = choose_weights(config, checkpoint.path, checkpoint.fields, specs, **of_device)
+    if drafter is not None and path is not None:
+        assert fields is not None
+        specs["drafter"] = choose_weights(without_quantization(config), path, fields, drafter.specs(), **of_device)
     spec = StepSpec(
         model=checkpoint.fields,
         dtype=str(dtype),
@@ -123,7 +136,8 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
-        speculation=config.speculation and config.speculation.up_to(devices.max_drafting_rows),
+        speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
+        drafter=fields,
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
@@ -255,7 +269,13 @@ def load(
     with naming_out_of_memory("the weights"):
         if config.load_format == "dummy":
             return jax.block_until_ready(init_params(specs, dtype=dtype, mesh=mesh, seed=config.seed))
-        return load_weights(checkpoint.path, specs, dtype=dtype, mesh=mesh, progress=progress)
+        reading: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "progress": progress}
+        if checkpoint.drafter.path is None:
+            return load_weights(checkpoint.path, specs, **reading)
+        own = {name: spec for name, spec in specs.items() if name != "drafter"}
+        return load_weights(checkpoint.path, own, **reading) | {
+            "drafter": load_weights(checkpoint.drafter.path, specs["drafter"], **reading)
+        }
 
 
 def make_matchers(config: EngineConfig, checkpoint: Checkpoint, warmup: WarmUp) -> Matchers:
@@ -313,8 +333,15 @@ def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shippe
     runner.warm_up_rest(lowering, on_end=give_memory_back)
 
 
-def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder) -> Scheduler:
+def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder, devices: Devices) -> Scheduler:
     """Make the scheduler for an engine of these sizes."""
+    speculation = builder.spec.speculation
+    drafts = NO_DRAFTS
+    if speculation is not None:  # drafts that are accepted by chance are there to be measured
+        cost = 0.0 if speculation.acceptance_rates else devices.token_cost
+        drafting = builder.model.drafting
+        is_late = drafting is not None and drafting.drafter is not None
+        drafts = DraftPolicy(speculation.drafts_by_rows, cost, is_late=is_late)
     limits = SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -323,7 +350,7 @@ def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuil
         max_model_len=info.max_model_len,
         policy=config.scheduling_policy,
         windows=builder.model.layout.windows,
-        drafts=() if builder.spec.speculation is None else builder.spec.speculation.drafts_by_rows,
+        drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(

@@ -18,6 +18,7 @@ def process(
     extras: Extras,
     *,
     slot_ids: Int32[Array, " B"],
+    columns: Int32[Array, " B"],
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
 ) -> Float[Array, "B V"]:
@@ -33,6 +34,10 @@ def process(
     def wants(feature: Feature) -> Bool[Array, "B 1"]:
         return (params.features & feature)[:, None] != 0
 
+    def allowed_tokens() -> Bool[Array, "B V"]:
+        masks = extras.allowed_mask.at[slot_ids, columns].get(mode="clip")
+        return unpack_mask(masks, logits.shape[1])
+
     def penalties(x: Array) -> Array:
         return apply_penalties(x, of_rows(extras.prompt_mask), of_rows(extras.output_counts), params)
 
@@ -41,8 +46,7 @@ def process(
         return apply_logit_bias(x, ids, of_rows(extras.bias_values))
 
     def allowed(x: Array) -> Array:
-        is_allowed = unpack_mask(of_rows(extras.allowed_mask), x.shape[1])
-        return jnp.where(wants(Feature.ALLOWED_TOKENS) & ~is_allowed, -jnp.inf, x)
+        return jnp.where(wants(Feature.ALLOWED_TOKENS) & ~allowed_tokens(), -jnp.inf, x)
 
     def bad_words(x: Array) -> Array:
         words = jnp.where(wants(Feature.BAD_WORDS)[:, :, None], of_rows(extras.bad_words), NO_TOKEN)
@@ -53,7 +57,7 @@ def process(
         return jnp.where(too_early & unpack_mask(of_rows(extras.stop_mask), x.shape[1]), -jnp.inf, x)
 
     def within_allowed(x: Array) -> Array:
-        is_allowed = unpack_mask(of_rows(extras.allowed_mask), x.shape[1])
+        is_allowed = allowed_tokens()
         is_allowed |= ~wants(Feature.ALLOWED_TOKENS) | ~jnp.any(is_allowed, axis=1, keepdims=True)
         return jnp.where(is_allowed, jnp.maximum(x, jnp.finfo(jnp.float32).min), -jnp.inf)
 

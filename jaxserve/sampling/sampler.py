@@ -31,6 +31,7 @@ def sample(
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
     *,
+    columns: Int32[Array, " B"] | None = None,
     plain: bool = False,
     implementation: kernels.Implementation = "xla",
 ) -> SampledTokens:
@@ -39,7 +40,7 @@ def sample(
     `num_output_tokens` counts the tokens generated before this one, including those the host has not seen yet. Together
     with the seed it determines the draw, so that a row's token does not depend on the other rows. `features` are the
     bits that some row needs (see `Feature`); parts that are not in it do not run. `plain` (static) leaves the
-    processors out of the program, for steps in which no row needs them.
+    processors out of the program, for steps in which no row needs them. Rows may be the `columns` of fewer sequences.
 
     The order is that of Hugging Face transformers: processors, temperature, top-k, top-p, min-p. Greedy ties go to the
     lowest id, and all tokens that tie at a filter's threshold are kept.
@@ -54,6 +55,7 @@ def sample(
                 params,
                 state.extras,
                 slot_ids=slot_ids,
+                columns=jnp.zeros_like(slot_ids) if columns is None else columns,
                 num_output_tokens=num_output_tokens,
                 features=features,
             ),

@@ -57,12 +57,13 @@ class Extras:
     """The data that only the processors and `logprob_token_ids` need: NumPy arrays of one request, or device arrays of
     all slots with a leading axis.
 
-    V is the vocabulary size. Sets of token ids are bit masks of W = ceil(V / 32) words: token i is bit i % 32 of word i
-    // 32. Token ids outside the vocabulary are omitted.
+    Q is the largest number of columns of a row, V the vocabulary size. Sets of token ids are bit masks of W = ceil(V /
+    32) words: token i is bit i % 32 of word i // 32. Token ids outside the vocabulary are omitted.
     """
 
     prompt_mask: UInt32[Any, "*N W"]
     allowed_mask: UInt32[Any, "*N W"]
+    """On the device [N, Q, W]: a mask for each column, as grammars have them."""
     stop_mask: UInt32[Any, "*N W"]
     output_counts: Int32[Any, "*N V"]
     bias_ids: Int32[Any, "*N biases"]
@@ -100,10 +101,14 @@ class RowParams(NamedTuple):
     seed: UInt32[Array, "B 2"]
 
 
-def init_state(num_slots: int, vocab_size: int) -> SamplingState:
-    """Return the state of `num_slots` empty slots. `vocab_size` is the width of the logits."""
-    empty = _empty_extras(vocab_size)
+def init_state(num_slots: int, vocab_size: int, *, num_columns: int = 1) -> SamplingState:
+    """Return the state of `num_slots` empty slots, of which steps draw up to `num_columns` tokens. `vocab_size` is the
+    width of the logits.
+    """
+    empty = empty_extras(vocab_size)
     extras = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots, *leaf.shape)), empty)
+    mask = jnp.broadcast_to(empty.allowed_mask, (num_slots, num_columns, len(empty.allowed_mask)))
+    extras = dataclasses.replace(extras, allowed_mask=mask)
     return SamplingState(scalars=jnp.zeros((num_slots, NUM_SCALARS), jnp.int32), extras=extras)
 
 
@@ -159,7 +164,7 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
     `token_ids` are all its tokens, beginning with the prompt: the counts are rebuilt from them after a preemption.
     """
     params = request.params
-    extras = _empty_extras(vocab_size)
+    extras = empty_extras(vocab_size)
     output = np.asarray(token_ids[num_prompt_tokens:], np.int64)
     recent = output[-(MAX_BAD_WORD_TOKENS - 1) :]
     extras.recent_tokens[len(extras.recent_tokens) - len(recent) :] = recent
@@ -186,11 +191,14 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
 
 def admit_extras(state: SamplingState, slot_id: Int32[Array, ""], extras: Extras) -> SamplingState:
     """Write the extras of a newly admitted request into its slot. A slot id >= N is dropped."""
+    mask = jnp.broadcast_to(extras.allowed_mask, state.extras.allowed_mask.shape[1:])
+    extras = dataclasses.replace(extras, allowed_mask=mask)
     admitted = jax.tree.map(lambda held, new: held.at[slot_id].set(new, mode="drop"), state.extras, extras)
     return dataclasses.replace(state, extras=admitted)
 
 
-def _empty_extras(vocab_size: int) -> Extras:
+def empty_extras(vocab_size: int) -> Extras:
+    """Return the extras of a request that needs none of them."""
     num_words = -(-vocab_size // 32)
     return Extras(
         prompt_mask=np.zeros(num_words, np.uint32),

@@ -18,6 +18,7 @@ def jit_process(logits, state, slot_ids, num_output_tokens, features):
         unpack_rows(state, slot_ids),
         state.extras,
         slot_ids=slot_ids,
+        columns=jnp.zeros_like(slot_ids),
         num_output_tokens=num_output_tokens,
         features=features,
     )

@@ -209,7 +209,7 @@ def events(llama, monkeypatch):
 
     def record(owner, name, event):
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: events.append(event) or original(*arguments))
+        monkeypatch.setattr(owner, name, lambda *args, **named: events.append(event) or original(*args, **named))
 
     monkeypatch.setattr(llama.runner, "steps", RecordedPrograms(llama.runner.steps, events))
     record(Matchers, "masks", "m")

@@ -14,6 +14,7 @@ from collections import deque
 
 from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus, SamplingParams
 from jaxserve.scheduling.continuous import ContinuousScheduler
+from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.prefix_cache import domain_hash, pack_tokens
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler, SchedulerLimits, make_scheduler
@@ -46,7 +47,7 @@ def make_limits(**changes):
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
     }
-    return SchedulerLimits(**(defaults | changes))
+    return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
 
 
 def next_token(tokens: list[int], seed: int) -> int:

@@ -67,6 +67,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
             for all tokens.
         schemes: how quantized weights are stored, by path in the tree of weights.
         speculation: how tokens are drafted; None: not at all.
+        drafter: the config.json of a drafter that is a checkpoint of its own.
     """
 
     model: dict[str, Any]
@@ -82,6 +83,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     schemes: dict[str, Scheme] = {}
     kv_cache_dtype: str = "auto"
     speculation: Speculation | None = None
+    drafter: dict[str, Any] | None = None
 
 
 class MeshSpec(msgspec.Struct, frozen=True):
