@@ -1,5 +1,6 @@
 """Speculation: the engine's options of speculative decoding, in vLLM's names, checked. Plain data, no jax."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -79,6 +80,11 @@ class Speculation(msgspec.Struct, frozen=True):
             by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
             num_drafts //= 2
         return msgspec.structs.replace(self, drafts_by_rows=tuple(by_rows.items()))
+
+    def min_rows(self, width: int) -> int:
+        """Return the fewest rows of a step of `width` tokens a row."""
+        before = itertools.takewhile(lambda entry: 1 + entry[1] != width, self.drafts_by_rows)
+        return 1 + max((rows for rows, _ in before), default=0)
 
     def max_rows(self, width: int) -> int:
         """Return the most rows of a step of `width` tokens a row."""

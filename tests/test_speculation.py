@@ -41,6 +41,7 @@ def test_drafts_by_the_number_of_rows():
     options = parse_speculation(NGRAM | {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2], [17, 99, 0]]})
     assert options.up_to(7).drafts_by_rows == ((4, 4), (16, 2), (99, 0))
     assert options.widths == [3, 5]
+    assert [options.min_rows(width) for width in options.widths] == [5, 1]
     assert [options.max_rows(width) for width in options.widths] == [16, 4]
 
 

@@ -81,14 +81,20 @@ def make_buckets(
 
 
 def make_verifying_buckets(
-    buckets: list[Bucket], *, num_columns: int, max_num_rows: int, block_size: int, num_groups: int
+    buckets: list[Bucket],
+    *,
+    num_columns: int,
+    max_num_rows: int,
+    block_size: int,
+    num_groups: int,
+    min_num_rows: int = 1,
 ) -> list[Bucket]:
     """Return the sizes of steps that verify drafts: those of steps with one token a row, with columns for the others,
-    as far as the largest step has room for their tokens.
+    from what holds `min_num_rows` on, as far as the largest step has room for their tokens.
     """
     limit = min(max_num_rows, buckets[-1].num_tokens // num_columns)
     sizes = [bucket.num_rows for bucket in buckets if bucket.num_rows == bucket.num_tokens]
-    num_rows = sorted({size for size in sizes if size < limit} | {min(limit, sizes[-1])} - {0})
+    num_rows = sorted({size for size in sizes if min_num_rows <= size < limit} | {min(limit, sizes[-1])} - {0})
     new_blocks = num_groups * (1 + num_columns // block_size)
     return [Bucket(rows * num_columns, rows, rows * new_blocks, num_columns) for rows in num_rows]
 

@@ -116,6 +116,7 @@ class StepModel:
                 for bucket in make_verifying_buckets(
                     self.buckets,
                     num_columns=width,
+                    min_num_rows=speculation.min_rows(width),
                     max_num_rows=speculation.max_rows(width),
                     block_size=spec.block_size,
                     num_groups=num_groups,
