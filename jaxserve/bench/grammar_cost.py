@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxserve.bench.report import table
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import EngineRequest, Request, SamplingParams, StructuredOutputs
+from jaxserve.request import EngineRequest, Request
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
 from jaxserve.tokenizer import Tokenizer

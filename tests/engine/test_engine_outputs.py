@@ -5,7 +5,7 @@ import pytest
 from depths import quick_first
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 CORRUPT_TOKEN = 122
 

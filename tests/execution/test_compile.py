@@ -17,7 +17,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import compile as compile_module
 from jaxserve.execution.programs.compile import CompiledSteps, enable_persistent_cache
 from jaxserve.execution.programs.mosaic import MosaicKernel
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
+from jaxserve.sampling_params import SamplingParams
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

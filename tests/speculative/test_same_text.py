@@ -11,7 +11,7 @@ from tiny_model import ascii_tokenizer
 
 from jaxserve import speculative
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.speculation import parse_speculation
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
