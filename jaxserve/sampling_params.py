@@ -63,6 +63,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "top_p": Parameter("draw among the top tokens of this total probability", (1,), hub="top_p"),
     "top_k": Parameter("draw among the top K tokens; 0 or -1: all", (0, -1), hub="top_k"),
     "min_p": Parameter("draw among tokens with this fraction of the top probability", (0,), hub="min_p"),
+    "top_n_sigma": Parameter("draw among logits within N standard deviations of the top; 0 or -1: all", (0, -1)),
     "presence_penalty": Parameter("subtracted from logits of tokens in the answer", (0,)),
     "frequency_penalty": Parameter("like presence_penalty, for each occurrence", (0,)),
     "repetition_penalty": Parameter(
@@ -127,18 +128,20 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
 class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen. Names and meanings are those of vLLM and the OpenAI API.
 
-    Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order, before
-    the temperature. `temperature=0` and `top_p=0` are greedy. `top_k` 0 or -1 is off. `max_tokens=None` means up to the
-    context length. `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from
-    the raw distribution (before temperature and penalties); -1 returns all, if the vocabulary has no more tokens
-    than the largest k. `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely
-    ones. Biases are clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text,
-    whatever else is in the batch. `speculative_decoding=False` has no drafts verified for this request, if the engine
-    has some: that changes when tokens come, not which.
+    Penalties, `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens` change the logits in that order. Of the
+    tokens that remain, `top_n_sigma` (of llama.cpp) keeps those with logits at most so many standard deviations below
+    the largest. Then follow the temperature, `top_k`, `top_p` and `min_p`. `temperature=0` and `top_p=0` are greedy.
+    `top_k` 0 or -1 is off, and so is `top_n_sigma` of 0 or less. `max_tokens=None` means up to the context length.
+    `logprobs=k` returns the log probability of the sampled token and of the k most likely ones, from the raw
+    distribution (before all of this); -1 returns all, if the vocabulary has no more tokens than the largest k.
+    `logprob_token_ids` asks for the log probabilities of these tokens in place of the most likely ones. Biases are
+    clamped to [-100, 100]. `structured_outputs` constrains the text. A `seed` determines the text, whatever else is in
+    the batch. `speculative_decoding=False` has no drafts verified for this request, if the engine has some: that
+    changes when tokens come, not which.
 
     Numbers, flags and lists may be those of NumPy. Fields of vLLM that are not here are taken if they ask for nothing.
-    Raises InvalidRequest, naming the field, when a value is of a wrong type or out
-    of its range, or a field of vLLM is not followed, and TypeError for an unknown field.
+    Raises InvalidRequest, naming the field, when a value is of a wrong type or out of its range, or a field of
+    vLLM is not followed, and TypeError for an unknown field.
     """
 
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
@@ -148,6 +151,7 @@ class SamplingParams(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_only=
     top_p: Probability = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT32)] = 0
     min_p: Probability = 0.0
+    top_n_sigma: Annotated[float, msgspec.Meta(ge=-1.0, le=100.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=100.0)] = 1.0

@@ -11,16 +11,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 LogitFilter = Callable[[Float[Array, "B V"], Float[Array, "B 1"]], Bool[Array, "B V"]]
-"""From logits and each row's value of the parameter to the tokens to keep, the most likely one among them."""
+"""From logits and each row's value of the parameter to the tokens to keep: the most likely one among them, and all
+where the value asks for nothing.
+"""
 
-LOGIT_FILTERS: Mapping[str, LogitFilter] = {}
+
+def top_n_sigma(logits: Float[Array, "B V"], n: Float[Array, "B 1"]) -> Bool[Array, "B V"]:
+    """Keep logits of at least the largest minus n standard deviations (Tang et al. 2024, arXiv:2411.07641), all if n is
+    not positive.
+
+    The deviation is that of the tokens that are not masked. A temperature would scale both sides alike.
+    """
+    is_finite = logits > -jnp.inf
+    count = jnp.sum(is_finite, axis=1, keepdims=True, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(is_finite, logits, 0.0), axis=1, keepdims=True) / count
+    variance = jnp.sum(jnp.where(is_finite, jnp.square(logits - mean), 0.0), axis=1, keepdims=True) / count
+    return (n <= 0) | ~(logits < jnp.max(logits, axis=1, keepdims=True) - n * jnp.sqrt(variance))
 
 
-def filter_logits(
-    logits: Float[Array, "B V"], values: Mapping[str, Array], off: Mapping[str, float]
-) -> Float[Array, "B V"]:
-    """Mask the tokens that filters do not keep. A row with the value of `off` keeps all."""
+LOGIT_FILTERS: Mapping[str, LogitFilter] = {"top_n_sigma": top_n_sigma}
+
+
+def filter_logits(logits: Float[Array, "B V"], values: Mapping[str, Array]) -> Float[Array, "B V"]:
+    """Mask the tokens that filters do not keep. `values` are the rows' parameters."""
     for name, kept in LOGIT_FILTERS.items():
-        value = values[name][:, None]
-        logits = jnp.where((value == off[name]) | kept(logits, value), logits, -jnp.inf)
+        logits = jnp.where(kept(logits, values[name][:, None]), logits, -jnp.inf)
     return logits

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.filters import filter_logits
-from jaxserve.sampling.state import DEFAULTS, NO_TOKEN, Extras, RowParams
+from jaxserve.sampling.state import NO_TOKEN, Extras, RowParams
 
 
 def process(
@@ -77,7 +77,7 @@ def process(
     )
     return lax.cond(
         features & Feature.LOGIT_FILTERS != 0,
-        lambda x: filter_logits(x, params.numbers, DEFAULTS),
+        lambda x: filter_logits(x, params.numbers),
         lambda x: x,
         processed,
     )

@@ -41,8 +41,8 @@ def sample(
     bits that some row needs (see `Feature`); parts that are not in it do not run. `plain` (static) leaves the
     processors out of the program, for steps in which no row needs them.
 
-    The order is that of Hugging Face transformers: processors, temperature, top-k, top-p, min-p. Greedy ties go to the
-    lowest id, and all tokens that tie at a filter's threshold are kept.
+    The order is that of Hugging Face transformers: processors, filters of logits, temperature, top-k, top-p, min-p.
+    Greedy ties go to the lowest id, and all tokens that tie at a filter's threshold are kept.
     """
     params = unpack_rows(state, slot_ids)
     processed = logits
