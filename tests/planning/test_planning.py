@@ -52,7 +52,9 @@ def test_sizes_are_those_of_a_real_start(tmp_path):
 def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
     engine = absent_engine("llama-100m", tmp_path, device, dtype="float16")
     assert engine.plan.builder.model.kernels == ("sm90" if device == "h200" else "xla")
-    assert engine.plan.builder.model.kernels == choose_kernels("auto", engine.plan.devices.first, engine.plan.builder.model.dtype)
+    assert engine.plan.builder.model.kernels == choose_kernels(
+        "auto", engine.plan.devices.first, engine.plan.builder.model.dtype
+    )
     assert engine.plan.devices.description == GPUS[device].kind
 
 
