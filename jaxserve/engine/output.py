@@ -7,7 +7,6 @@ new since the last time, or everything at the end.
 from collections.abc import Iterable, Sequence
 
 from jaxserve.request import (
-    BeamSearchParams,
     CompletionOutput,
     EngineOutput,
     EngineRequest,
@@ -18,6 +17,7 @@ from jaxserve.request import (
     RequestOutput,
     TokenLogprobs,
 )
+from jaxserve.sampling_params import BeamSearchParams
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 

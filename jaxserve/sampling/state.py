@@ -6,49 +6,47 @@ decide if a slot's extras are read, so that the extras of an earlier request hav
 """
 
 import dataclasses
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from jaxserve.request import (
+from jaxserve.request import EngineRequest
+from jaxserve.sampling.features import features, is_neutral
+from jaxserve.sampling.filters import LOGIT_FILTERS
+from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
-    EngineRequest,
+    SamplingParams,
 )
-from jaxserve.sampling.features import features
 
 # Below this, sampling is as good as an argmax; at it, logits / temperature is still far from overflow.
 MIN_TEMPERATURE = 1e-6
 
 NO_TOKEN = -1
 
+_PARAMETERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("min_tokens", *LOGIT_FILTERS),
+)
+"""The parameters that are numbers, of which a step's rows have an array each."""
 
-class _Column(enum.IntEnum):
-    """The columns of a slot's scalars; floats are stored as their bits."""
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name in _PARAMETERS}
+"""The values with which they change nothing, but for the temperature."""
 
-    FEATURES = 0
-    TEMPERATURE = 1
-    TOP_K = 2
-    TOP_P = 3
-    MIN_P = 4
-    REPETITION_PENALTY = 5
-    FREQUENCY_PENALTY = 6
-    PRESENCE_PENALTY = 7
-    MIN_TOKENS = 8
-    SEED_LOW = 9
-    SEED_HIGH = 10
+_INTEGERS = frozenset(name for name, default in DEFAULTS.items() if isinstance(default, int))
+_COLUMNS = {name: index for index, name in enumerate(("features", *_PARAMETERS, "seed_low", "seed_high"))}
+"""The columns of a slot's scalars; floats are stored as their bits."""
 
-
-NUM_SCALARS = len(_Column)
+NUM_SCALARS = len(_COLUMNS)
 
 
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
@@ -87,18 +85,14 @@ class SamplingState:
 
 
 class RowParams(NamedTuple):
-    """The scalars of a step's rows, by name. `features` are the bits of each row, `seed` its low and high word."""
+    """The scalars of a step's rows."""
 
     features: Int32[Array, " B"]
-    temperature: Float[Array, " B"]
-    top_k: Int32[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    repetition_penalty: Float[Array, " B"]
-    frequency_penalty: Float[Array, " B"]
-    presence_penalty: Float[Array, " B"]
-    min_tokens: Int32[Array, " B"]
+    """The bits of each row."""
     seed: UInt32[Array, "B 2"]
+    """Its low and high word."""
+    numbers: Mapping[str, Array]
+    """The parameters that are numbers, in an array of B each."""
 
 
 def init_state(num_slots: int, vocab_size: int, *, num_columns: int = 1) -> SamplingState:
@@ -116,19 +110,14 @@ def pack_scalars(request: EngineRequest) -> Int32[np.ndarray, " scalars"]:
     """Pack a request's scalars into one row of words, to be uploaded and passed to `admit`."""
     params = request.params
     row = np.zeros(NUM_SCALARS, np.int32)
-    floats = row.view(np.float32)
-    row[_Column.FEATURES] = features(request)
-    floats[_Column.TEMPERATURE] = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
-    row[_Column.TOP_K] = max(params.top_k, 0)
-    floats[_Column.TOP_P] = params.top_p
-    floats[_Column.MIN_P] = params.min_p
-    floats[_Column.REPETITION_PENALTY] = params.repetition_penalty
-    floats[_Column.FREQUENCY_PENALTY] = params.frequency_penalty
-    floats[_Column.PRESENCE_PENALTY] = params.presence_penalty
-    row[_Column.MIN_TOKENS] = params.min_tokens
-    words = row.view(np.uint32)
-    words[_Column.SEED_LOW] = request.seed & 0xFFFFFFFF
-    words[_Column.SEED_HIGH] = (request.seed >> 32) & 0xFFFFFFFF
+    floats, words = row.view(np.float32), row.view(np.uint32)
+    row[_COLUMNS["features"]] = features(request)
+    for name, default in DEFAULTS.items():
+        value = getattr(params, name)
+        (row if name in _INTEGERS else floats)[_COLUMNS[name]] = default if is_neutral(name, value) else value
+    floats[_COLUMNS["temperature"]] = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
+    words[_COLUMNS["seed_low"]] = request.seed & 0xFFFFFFFF
+    words[_COLUMNS["seed_high"]] = (request.seed >> 32) & 0xFFFFFFFF
     return row
 
 
@@ -136,20 +125,15 @@ def unpack_rows(state: SamplingState, slot_ids: Int32[Array, " B"]) -> RowParams
     """Read the scalars of the rows' slots. Out-of-range slot ids, those of padding rows, read some slot's."""
     rows = state.scalars.at[slot_ids].get(mode="clip")
 
-    def number(column: _Column) -> Float[Array, " B"]:
-        return lax.bitcast_convert_type(rows[:, column], jnp.float32)
+    def number(name: str) -> Array:
+        column = rows[:, _COLUMNS[name]]
+        return column if name in _INTEGERS else lax.bitcast_convert_type(column, jnp.float32)
 
+    seed = rows[:, _COLUMNS["seed_low"] : _COLUMNS["seed_high"] + 1]
     return RowParams(
-        features=rows[:, _Column.FEATURES],
-        temperature=number(_Column.TEMPERATURE),
-        top_k=rows[:, _Column.TOP_K],
-        top_p=number(_Column.TOP_P),
-        min_p=number(_Column.MIN_P),
-        repetition_penalty=number(_Column.REPETITION_PENALTY),
-        frequency_penalty=number(_Column.FREQUENCY_PENALTY),
-        presence_penalty=number(_Column.PRESENCE_PENALTY),
-        min_tokens=rows[:, _Column.MIN_TOKENS],
-        seed=lax.bitcast_convert_type(rows[:, _Column.SEED_LOW : _Column.SEED_HIGH + 1], jnp.uint32),
+        features=rows[:, _COLUMNS["features"]],
+        seed=lax.bitcast_convert_type(seed, jnp.uint32),
+        numbers={name: number(name) for name in _PARAMETERS},
     )
 
 

@@ -145,9 +145,5 @@ class Later(Proposer):
         return state
 
     @override
-    def take_in(self, state: tuple[()], new: NewTokens) -> tuple[()]:
-        return state
-
-    @override
     def propose(self, state: tuple[()], new: NewTokens) -> tuple[tuple[()], Int[Array, "R k"], Int[Array, " R"]]:
         return state, jnp.zeros((new.slots.shape[0], self.k), jnp.int32), jnp.zeros_like(new.counts)

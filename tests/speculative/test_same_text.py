@@ -16,7 +16,8 @@ from tiny_model import ascii_tokenizer
 from jaxserve import speculative
 from jaxserve.engine.output import RequestGroup
 from jaxserve.loading.huggingface import load_config
-from jaxserve.request import EngineOutput, SamplingParams, StructuredOutputs
+from jaxserve.request import EngineOutput
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.speculation import parse_speculation
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
@@ -102,8 +103,9 @@ def models(plain, drafting):
 PARAMS = st.one_of(
     st.just({"temperature": 0.0}),
     st.builds(lambda seed, more: {"temperature": 1.0, "seed": seed} | more, st.integers(0, 99), st.sampled_from([
-        {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"logprobs": 2}, {"frequency_penalty": 0.5},
-        {"logit_bias": {3: 4.0, 5: -9.0}}, {"allowed_token_ids": list(range(3, 40))}, {"min_tokens": 6},
+        {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_n_sigma": 1.0}, {"logprobs": 2},
+        {"frequency_penalty": 0.5}, {"logit_bias": {3: 4.0, 5: -9.0}}, {"min_tokens": 6},
+        {"allowed_token_ids": list(range(3, 40))},
         {"logprob_token_ids": [4, 9]}, {"prompt_logprobs": 1}, {"speculative_decoding": False},
     ])),
 )  # fmt: skip

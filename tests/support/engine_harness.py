@@ -15,7 +15,8 @@ from jaxserve.execution.runner import Runner
 from jaxserve.layers.random_params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family, with_context
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.speculative import make_drafter

@@ -12,7 +12,8 @@ import itertools
 import zlib
 from collections import deque
 
-from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus, SamplingParams
+from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.continuous import ContinuousScheduler
 from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.plan import Row, StepPlan

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.layers.context import Kernels
 from jaxserve.quantization.scheme import Scheme
-from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.speculation import Speculation
 
 
