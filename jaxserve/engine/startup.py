@@ -65,6 +65,8 @@ def start_engine(
     if shipped is not None:
         num_blocks = blocks_of_programs(shipped, num_blocks)
     warmup: WarmUp = config.warmup or "background"
+    if config.scheduler == "static" and warmup == "background":
+        warmup = "full"  # its batches are as large as the engine allows, from the first one on
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
         lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers, shipped=shipped)
@@ -224,8 +226,7 @@ def load_programs(runner: Runner, shipped: Shipped) -> None:
 
 def programs_of(builder: StepBuilder, warmup: WarmUp) -> list[Program]:
     """Return the programs that a warm-up waits for, those that take longest first."""
-    first = set(builder.first_programs()) if warmup == "background" else None
-    return [program for program in builder.shapes.programs if first is None or program in first]
+    return builder.first_programs() if warmup == "background" else builder.shapes.programs
 
 
 @contextlib.contextmanager
@@ -310,7 +311,8 @@ def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shippe
     folder = folder and folder / "steps"
     found = None if shipped is None else shipped.lowered
     lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True, shipped=found)
-    runner.warm_up_rest(lowering, on_end=give_memory_back)
+    here = Lowering(runner.builder, folder=folder, num_workers=0, is_background=True, shipped=found)
+    runner.warm_up_rest(lowering, here, on_end=give_memory_back)
 
 
 def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder) -> Scheduler:
