@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, no_type_check
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
+from jaxserve.layers.pytrees import pytree
 from jaxserve.sampling import state as sampling_state
 from jaxserve.sampling.state import Extras, SamplingState
 from jaxserve.scheduling.plan import Row
@@ -35,7 +35,7 @@ NUM_LENGTHS = 4
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Drafts:
     """What the next step of N slots may verify: up to k tokens each, and what their proposer keeps."""
 
@@ -45,7 +45,7 @@ class Drafts:
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Slots:
     """Device state of N slots, each with a block table of M entries for each of G KV groups; donated."""
 

@@ -8,7 +8,6 @@ both in one program, for rows to which the host contributes nothing.
 import dataclasses
 from typing import Any, NamedTuple, no_type_check
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +19,7 @@ from jaxserve.layers.batch import Batch, KVCache, Launch
 from jaxserve.layers.context import PLAIN, Kernels
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
+from jaxserve.layers.pytrees import pytree
 from jaxserve.models.family import Family
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
@@ -39,7 +39,7 @@ PROMPT_LOGPROBS_CHUNK = 128
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class DrawingRows:
     """What `draw` needs to know of R rows besides their slots."""
 
@@ -56,7 +56,7 @@ class DrawingRows:
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Begun:
     """What the first layers of a forward pass leave for the others."""
 
@@ -68,7 +68,7 @@ class Begun:
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Forwarded:
     """The results of a forward pass. `hidden` is None if all rows have one token, or as many columns."""
 
@@ -79,7 +79,7 @@ class Forwarded:
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Drawn:
     """What the host reads of a step. `logprobs`, with an entry for each column of each row, is None if no row can
     request any, and zeros if none does.

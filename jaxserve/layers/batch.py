@@ -7,10 +7,10 @@ are not checked at run time: jax rebuilds a pytree with leaves of other kinds to
 import dataclasses
 from typing import Any, Literal, NamedTuple, no_type_check
 
-import flax.struct
 from jaxtyping import Array, Int
 
 from jaxserve.layers.context import Kernels, Record, StepContext
+from jaxserve.layers.pytrees import pytree, static
 from pallas_kernels.peers import PeerBuffers
 
 Launch = Literal["at once", "in parts", "in programs"]
@@ -27,7 +27,7 @@ class Tables(NamedTuple):
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class Batch:
     """The device arrays of one step: T tokens of B requests, ragged, padded to the step's bucket.
 
@@ -53,19 +53,19 @@ class Batch:
     """
     num_decode_rows: Int[Array, ""]
     num_rows: Int[Array, ""]
-    is_decode_only: bool = flax.struct.field(pytree_node=False, default=False)
+    is_decode_only: bool = static(default=False)
     """Static: no row has more than one token, and there are as many rows as tokens, so that row b is token b. A step
     compiled for that leaves out everything that longer rows need. With blocks of more than one token, no row attends to
     a position that another row of the step writes, so a layer may write and attend in any order.
     """
-    num_columns: int = flax.struct.field(pytree_node=False, default=0)
+    num_columns: int = static(default=0)
     """Static: if not 0, each row has so many tokens, one row after the other, but padding rows at the end, which have
     none. Those behind a row's drafts are padding, too: they write nowhere and are at positions up to `num_columns` - 1
     behind the sequence, for which there are entries in the block tables.
     """
-    kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
+    kernels: Kernels = static(default="xla")
     """Static: what layers run where they have a choice."""
-    launch: Launch = flax.struct.field(pytree_node=False, default="at once")
+    launch: Launch = static(default="at once")
     """Static: see `layers.launch`."""
     peers: PeerBuffers | None = None
     """The buffers through which kernels add up the devices' partial sums; None if there are none, or if XLA adds them
@@ -75,10 +75,10 @@ class Batch:
     """For a model with several KV groups: the `write_index` and `block_tables` of each group; the fields of these names
     are None then.
     """
-    group_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    group_of_layer: tuple[int, ...] = static(default=())
     """Static: the group of each layer, if there are several."""
 
-    record: Record | None = flax.struct.field(pytree_node=False, default=None)
+    record: Record | None = static(default=None)
     """Static: see `StepContext`."""
 
     @property
@@ -99,7 +99,7 @@ class Batch:
 
 
 @no_type_check
-@flax.struct.dataclass
+@pytree
 class KVCache:
     """What the layers of a model keep, in pools that are a LayerCache each (see `layers.cache`); donated.
 
@@ -107,11 +107,11 @@ class KVCache:
     """
 
     pools: tuple[Any, ...]
-    num_blocks: int = flax.struct.field(pytree_node=False)
+    num_blocks: int = static()
     """Static: number of blocks in each pool."""
-    block_size: int = flax.struct.field(pytree_node=False)
+    block_size: int = static()
     """Static: number of tokens in a block."""
-    pool_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    pool_of_layer: tuple[int, ...] = static(default=())
     """Static: the pool of each layer; empty: each has its own."""
 
     def of_layer(self, index: int) -> Any:

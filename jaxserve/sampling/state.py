@@ -10,13 +10,13 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, no_type_check
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
+from jaxserve.layers.pytrees import pytree
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -52,7 +52,7 @@ NUM_SCALARS = len(_Column)
 
 
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
-@flax.struct.dataclass
+@pytree
 class Extras:
     """The data that only the processors and `logprob_token_ids` need: NumPy arrays of one request, or device arrays of
     all slots with a leading axis.
@@ -77,7 +77,7 @@ class Extras:
 
 
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
-@flax.struct.dataclass
+@pytree
 class SamplingState:
     """The sampling state of N slots; donated with the step."""
 
