@@ -361,8 +361,8 @@ class Runner:
     def _take_compiled(self, program: Program) -> None:
         if self.model.traits.records_first_runs:
             self._first_runs.extend([program] * NUM_FIRST_RUNS)
-        elif self.readiness is not None:
-            self.readiness.add(program)
+        elif (readiness := self.readiness) is not None:  # another thread may set it to None meanwhile
+            readiness.add(program)
 
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program with the state and these arguments, update the state, and return the other results."""
