@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -84,7 +85,9 @@ def commands(venv: str, accelerator: str, extras: list[str], *, is_there: bool) 
     wanted = [*extras, *([] if accelerator == "cpu" or is_there else [accelerator])]
     package = f"{ROOT}[{','.join(wanted)}]" if wanted else str(ROOT)
     create = [sys.executable, "-m", "venv", *(["--system-site-packages"] if is_there else []), venv]
-    pip = [str(pathlib.Path(venv, "bin", "python")), "-m", "pip", "install", "--quiet"]
+    python = str(pathlib.Path(venv, "bin", "python"))
+    # Byte-compiling all packages takes as long as everything else; what is imported is compiled then.
+    pip = [python, "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", "--progress-bar", "off"]
     return [create, [*pip, "-c", str(ROOT / "constraints.txt"), "-e", package]]
 
 
@@ -106,9 +109,30 @@ def main() -> int:
     for command in commands(args.venv, accelerator, args.extra, is_there=is_there):
         if args.dry_run:
             print(shlex.join(command))
-        elif code := subprocess.run(command, check=False).returncode:
+        elif code := run(command):
             return code
     return 0
+
+
+def run(command: list[str]) -> int:
+    """Run a command, and print one line for each package it downloads. If it fails, print all it has said. Returns its
+    exit code.
+    """
+    start = time.monotonic()
+    said, number = [], 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            seconds = time.monotonic() - start
+            if found := re.match(r"Collecting (\S+)", line):
+                number += 1
+                print(f"  {seconds:4.0f} s  package {number}: {found[1]}", file=sys.stderr, flush=True)
+            elif line.startswith(("Installing collected packages", "Building wheels")):
+                print(f"  {seconds:4.0f} s  {line.split(':')[0].lower()}", file=sys.stderr, flush=True)
+    if process.returncode:
+        sys.stderr.writelines(said)
+    return process.returncode
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ NO_JAX = (
     "pallas_kernels.device.code_values",
 )
 RUN_ELSEWHERE = "jaxserve.bench.peers."  # scripts for other interpreters, with packages that are not installed here
-JAX = {"flax", "jax", "jaxlib", "optax", "orbax"}
+JAX = {"jax", "jaxlib", "optax", "orbax"}
 
 # The functions in which a module of NO_JAX starts an engine or reads a model: everything before stays fast.
 MAY_START_AN_ENGINE = {

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, host, latency, load, speculation, steps, throughput
+from jaxserve.bench import bits_per_byte, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
@@ -116,6 +116,12 @@ def add_commands(parser: Parser) -> None:
     _add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
     loading.add_flag("workload", "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
+    first = add(
+        "start", "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs", _start
+    )
+    first.add_flag("workload", "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
+    first.add_flag("workload", "--install", action="store_true", help="install the clone into a new environment before")
+
     cost = add("server", "CPU time of the API side for a streamed token, over an engine stub", _server)
     _add_number(cost, "--num-streams", 256, "clients that stream at once")
     _add_number(cost, "--tokens-per-second", 20, "tokens a second that each of them gets")
@@ -200,7 +206,13 @@ def _throughput(args: argparse.Namespace) -> None:
         seed=args.seed,
         vocab_size=LLAMA_100M["vocab_size"],
     )
-    engine = EngineConfig(dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, kernels="xla")
+    engine = EngineConfig(
+        dtype="float32",
+        max_num_seqs=args.max_num_seqs,
+        enable_prefix_caching=False,
+        kernels="xla",
+        warmup="full",
+    )
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
 
 
@@ -240,6 +252,10 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
     return EngineConfig(**given_config)
+
+
+def _start(args: argparse.Namespace) -> None:
+    print(start.run(args.model, install=args.install))
 
 
 def _server(args: argparse.Namespace) -> None:

@@ -76,6 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int = 0
     num_full_requests: int = 0
     """Requests of `max_model_len` tokens that the KV cache holds at once."""
+    gpu_memory_utilization: float = 0.0
 
     def expected_weight_bytes(self, num_tokens: int) -> float:
         """Return the bytes of weights that a step of `num_tokens` tokens reads, if each chooses its experts at
@@ -101,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             "sliding_window": str(min((kind.window for kind in self.kv_kinds if kind.window), default=None)),
             "is_attention_free": str(not self.kv_kinds),
             "kv_cache_memory_bytes": str(self.kv_cache_bytes),
+            "gpu_memory_utilization": str(self.gpu_memory_utilization),
         }
 
     def kv_bytes(self, num_tokens: float) -> float:

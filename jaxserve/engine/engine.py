@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.client import EngineStats, window_name
-from jaxserve.errors import InvalidRequest, JaxserveError
+from jaxserve.errors import InvalidRequest, JaxserveError, RequestFailed
+from jaxserve.execution.programs.readiness import Needs
 from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
@@ -21,6 +22,8 @@ from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, Toke
 from jaxserve.scheduling.plan import Drafted, Row, StepPlan
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
 from jaxserve.structured.matchers import Matchers, refusal
+
+NO_PROGRAM = "a program that this request needs does not compile: the log of the engine says why"
 
 
 class Engine:
@@ -50,6 +53,11 @@ class Engine:
         self._matchers = matchers
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
+        self._deferred: list[list[EngineRequest]] = []
+        """Groups of requests whose programs are not compiled yet."""
+        self._needs = Needs()
+        """What requests need of programs since the scheduler was empty, while not all programs are there."""
+        self._seen_version = 0
         self._num_prompt_logprobs: dict[str, int] = {}
         self._num_corrupted = 0
         self._num_steps = 0
@@ -69,31 +77,48 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if `step` has anything to do."""
-        return bool(self._in_flight) or self.has_requests or self.runner.has_first_runs
+        return (
+            bool(self._in_flight)
+            or self.scheduler.has_work
+            or self._num_compiling > 0
+            or self.runner.has_first_runs
+            or self._has_new_programs
+        )
 
     @property
     def has_requests(self) -> bool:
         """True while a request is unfinished."""
-        return self.scheduler.has_work or self._num_compiling > 0
+        return self.scheduler.has_work or self._num_compiling > 0 or bool(self._deferred)
+
+    @property
+    def _has_new_programs(self) -> bool:
+        """True if requests that wait for programs may have them now."""
+        readiness = self.runner.readiness
+        return bool(self._deferred) and (readiness is None or readiness.version != self._seen_version)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have yet to run, or to run again. From any thread."""
-        return self.scheduler.num_waiting + self._num_compiling
+        return self.scheduler.num_waiting + self._num_compiling + self._num_deferred
+
+    @property
+    def _num_deferred(self) -> int:
+        return sum(map(len, self._deferred))
 
     @property
     def _num_compiling(self) -> int:
         return 0 if self._matchers is None else self._matchers.num_compiling
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Queue requests, all or none; those with a grammar wait apart until it is compiled.
+        """Queue requests, all or none; those with a grammar wait apart until it is compiled, and those that need a
+        program that is not compiled yet, for that.
 
         Raises what `Scheduler.add` raises.
         """
         constrained = [request for request in requests if request.grammar]
         if constrained and self._matchers is None:
             raise InvalidRequest("this engine follows no grammars", param="structured_outputs")
-        self.scheduler.add([request for request in requests if not request.grammar])
+        self._admit([request for request in requests if not request.grammar])
         if self._matchers is not None:
             for _, group in itertools.groupby(constrained, lambda request: request.group_id):
                 self._matchers.start(list(group))
@@ -102,6 +127,10 @@ class Engine:
         """Drop requests; their blocks are free for the next step."""
         for request in self.scheduler.abort(request_ids):
             self._count_end(request)
+        if self._deferred:
+            aborted = set(request_ids)
+            left = ([each for each in group if each.request_id not in aborted] for group in self._deferred)
+            self._deferred = [group for group in left if group]
         for request_id in request_ids:
             self._num_prompt_logprobs.pop(request_id, None)
         if self._matchers is not None:
@@ -115,8 +144,11 @@ class Engine:
         """
         self.runner.advance_warm_up()
         outputs = self._add_compiled() if self._num_compiling else []
+        if self._has_new_programs:
+            outputs += self._add_deferred()
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
+        readiness = self.runner.readiness
+        plan = self.scheduler.schedule(None if readiness is None else readiness.max_tokens(self._needs))
         self.seconds["schedule"] += time.perf_counter() - start
         if plan is not None:
             for row in plan.admitted:
@@ -155,10 +187,10 @@ class Engine:
         scheduler = self.scheduler.stats()
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self._num_compiling,
+            num_waiting=scheduler.num_waiting + self._num_compiling + self._num_deferred,
             num_waiting_new=scheduler.num_waiting - scheduler.num_preempted,
             num_waiting_preempted=scheduler.num_preempted,
-            num_waiting_deferred=self._num_compiling,
+            num_waiting_deferred=self._num_compiling + self._num_deferred,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.num_cached_blocks,
             kv_cache_usage=scheduler.kv_cache_usage,
@@ -196,8 +228,47 @@ class Engine:
         is_idle = not self._in_flight and not self.scheduler.has_work
         compiled, refused = self._matchers.take_compiled(wait=is_idle)
         for group in compiled:
-            self.scheduler.add(group)
+            self._admit(group)
         return [_refused(request.request_id, error) for group, error in refused for request in group]
+
+    def _admit(self, requests: list[EngineRequest]) -> None:
+        """Queue requests, except for those that need programs that are not there. Raises as `Scheduler.add` does."""
+        if self.runner.readiness is None:
+            self.scheduler.add(requests)
+            return
+        if not self.scheduler.has_work:
+            self._needs = Needs()
+        groups = [list(group) for _, group in itertools.groupby(requests, lambda request: request.group_id)]
+        self.scheduler.add([request for group in groups if self._take_needs(group) for request in group])
+
+    def _take_needs(self, group: list[EngineRequest]) -> bool:
+        """Return true if there are programs for this group and all that runs. Otherwise it is deferred."""
+        readiness = self.runner.readiness
+        needs = self._needs.union(Needs.of(group))
+        if readiness is None or readiness.max_tokens(needs):
+            self._needs = needs
+            return True
+        self._deferred.append(group)
+        self._seen_version = -1
+        self.runner.want(readiness.missing(needs))
+        return False
+
+    def _add_deferred(self) -> list[EngineOutput]:
+        """Queue the requests whose programs are there by now; returns the ends of those that will have none."""
+        readiness = self.runner.readiness
+        version = -1 if readiness is None else readiness.version
+        groups, self._deferred = self._deferred, []
+        refused = []
+        if readiness is not None:
+            refused = [group for group in groups if readiness.is_hopeless(self._needs.union(Needs.of(group)))]
+        for group in groups:
+            if group not in refused:
+                self._admit(group)
+        self._seen_version = version
+        ids = [request.request_id for group in refused for request in group]
+        if self._matchers is not None:
+            self._matchers.forget(ids)
+        return [_refused(request_id, RequestFailed(NO_PROGRAM)) for request_id in ids]
 
     def _masks(self, rows: list[Row], failed: dict[Request, str], num_columns: int) -> Masks:
         """Return the masks of these rows, which may have drafts in all but the first of `num_columns`, for the step

@@ -89,6 +89,7 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         total_weight_bytes=num_bytes(specs, dtype=model.dtype),
         kv_cache_bytes=num_blocks * model.bytes_per_block,
         num_full_requests=needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len),
+        gpu_memory_utilization=plan.gpu_memory_utilization,
     )
 
 

@@ -31,6 +31,7 @@ class ServingPlan:
     weights_seed: int | None
     tokenizer: str
     kv_cache_memory: int | None
+    gpu_memory_utilization: float
     warmup: WarmUp
     scheduler: Literal["continuous", "static"]
     scheduling_policy: Literal["fcfs", "priority"]

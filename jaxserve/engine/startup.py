@@ -138,6 +138,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     if builder.model.has_kernels:
         for line in builder.describe_paths():
             logger.info("kernels of %s", line)
+    warmup: WarmUp = config.warmup or "background"
+    if config.scheduler == "static" and warmup == "background":
+        warmup = "full"  # its batches are as large as the engine allows, from the first one on
     return ServingPlan(
         checkpoint=checkpoint,
         devices=devices,
@@ -146,7 +149,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         weights_seed=config.seed if config.load_format == "dummy" else None,
         tokenizer=config.tokenizer or checkpoint.path,
         kv_cache_memory=config.kv_cache_memory,
-        warmup=config.warmup or "background",
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        warmup=warmup,
         scheduler=config.scheduler,
         scheduling_policy=config.scheduling_policy,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -245,8 +249,7 @@ def load_programs(runner: Runner, shipped: Shipped) -> None:
 
 def programs_of(builder: StepBuilder, warmup: WarmUp) -> list[Program]:
     """Return the programs that a warm-up waits for, those that take longest first."""
-    first = set(builder.first_programs()) if warmup == "background" else None
-    return [program for program in builder.shapes.programs if first is None or program in first]
+    return builder.first_programs() if warmup == "background" else builder.shapes.programs
 
 
 @contextlib.contextmanager
@@ -336,7 +339,8 @@ def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shippe
     folder = folder and folder / "steps"
     found = None if shipped is None else shipped.lowered
     lowering = Lowering(runner.builder, folder=folder, num_workers=num_workers, is_background=True, shipped=found)
-    runner.warm_up_rest(lowering, on_end=give_memory_back)
+    here = Lowering(runner.builder, folder=folder, num_workers=0, is_background=True, shipped=found)
+    runner.warm_up_rest(lowering, here, on_end=give_memory_back)
 
 
 def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:

@@ -25,6 +25,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.memory import memory_of_step
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
+from jaxserve.execution.programs.readiness import Readiness
 from jaxserve.execution.programs.shapes import Step
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
 from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
@@ -149,7 +150,8 @@ class Runner:
         )
         self._lowering = lowering
         self._background: BackgroundWarmUp | None = None
-        self._ready: set[Program] | None = None
+        self.readiness: Readiness | None = None
+        """Which programs steps may run in; None: in all."""
         self._first_runs: collections.deque[Program] = collections.deque()
         self._features = np.zeros(self.model.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
@@ -231,36 +233,46 @@ class Runner:
         To be called before `allocate`: on a GPU, XLA tries out matrix products while it compiles, and needs memory for
         that.
         """
-        first = set(self.builder.first_programs())
         return self.steps.warm_up(
-            [program for program in self.builder.shapes.programs if program in first or not only_first],
+            self.builder.first_programs() if only_first else self.builder.shapes.programs,
             num_lowered_elsewhere=0 if self._lowering is None else self._lowering.num_workers,
             kernels_of=functools.partial(self._kernels_of, self._lowering),
             mesh=self.mesh,
             progress=progress,
         )
 
-    def warm_up_rest(self, lowering: Lowering, *, on_end: Callable[[], object]) -> None:
+    def warm_up_rest(self, lowering: Lowering, lowering_here: Lowering, *, on_end: Callable[[], object]) -> None:
         """Compile the programs that are missing while steps run in those that are there. `lowering` is closed, and
-        `on_end` is called by another thread, when all is compiled.
+        `on_end` is called by another thread, when all is compiled; `lowering_here` has no workers.
         """
-        self._ready = ready = {program for program, _ in self.steps.items()}
-        phases = [[program for program in phase.programs if program not in ready] for phase in self.builder.order()]
+        ready = {program for program, _ in self.steps.items()}
+        self.readiness = Readiness(self.builder.shapes, ready)
+        phases = [
+            phase._replace(programs=[program for program in phase.programs if program not in ready])
+            for phase in self.builder.order()
+        ]
         self._background = BackgroundWarmUp(
             self.steps,
             phases,
             num_blocks=self.num_blocks,
             lowering=lowering,
+            lowering_here=lowering_here,
             kernels_of=functools.partial(self._kernels_of, lowering),
             mesh=self.mesh,
             on_compiled=self._take_compiled,
+            on_failed=self.readiness.fail,
             on_end=on_end,
         )
 
     @property
     def is_warming_up(self) -> bool:
-        """True if steps may run in programs that are larger than they need."""
-        return self._ready is not None
+        """True if some programs are not there yet."""
+        return self.readiness is not None
+
+    def want(self, programs: Sequence[Program]) -> None:
+        """Compile programs at once, for which a request waits."""
+        if self._background is not None:
+            self._background.want(programs)
 
     @property
     def has_first_runs(self) -> bool:
@@ -272,15 +284,15 @@ class Runner:
         that dispatches them; each call runs one program with empty arguments, if the first runs of programs take
         longer.
         """
-        if self._ready is None:
+        if self.readiness is None:
             return
         if self._first_runs:
             program = self._first_runs.popleft()
             self._run(program, *program.nothing(self.model))
             if program not in self._first_runs:
-                self._ready.add(program)
+                self.readiness.add(program)
         elif self._background is not None and self._background.is_done:
-            self._ready = None
+            self.readiness = None
 
     def run_empty_steps(self) -> None:
         """Run all that is compiled, after `allocate`, on nothing: KV and slots stay as they are.
@@ -349,13 +361,13 @@ class Runner:
         )
 
     def _is_ready(self, program: Program) -> bool:
-        return self._ready is None or program in self._ready
+        return self.readiness is None or self.readiness.is_ready(program)
 
     def _take_compiled(self, program: Program) -> None:
         if self.model.traits.records_first_runs:
             self._first_runs.extend([program] * NUM_FIRST_RUNS)
-        elif self._ready is not None:
-            self._ready.add(program)
+        elif (readiness := self.readiness) is not None:  # another thread may set it to None meanwhile
+            readiness.add(program)
 
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program with the state and these arguments, update the state, and return the other results."""

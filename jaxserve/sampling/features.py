@@ -35,8 +35,9 @@ class Feature(enum.IntFlag):
     PROCESSORS = PENALTIES | LOGIT_BIAS | ALLOWED_TOKENS | BAD_WORDS | MIN_TOKENS
     EXTRAS = PROCESSORS | LOGPROB_TOKEN_IDS  # these need more of a request than its scalars
     FILTERS = TOP_K | TOP_P | MIN_P
-    PLAIN = RANDOM | FILTERS  # all that a step without processors and logprobs supports
     POOLING = LAST_POOLING | SUM_POOLING | MAX_POOLING
+    # All that a draw without processors and logprobs supports; the token drawn beside an embedding is dropped.
+    PLAIN = RANDOM | FILTERS | POOLING | FIRST_POOLING | WEIGHTED_POOLING | ROOT_POOLING
 
 
 OF_NUMBER = {

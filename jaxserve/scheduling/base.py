@@ -180,9 +180,9 @@ class Scheduler(abc.ABC):
         return requests
 
     @abc.abstractmethod
-    def schedule(self) -> StepPlan | None:
-        """Decide the next step. None if nothing can run before a plan in flight has come back, or there is nothing to
-        run.
+    def schedule(self, max_tokens: int | None = None) -> StepPlan | None:
+        """Decide the next step, of at most `max_tokens` tokens if that is less than `max_num_batched_tokens`. None if
+        nothing can run before a plan in flight has come back, or there is nothing to run.
         """
 
     def update(

@@ -90,10 +90,11 @@ class ContinuousScheduler(Scheduler):
         return requests
 
     @override
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, max_tokens: int | None = None) -> StepPlan | None:
         limits, running = self._limits, self._running
         block_size = limits.block_size
-        step = _Step(limits.max_num_batched_tokens)
+        budget = min(max_tokens or limits.max_num_batched_tokens, limits.max_num_batched_tokens)
+        step = _Step(budget)
         single_rows = step.single_rows
         if self._windowed:
             for request in running:
@@ -128,7 +129,7 @@ class ContinuousScheduler(Scheduler):
             return None
         if limits.drafts.by_rows and not step.chunk_rows:
             rows = self._with_drafts(rows, step.budget)
-        plan = StepPlan(rows, len(single_rows), limits.max_num_batched_tokens - step.budget, step.admitted)
+        plan = StepPlan(rows, len(single_rows), budget - step.budget, step.admitted)
         self._in_flight.append(plan)
         return plan
 

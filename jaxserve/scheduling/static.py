@@ -38,7 +38,8 @@ class StaticScheduler(Scheduler):
         self._column = 0  # prompt columns already computed
 
     @override
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, max_tokens: int | None = None) -> StepPlan | None:
+        assert max_tokens is None, "batches have the size that they are formed with"
         if not self._running:
             self._form_batch()
         rows: list[Row] = []

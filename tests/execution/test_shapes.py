@@ -135,7 +135,8 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
     shapes = StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False, verifying=verifying)
     programs = set(shapes.programs)
     assert len(programs) == len(shapes.programs)
-    assert programs == {program for phase in shapes.order(lambda _: False) for program in phase.programs}
+    in_order = {program for phase in shapes.order(lambda _: False) for program in phase.programs}
+    assert programs == {program for program in in_order if not (isinstance(program, Draw) and program.is_plain)}
     assert programs > set(plain.programs) | {AdmitTokens()}
     used = set()
     nothing = {"has_prompt_logprobs": False, "has_embeddings": False}
@@ -227,12 +228,16 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
 @pytest.mark.parametrize("has_lean_programs", [True, False])
 @pytest.mark.parametrize(("budget", "max_num_seqs"), [(1, 1), (5, 4), (64, 100), (300, 100), (1000, 1000)])
 def test_every_plan_has_a_step_among_the_first_programs(budget, max_num_seqs, has_lean_programs):
-    """So that none waits for a compiler; later it has one with less padding."""
+    """And the urgent ones, where plans are small before these are there; later it has one with less padding."""
     shapes = make_shapes(budget, max_num_seqs, has_lean_programs=has_lean_programs)
     order = shapes.order(lambda _: False)
     programs = [program for phase in order for program in phase.programs]
-    assert sorted(map(repr, programs)) == sorted(map(repr, shapes.programs))
-    first = {program for phase in order if phase.is_first for program in phase.programs}
+    lean = (
+        [] if has_lean_programs else [program for program in programs if isinstance(program, Draw) and program.is_plain]
+    )
+    assert len(lean) == (not has_lean_programs)
+    assert sorted(map(repr, programs)) == sorted(map(repr, [*shapes.programs, *lean]))
+    first = {program for phase in order if phase.is_first or phase.is_urgent for program in phase.programs}
     assert [phase.is_first for phase in order] == sorted((phase.is_first for phase in order), reverse=True)
     assert shapes.largest in first
     for num_tokens, needs in plans(shapes, budget):
@@ -272,10 +277,13 @@ def test_the_order_of_programs_on_a_gpu():
 
 
 def test_the_order_of_programs_on_a_cpu():
+    """What serves a chat, then what serves anything, then what serves it faster."""
     order = make_shapes(512, 64, has_lean_programs=False).order(lambda _: False)
-    assert [str(phase) for phase in order if phase.is_first] == [
-        "first, for any step: Forward 512, Draw 64",
-        "first, for hidden states: PromptLogprobs 512, Embed 512",
-        "first, for slots: Admit, AdmitExtras, Allow 64",
-        "first, for decode: Forward 16, Draw 16",
+    assert [str(phase) for phase in order if phase.is_first or phase.is_urgent] == [
+        "first, for plain requests: Forward 16, Draw 16, Admit",
+        "then, for any step: Forward 512, Draw 64",
+        "then, for slots: AdmitExtras, Allow 64",
+        "then, for decode: Draw 16",
+        "then, for hidden states: PromptLogprobs 512, Embed 512",
     ]
+    assert [phase.is_urgent for phase in order] == [False] + [True] * 4 + [False] * (len(order) - 5)

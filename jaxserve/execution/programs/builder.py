@@ -89,8 +89,10 @@ class StepBuilder:
         return self.shapes.order(self.is_tuned)
 
     def first_programs(self) -> list[Program]:
-        """Return the programs without which there would be requests to wait for a compiler."""
-        return [program for phase in self.order() if phase.is_first for program in phase.programs]
+        """Return the programs that the engine is started with, those that take longest to compile first."""
+        order = {program: index for index, program in enumerate(self.shapes.programs)}
+        first = (program for phase in self.order() if phase.is_first for program in phase.programs)
+        return sorted(first, key=lambda program: order.get(program, 0))
 
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""

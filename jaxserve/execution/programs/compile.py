@@ -57,7 +57,7 @@ class CompiledSteps:
         self._lock = threading.Lock()
         self._is_warm = False
         self._is_stopped = False
-        self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
+        self._pools: set[concurrent.futures.ThreadPoolExecutor] = set()
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
 
@@ -89,7 +89,7 @@ class CompiledSteps:
         self._is_warm = False
 
     def stop(self) -> None:
-        """End a warm-up that runs in another thread, once its current program is compiled."""
+        """End the warm-ups that run in other threads, once their current programs are compiled."""
         with self._lock:
             self._is_stopped = True
             for pool in self._pools:
@@ -145,9 +145,9 @@ class CompiledSteps:
         )
         pools = [lowering, compiling_kernels, compiling]
         with self._lock:
-            self._pools = pools
             if self._is_stopped:
                 raise concurrent.futures.CancelledError
+            self._pools.update(pools)
         submitted: list[concurrent.futures.Future[Any]] = []
 
         def submit[T](
@@ -195,6 +195,8 @@ class CompiledSteps:
                 # know of that thread; and a thread that has not begun cannot be joined.
                 while any(thread.name.startswith(f"{name}-") for thread in threading.enumerate()):
                     time.sleep(0.01)
+                with self._lock:
+                    self._pools.difference_update(pools)
         self._is_warm = True
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 

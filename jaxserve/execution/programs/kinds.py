@@ -31,7 +31,7 @@ from jaxserve.sampling.state import empty_extras
 
 class Draw(Kind, frozen=True, tag=True):
     """`step.draw`, of rows that may need anything, or anything but log probabilities; of rows with `num_columns`, if
-    that is not 0.
+    that is not 0. `is_plain`: of rows that need no more than draws from filtered distributions.
     """
 
     takes: ClassVar[tuple[State, ...]] = ("slots",)
@@ -40,6 +40,7 @@ class Draw(Kind, frozen=True, tag=True):
     num_rows: int
     has_logprobs: bool
     num_columns: int = 0
+    is_plain: bool = False
 
     @property
     @override
@@ -51,7 +52,7 @@ class Draw(Kind, frozen=True, tag=True):
         return functools.partial(
             draw,
             kernels=model.kernels,
-            is_plain=False,
+            is_plain=self.is_plain,
             num_top_logprobs=model.num_top_logprobs if self.has_logprobs else None,
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
             drafting=model.drafting,

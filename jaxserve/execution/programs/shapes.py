@@ -58,6 +58,8 @@ class Phase(NamedTuple):
     programs: list[Program]
     is_first: bool = False
     """True if the engine takes no request before they are compiled."""
+    is_urgent: bool = False
+    """True if they are compiled at the same priority as requests run: they make steps larger, or requests wait."""
 
     def __str__(self) -> str:
         names = ", ".join(f"{type(program).__name__} {program.size or ''}".rstrip() for program in self.programs)
@@ -88,6 +90,8 @@ class StepShapes:
         self._verifying_general = self._verifying
         if has_lean_programs:
             self._verifying_general = [bucket for some in of_widths for bucket in _sparse(some)]
+        # Without lean programs a single request decodes in a small forward pass.
+        self._small = next((bucket for bucket in buckets if bucket.num_tokens >= SMALLEST_GENERAL), buckets[-1])
         self._max_tokens_of_two = MAX_TOKENS_IN_PROGRAMS if may_be_two_programs else 0
         self._has_lean_programs = has_lean_programs
         max_num_rows = buckets[-1].num_rows
@@ -158,33 +162,39 @@ class StepShapes:
         )
 
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
-        """Return what is compiled, for what, in which order; every program is in one phase.
+        """Return what is compiled, for what, in which order; every program is in one phase, and so is the draw that is
+        only used until a general one is compiled.
 
-        The first phases are waited for: with them every plan has a step, possibly a larger one than it needs. Programs
-        that XLA tunes are among them, because tuning takes time and memory of the device. The others come in the order
-        in which requests are likely to benefit from them.
+        The first phases are waited for. With lean programs every plan then has a step, possibly a larger one than it
+        needs; programs that XLA tunes are among them, because tuning takes time and memory of the device. Otherwise
+        most requests then have steps of few tokens, and the urgent phases add larger steps, and what other requests
+        need. The others come in the order in which requests are likely to benefit from them.
         """
         largest = self.largest.bucket
         plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
-        decode = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
+        general = [Forward(bucket, is_decode_only=True) for bucket in self._decode]
         mixed = self._programs_of_prompts(self._mixed)
         verifying = self._programs_that_verify
-        tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*decode, *mixed]))]
+        tuned = [*filter(is_tuned, plain), *self._with_draws(filter(is_tuned, [*general, *mixed]))]
         tuned += [program for program in verifying if isinstance(program, PlainDecode | Forward) and is_tuned(program)]
-        # If plain rows have no programs of their own, a single request decodes in a small forward pass.
-        general = [bucket for bucket in self._mixed if bucket.num_tokens >= SMALLEST_GENERAL]
-        small = self._programs_of_prompts(general[:1])
         largest_masks = {masks.num_columns: masks for masks in self._masks}.values()
-        phases = [
-            Phase("any step", self._with_draws(self._programs_of_prompts([largest])), is_first=True),
-            Phase("hidden states", [PromptLogprobs(largest), Embed(largest)], is_first=True),
-            Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, *largest_masks], is_first=True),
-            Phase("decode", plain[-1:] or self._with_draws(small), is_first=True),
-            Phase("tuned on the device", tuned, is_first=True),
+        any_step = Phase("any step", self._with_draws(self._programs_of_prompts([largest])))
+        hidden = Phase("hidden states", [PromptLogprobs(largest), Embed(largest)])
+        slots = Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, *largest_masks])
+        if self._has_lean_programs:
+            decode = Phase("decode", plain[-1:])
+            phases = [each._replace(is_first=True) for each in (any_step, hidden, slots, decode)]
+            phases.append(Phase("tuned on the device", tuned, is_first=True))
+        else:
+            small = self._programs_of_prompts([self._small])
+            lean = Phase("plain requests", [*small, self._lean_draw, Admit(), *self._admits_tokens], is_first=True)
+            more = Phase("decode", self._with_draws(small))
+            phases = [lean, *(each._replace(is_urgent=True) for each in (any_step, slots, more, hidden))]
+        phases += [
             Phase("verification of drafts", verifying),
             Phase("decode of fewer rows", plain),
             Phase("steps of fewer tokens", self._with_draws(mixed)),
-            Phase("decode with penalties, masks or log probabilities", self._with_draws(decode)),
+            Phase("decode with penalties, masks or log probabilities", self._with_draws(general)),
             Phase("masks of fewer rows", list(self._masks)),
             Phase("log probabilities of prompts", list(map(PromptLogprobs, self._with_hidden))),
             Phase("embeddings", list(map(Embed, self._with_hidden))),
@@ -215,10 +225,9 @@ class StepShapes:
         `is_decode_only`: each has one token. `has_logprobs`: log probabilities of sampled tokens. `num_columns`: some
         have that many with their drafts, which are left out if no program for them is ready.
         """
-        needs_hidden = has_prompt_logprobs or has_embeddings
 
         def steps() -> Iterator[Step]:
-            if is_decode_only and not needs_hidden:
+            if is_decode_only and not (has_prompt_logprobs or has_embeddings):
                 if num_columns > 1:
                     yield from self._steps_that_verify(num_tokens, num_columns, is_plain=is_plain)
                 if is_plain:
@@ -226,16 +235,40 @@ class StepShapes:
                 for bucket in _from(self._decode, num_tokens):
                     for draw in self._draws(bucket.num_rows, has_logprobs):
                         yield Step(Forward(bucket, is_decode_only=True), draw=draw)
-            for bucket in _from(self._with_hidden if needs_hidden else self._mixed, num_tokens):
-                for draw in self._draws(bucket.num_rows, has_logprobs):
-                    yield Step(
-                        *self._of_prompts(bucket),
-                        draw,
-                        PromptLogprobs(bucket) if has_prompt_logprobs else None,
-                        Embed(bucket) if has_embeddings else None,
-                    )
+            yield from self.steps_of_any(
+                num_tokens,
+                is_plain=is_plain,
+                has_logprobs=has_logprobs,
+                has_prompt_logprobs=has_prompt_logprobs,
+                has_embeddings=has_embeddings,
+            )
 
         return next(step for step in steps() if all(program is None or is_ready(program) for program in step))
+
+    def steps_of_any(
+        self,
+        num_tokens: int = 0,
+        *,
+        is_plain: bool,
+        has_logprobs: bool,
+        has_prompt_logprobs: bool,
+        has_embeddings: bool,
+    ) -> Iterator[Step]:
+        """Yield the steps for at least `num_tokens` tokens of rows that may have one or several, the smallest first.
+        Arguments are as for `step_for`.
+        """
+        needs_hidden = has_prompt_logprobs or has_embeddings
+        for bucket in _from(self._with_hidden if needs_hidden else self._mixed, num_tokens):
+            draws = self._draws(bucket.num_rows, has_logprobs)
+            if is_plain and bucket is self._small and not self._has_lean_programs:
+                draws = [*draws, self._lean_draw]
+            for draw in draws:
+                yield Step(
+                    *self._of_prompts(bucket),
+                    draw,
+                    PromptLogprobs(bucket) if has_prompt_logprobs else None,
+                    Embed(bucket) if has_embeddings else None,
+                )
 
     def _steps_that_verify(self, num_rows: int = 0, num_columns: int = 0, *, is_plain: bool = True) -> Iterator[Step]:
         """Yield steps that verify drafts, for at least so many rows and columns, the smallest first."""
@@ -252,6 +285,11 @@ class StepShapes:
     @property
     def _programs_that_verify(self) -> list[Program]:
         return [program for step in self._steps_that_verify() for program in (step.forward, step.draw) if program]
+
+    @property
+    def _lean_draw(self) -> Draw:
+        """A draw that is compiled in two thirds of a general one's time, with which the first requests are served."""
+        return Draw(self._small.num_rows, has_logprobs=False, is_plain=True)
 
     @property
     def _admits_tokens(self) -> list[AdmitTokens]:

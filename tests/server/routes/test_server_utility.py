@@ -129,7 +129,8 @@ def test_metrics_of_requests(tokenizer):
     assert found["jaxserve:request_params_max_tokens_sum"] == sum(
         request.max_tokens for request in server.client.submitted if request.request_id == request.group_id
     )
-    assert any(name.startswith('jaxserve:cache_config_info{block_size="') for name in found)
+    [cache] = [name for name in found if name.startswith('jaxserve:cache_config_info{block_size="')]
+    assert 'gpu_memory_utilization="' in cache
 
 
 def test_metrics_of_the_engine_are_read_from_its_snapshot():
