@@ -12,7 +12,7 @@ ONLY ?=
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens notebooks parity formats clients schemas bench clean
+.PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens notebooks parity meshes formats clients schemas bench clean
 
 # What serves, and what development needs beside it. Both choose CUDA where there is an NVIDIA GPU: see deploy/install.py.
 define INSTALL
@@ -83,6 +83,10 @@ notebooks: install
 # The worst error of every model family against transformers.
 parity: install
 	$(BIN)/python tests/support/golden_models.py
+
+# The error of every kind of model on every mesh, against one device.
+meshes: install
+	$(BIN)/python tests/support/meshes.py
 
 # The table of quantized formats: how far from their own packages, and bits of a value as stored and as held.
 formats: install

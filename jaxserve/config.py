@@ -197,6 +197,12 @@ class EngineConfig:
     tensor_parallel_size: int = _option(
         1, "execution", "number of devices over which each layer is split", aliases=("-tp",)
     )
+    enable_expert_parallel: bool = _option(
+        False,
+        "execution",
+        "whole experts on each of these devices, instead of a shard of each expert; counts how many tokens each has",
+        aliases=("-ep",),
+    )
     kernels: Literal["auto", "xla", "sm90"] = _option(
         "auto",
         "execution",

@@ -81,6 +81,8 @@ DRAFTING: Mapping[str, tuple[str, str]] = {
 """Counters of an engine that drafts tokens."""
 ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 ACCEPTED_PER_POSITION_HELP = "Draft tokens accepted, by their position in the draft."
+EXPERT_TOKENS = "expert_tokens_total"
+EXPERT_TOKENS_HELP = "Tokens that an expert has had, in all layers together, with --enable-expert-parallel."
 # Upper bounds of buckets: seconds of a step, tokens of a step, preemptions of a sequence.
 STEP_TIMES = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -335,6 +337,9 @@ class Metrics(Collector):
             yield self._split(
                 CounterMetricFamily, ACCEPTED_PER_POSITION, ACCEPTED_PER_POSITION_HELP, "position", by_position
             )
+        if stats.expert_tokens:
+            by_expert = {str(expert): count for expert, count in enumerate(stats.expert_tokens)}
+            yield self._split(CounterMetricFamily, EXPERT_TOKENS, EXPERT_TOKENS_HELP, "expert", by_expert)
         for name, kept in ENGINE_HISTOGRAMS.items():
             counts = getattr(stats, kept.counts) or (0,) * (len(kept.bounds) + 1)
             yield self._histogram_family(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))

@@ -176,15 +176,15 @@ assert len({tuple(ids) for ids in tokens.values()}) == 1
 # %%
 from unittest.mock import patch
 
-from jaxserve.layers.sharding import MESH_AXIS_OF
+from jaxserve.layers.sharding import MESH_AXES_OF
 
-MESH_AXIS_OF
+MESH_AXES_OF
 
 # %% [markdown]
 # Suppose that each device kept the whole vocabulary. What gets larger? Which messages disappear?
 
 # %%
-with patch.dict(MESH_AXIS_OF, vocab=None), start((2,)) as llm:
+with patch.dict(MESH_AXES_OF, vocab=()), start((2,)) as llm:
     whole = inspect.weights(llm)
     same = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == tokens[1]
     messages = inspect.step(llm, rows=8, context=32, speed=speed)
@@ -212,6 +212,30 @@ for shape, axes in (((3,), ("tensor",)), ((2,), ("model",)), ((2, 2), ("data", "
         start(shape, axes)
     except ConfigError as error:
         print(f"{axes} {shape}: {error}\n")
+
+# %% [markdown]
+# ## Whole experts
+#
+# A mixture of experts has many feed-forwards, of which each token uses a few. On an axis named `expert` each device has
+# whole experts instead of a shard of each. With both axes, an expert is on one row of the mesh and split over it, and
+# everything else is split over all devices. Where are the experts, and where is attention?
+
+# %%
+EXPERTS = dict(hf_overrides=SHAPE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2,
+                                         moe_intermediate_size=128, norm_topk_prob=True, mlp_only_layers=[]))
+texts = {}
+for shape, axes in (((1,), ("tensor",)), ((4,), ("tensor",)), ((4,), ("expert",)), ((2, 2), ("expert", "tensor"))):
+    with start(shape, axes, **EXPERTS) as llm:
+        texts[shape, axes] = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        spread = inspect.weights(llm)
+        print(f"{axes} {shape}: {spread.bytes_per_device / 2**20:.2f} MiB on each device")
+assert len({tuple(ids) for ids in texts.values()}) == 1
+spread["experts.down"].draw()
+
+# %% [markdown]
+# The text is the same each time. What devices send does not change either: each has a partial sum for each token,
+# of whole experts or of shards. What changes is who has work: if a token's two experts are on one device, the others
+# have nothing to do for it.
 
 # %% [markdown]
 # ## A mesh of your own

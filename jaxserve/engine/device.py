@@ -1,6 +1,7 @@
 """The devices of an engine, and what follows from their kind: the mesh, kernels, sizes of steps, and free memory."""
 
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
 from jaxserve.gpus import HOPPER, PEAK_BANDWIDTH
 from jaxserve.layers.context import Kernels
-from jaxserve.layers.sharding import mesh_axis, with_explicit_axes
+from jaxserve.layers.sharding import mesh_axes, with_explicit_axes
 from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,15 @@ class Devices(NamedTuple):
 
 
 def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
-    """Return the devices of `mesh`, or `tensor_parallel_size` of those that there are, along one axis, "tensor"."""
+    """Return the devices of `mesh`, or as many as the options say of those that there are."""
     limit_memory(config)
-    mesh = with_explicit_axes(mesh or _make_mesh(config.tensor_parallel_size))
+    mesh = with_explicit_axes(mesh or _make_mesh(split_axes(config)))
     return describe_devices(config, mesh, mesh.devices.flat[0], reach_peers=reaches_peers)
+
+
+def split_axes(config: EngineConfig) -> dict[str, int]:
+    """Return the axes of an engine's mesh and their sizes, as the options say."""
+    return {"expert" if config.enable_expert_parallel else "tensor": config.tensor_parallel_size}
 
 
 def describe_devices(config: EngineConfig, mesh: Any, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
@@ -140,7 +146,7 @@ def reaches_peers(mesh: Mesh) -> bool:
     """Return true if the devices of a mesh reach each other's memory, or do not add up partial sums. Warns if they
     cannot.
     """
-    if mesh_axis("ffn", mesh) is None or can_reach_each_other(list(mesh.devices.flat)):
+    if not isinstance(mesh_axes("ffn", mesh), str) or can_reach_each_other(list(mesh.devices.flat)):
         return True
     logger.warning("these devices do not reach each other's memory: XLA adds up partial sums, which takes longer")
     return False
@@ -164,13 +170,12 @@ def _host_memory() -> int:
     return int(fields["MemAvailable"].removesuffix("kB")) * 1024
 
 
-def _make_mesh(tensor_parallel_size: int) -> Mesh:
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
+def _make_mesh(axes: dict[str, int]) -> Mesh:
+    devices, needed = jax.devices(), math.prod(axes.values())
+    if needed > len(devices):
         there_are = "there is 1 device" if len(devices) == 1 else f"there are {len(devices)} devices"
-        more = f": for so many on a CPU, set JAX_NUM_CPU_DEVICES={tensor_parallel_size} in the environment"
+        more = f": for so many on a CPU, set JAX_NUM_CPU_DEVICES={needed} in the environment"
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but {there_are}"
-            + (more if devices[0].platform == "cpu" else "")
+            f"tensor_parallel_size is {needed}, but {there_are}" + (more if devices[0].platform == "cpu" else "")
         )
-    return jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=devices[:tensor_parallel_size])
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:needed])

@@ -184,7 +184,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
-        scheduler = self.scheduler.stats()
+        scheduler, loads = self.scheduler.stats(), self.runner.expert_loads(wait=not self._in_flight)
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._num_compiling + self._num_deferred,
@@ -220,6 +220,7 @@ class Engine:
             spec_decode_num_draft_tokens=self._num_draft_tokens,
             spec_decode_num_accepted_tokens=sum(self._num_accepted_per_position),
             spec_decode_num_accepted_tokens_per_pos=tuple(self._num_accepted_per_position),
+            expert_tokens=() if loads is None else tuple(loads.sum(axis=0).tolist()),
         )
 
     def _add_compiled(self) -> list[EngineOutput]:

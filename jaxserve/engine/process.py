@@ -199,6 +199,7 @@ class EngineServer:
         stats = self._client.stats()
         if now - self._stats_sent >= (10 * STATS_INTERVAL if stats == self._stats else STATS_INTERVAL):
             self._stats, self._stats_sent = stats, now
+            wire.heartbeat_file(self._folder).touch()
             for peer in self._peers.values():
                 peer.send(wire.Stats(stats))
 

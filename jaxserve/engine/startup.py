@@ -38,6 +38,7 @@ from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.sharding import mesh_axes, num_shards
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
@@ -57,7 +58,7 @@ def start_engine(
     `workers` are processes that wait to lower steps.
 
     Every axis of `mesh` must split the model, as `layers.sharding` names them: "tensor", or "expert" where there are
-    experts. None: `config.tensor_parallel_size` devices along one axis, "tensor".
+    experts. None: the mesh that `config` says.
     """
     laps = Laps()
     config, checkpoint = read_checkpoint(config, progress=progress)
@@ -165,7 +166,7 @@ def size(plan: ServingPlan) -> Sizing:
         kv_cache_memory=plan.kv_cache_memory or (CPU_KV_CACHE_MEMORY if devices.is_cpu else None),
         weight_bytes=sum(weights),
         trial_bytes=2 * max(weights) if plan.warmup == "none" else 0,
-        num_shards=devices.mesh.shape.get("tensor", 1),
+        num_shards=num_shards(mesh_axes("kv_heads", devices.mesh), devices.mesh),
         bytes_per_block=model.bytes_per_block,
         max_num_seqs=devices.max_num_seqs,
         max_model_len=plan.builder.spec.max_model_len,

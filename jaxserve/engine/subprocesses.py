@@ -195,6 +195,11 @@ class Child:
         if not self._process.stdin.is_closing():  # it has ended, as `ended` shows
             self._process.stdin.write(line + b"\n")
 
+    def kill(self) -> None:
+        """Kill the child, which need not be able to hear anything."""
+        if not self.ended.done():
+            self._process.kill()
+
     async def end(self, *, timeout: float) -> None:
         """Send the child the command to end, wait, and kill it after `timeout` seconds."""
         assert self._process.stdin is not None

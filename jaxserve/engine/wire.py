@@ -99,6 +99,11 @@ def engine_address(folder: pathlib.Path) -> str:
     return f"ipc://{folder / 'engine.sock'}"
 
 
+def heartbeat_file(folder: pathlib.Path) -> pathlib.Path:
+    """Return the file that the engine's process touches every second, while it is not stuck."""
+    return folder / "heartbeat"
+
+
 def client_address(folder: pathlib.Path, client: str) -> str:
     """Return the ZMQ address that this client reads."""
     return f"ipc://{folder / client}.sock"

@@ -1,6 +1,7 @@
 """Describe and allocate the device arrays of all that layers keep."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +47,16 @@ def abstract_kv_cache(
     num_slots: int,
     dtype: jnp.dtype,
     mesh: Mesh | AbstractMesh,
+    expert_loads: Any = None,
 ) -> KVCache:
-    """Return the shapes and shardings of the pools."""
+    """Return the shapes and shardings of the pools; `expert_loads` are those of counters, if there are any."""
     sizes = CacheSizes(num_blocks, block_size, num_slots)
     return KVCache(
         pools=tuple(spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs),
         num_blocks=num_blocks,
         block_size=block_size,
         pool_of_layer=pool_of_layer,
+        expert_loads=expert_loads,
     )
 
 

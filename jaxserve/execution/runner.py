@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, wants_prompt_logprobs
+from jaxserve.execution.expert_loads import ExpertLoads
 from jaxserve.execution.kv_cache import init_kv_cache
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
@@ -156,6 +157,7 @@ class Runner:
         self._features = np.zeros(self.model.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
         self._no_admissions: jax.Array | None = None
+        self._loads = ExpertLoads()
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
 
@@ -168,6 +170,13 @@ class Runner:
     def num_recompiles_after_warmup(self) -> int:
         """Executables that a request had to wait for although warm-up was done: 0 unless there is a bug."""
         return self.steps.num_recompiles_after_warmup
+
+    def expert_loads(self, *, wait: bool) -> np.ndarray | None:
+        """Return how many tokens each expert of each layer has had, [L, X], None if they are not counted: those of all
+        steps, or without `wait` for those that run, those of an earlier call.
+        """
+        cache = self.state.get("kv_cache")
+        return None if cache is None or cache.expert_loads is None else self._loads.read(cache.expert_loads, wait=wait)
 
     def step_memory(self) -> int:
         """Return the bytes that steps need per device besides weights and KV: slots, peers' rows, and what the largest

@@ -5,12 +5,15 @@ are not checked at run time: jax rebuilds a pytree with leaves of other kinds to
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import flax.struct
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxserve.layers.context import Kernels, Record, StepContext
+from jaxserve.layers.context import ExpertLoads, Kernels, Record, StepContext
 from pallas_kernels.peers import PeerBuffers
 
 Launch = Literal["at once", "in parts", "in programs"]
@@ -80,11 +83,13 @@ class Batch:
 
     record: Record | None = flax.struct.field(pytree_node=False, default=None)
     """Static: see `StepContext`."""
+    loads: ExpertLoads | None = flax.struct.field(pytree_node=False, default=None)
+    """Static: see `StepContext`."""
 
     @property
     def context(self) -> StepContext:
         """What the parts of layers are given of the step."""
-        return StepContext(self.kernels, self.peers, self.is_decode_only, self.record)
+        return StepContext(self.kernels, self.peers, self.is_decode_only, self.record, loads=self.loads)
 
     def of_layer(self, index: int) -> "Batch":
         """Return the Batch of this layer, with the block tables of its KV group."""
@@ -95,7 +100,7 @@ class Batch:
 
     def same_on_each_device(self) -> "Batch":
         """Return the Batch without what differs between devices."""
-        return dataclasses.replace(self, peers=None)
+        return dataclasses.replace(self, peers=None, loads=None)
 
 
 @no_type_check
@@ -113,6 +118,8 @@ class KVCache:
     """Static: number of tokens in a block."""
     pool_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Static: the pool of each layer; empty: each has its own."""
+    expert_loads: Int[Array, "L X"] | None = None
+    """How many tokens each expert of each layer has had, modulo 2**32; None: they are not counted."""
 
     def of_layer(self, index: int) -> Any:
         """Return the LayerCache of this layer."""
@@ -122,3 +129,14 @@ class KVCache:
         """Return the cache with another LayerCache for this layer."""
         pool = self.pool_of_layer[index] if self.pool_of_layer else index
         return dataclasses.replace(self, pools=(*self.pools[:pool], cache, *self.pools[pool + 1 :]))
+
+    def with_loads(self, counts: Mapping[int, Int[Array, " X"]]) -> "KVCache":
+        """Return the cache with the tokens that the experts of some layers had in a step added."""
+        if self.expert_loads is None or not counts:
+            return self
+        sharding = jax.typeof(self.expert_loads).sharding
+        none = jnp.zeros_like(next(iter(counts.values())))
+        rows = jnp.stack([counts.get(index, none) for index in range(len(self.expert_loads))])
+        if not sharding.mesh.empty:
+            rows = jax.sharding.reshard(rows, sharding)  # of no effect if the counters lie as the experts do
+        return dataclasses.replace(self, expert_loads=self.expert_loads + rows)

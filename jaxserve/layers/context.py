@@ -48,6 +48,18 @@ class Part(NamedTuple):
     reason: str | None = None
 
 
+class ExpertLoads:
+    """The numbers of tokens of each expert, of layers that are traced with it.
+
+    Attributes:
+        counts: an array [X] for each block of experts.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no layers."""
+        self.counts: list[jax.Array] = []
+
+
 class Record:
     """What computes the parts of a step that is traced with it: for each part, by name, the kernels that some layer
     takes.
@@ -74,6 +86,7 @@ class StepContext:
         is_decode_only: no row has more than one token.
         record: where choices are written, None outside a trace for that. Such a trace enters no kernel.
         prefix: stands before the names of products in the record.
+        loads: where experts leave how many tokens each had; None: nowhere.
     """
 
     kernels: Kernels = "xla"
@@ -81,6 +94,7 @@ class StepContext:
     is_decode_only: bool = False
     record: Record | None = None
     prefix: str = ""
+    loads: ExpertLoads | None = None
 
     def within(self, prefix: str) -> "StepContext":
         """Return the context of a block in a block, whose products have this prefix."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.context import result
+from jaxserve.layers.context import ExpertLoads, result
 from jaxserve.layers.decode_layer import run_fused_layer
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
@@ -136,18 +136,23 @@ def run_paths(
     ropes = {layers[index].mixer.rope for index in paths}
     turned = {rope: None if rope is None else _rotations(rope, batch) for rope in ropes}
     # Of this program only: what is traced once is dropped with it.
-    run, run_fused = functools.partial(Layer.run), functools.partial(run_fused_layer)
+    run, run_fused = functools.partial(_run_layer), functools.partial(run_fused_layer)
     if context.record is None:
-        run = jax.jit(run, static_argnums=0, static_argnames="consumer")
+        run = jax.jit(run, static_argnums=0, static_argnames=("consumer", "counts_experts"))
         run_fused = jax.jit(run_fused, static_argnums=(0, 1))
+    counts_experts = kv_cache.expert_loads is not None
     update = qkv = hidden = None
+    loads: dict[int, Array] = {}
     for index, path in paths.items():
         layer, own, cache = layers[index], weights[index], kv_cache.of_layer(index)
         of_step = batch.of_layer(index), turned[layer.mixer.rope]
         with jax.named_scope(f"layer_{index}"):
             if path.kind == Kind.OPERATIONS:
                 consumer = consumer_of(layers, params, index, span)
-                x, update, cache = run(layer, own, x, update, cache, *of_step, consumer=consumer)
+                arguments = own, x, update, cache, *of_step
+                (x, update, cache), load = run(layer, *arguments, consumer=consumer, counts_experts=counts_experts)
+                if load is not None:
+                    loads[index] = load
                 qkv = hidden = None
             else:
                 if qkv is None or index - 1 not in paths:
@@ -161,11 +166,31 @@ def run_paths(
                 update, qkv, hidden = None, *((y, None) if path.passes_on_qkv else (None, y))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
+    kv_cache = kv_cache.with_loads(loads)
     if span.stop < len(layers) or "norm" not in params:
         return add_update(x, update, context), kv_cache
     if hidden is None:
         _, hidden = layers[-1].norm.of_sum(x, update, params["norm"], context, "norm")
     return hidden, kv_cache
+
+
+def _run_layer(
+    layer: Layer,
+    params: Params,
+    x: Float[Array, "T E"],
+    update: Any,
+    cache: Any,
+    batch: Batch,
+    rotation: Rotation | None,
+    *,
+    consumer: Consumer,
+    counts_experts: bool,
+) -> tuple[tuple[Any, Any, Any], Int[Array, " X"] | None]:
+    """Return what `Layer.run` does, and the numbers of tokens of its experts, None if it has none."""
+    loads = ExpertLoads() if counts_experts and batch.record is None else None
+    batch = dataclasses.replace(batch, loads=loads)
+    ran = layer.run(params, x, update, cache, batch, rotation, consumer=consumer)
+    return ran, loads.counts[0] if loads is not None and loads.counts else None
 
 
 def _rotations(rope: Rope, batch: Batch) -> Rotation:

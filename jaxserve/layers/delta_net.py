@@ -24,7 +24,7 @@ from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import mesh_axis, partition_spec
+from jaxserve.layers.sharding import mesh_axes, partition_spec
 from jaxserve.layers.weight import Weight
 
 
@@ -69,7 +69,7 @@ class DeltaSpec:
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "DeltaState":  # noqa: ARG002
         """Return the shapes of the states of all slots, whatever the dtype of activations."""
         heads = self.heads
-        H, axis = heads.num_key_heads, mesh_axis("key_heads", mesh)
+        H, axis = heads.num_key_heads, mesh_axes("key_heads", mesh)
         partition_spec(("key_heads",), (H,), mesh, name="states")
 
         def array(shape: tuple[int, ...], spec: PartitionSpec) -> Any:

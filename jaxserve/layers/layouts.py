@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.params import LeafSpec, Params, ParamSpec, leaf_specs
-from jaxserve.layers.sharding import kv_copies, mesh_axis, partition_spec, splits_by_expert
+from jaxserve.layers.sharding import kv_copies, mesh_axes, num_shards, partition_spec, splits_by_expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
 
 def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
     if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
-        by_expert = PartitionSpec(mesh_axis("ffn", mesh), *[None] * (len(spec.shape) - 1))
+        by_expert = PartitionSpec(mesh_axes("expert_ffn", mesh), *[None] * (len(spec.shape) - 1))
         return Layout(spec.shape, NamedSharding(mesh, by_expert))
     indices, repeats = _indices_of_copies(spec, mesh), _repeats_of_groups(spec, mesh)
     shape = (*indices[-1].shape, *spec.shape[len(indices) :]) if indices else spec.shape
@@ -66,10 +66,10 @@ def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:
 
 def _repeats_of_groups(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> int:
     """Return how often each scale must be repeated, so that no group of inputs spans two devices."""
-    on = None if spec.group_size is None else mesh_axis(spec.axes[-1], mesh)
+    on = None if spec.group_size is None else mesh_axes(spec.axes[-1], mesh)
     if on is None or spec.group_size is None:
         return 1
-    inputs_a_device = spec.shape[-1] * spec.group_size // mesh.shape[on]
+    inputs_a_device = spec.shape[-1] * spec.group_size // num_shards(on, mesh)
     return spec.group_size // math.gcd(spec.group_size, inputs_a_device)
 
 

@@ -13,7 +13,7 @@ from jaxserve.layers.context import PLAIN, Kernel, Part, StepContext, result
 from jaxserve.layers.params import Params
 from jaxserve.layers.parts import KERNELS_OF_CODES, experts_part, few_rows_part, linear_part, sum_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.sharding import names_of, partition_specs
 from jaxserve.layers.weight import Weight, output_sharding
 from pallas_kernels import grouped_codes, quantized_matmuls, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
@@ -187,7 +187,7 @@ def _multiply_codes(
         return multiply(x, weight)
     outputs, inputs = weight.spec[: weight.ndim - num_inputs], weight.spec[weight.ndim - num_inputs :]
     outputs = outputs if activation is None else outputs[1:]
-    summed_over = frozenset(axis for axis in inputs if axis is not None)
+    summed_over = frozenset(names_of(inputs))
     y = jax.shard_map(
         multiply,
         in_specs=(PartitionSpec(None, *inputs), partition_specs(weight)),

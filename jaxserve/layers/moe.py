@@ -74,7 +74,7 @@ class Experts:
             "experts": {
                 "gate_up": ParamSpec(
                     shape=(X, 2, F, E),
-                    axes=("experts", None, "ffn", "embed"),
+                    axes=("experts", None, "expert_ffn", "embed"),
                     num_inputs=1,
                     quantize=True,
                     expert_size=F,
@@ -82,7 +82,7 @@ class Experts:
                 ),
                 "down": ParamSpec(
                     shape=(X, E, F),
-                    axes=("experts", "embed", "ffn"),
+                    axes=("experts", "embed", "expert_ffn"),
                     num_inputs=1,
                     quantize=True,
                     expert_size=F,
@@ -170,7 +170,9 @@ def moe(
         run = functools.partial(
             _run_experts, routing=routing, activation=activation, context=context, leaves_partial_sums=together or alone
         )
-        y = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
+        y, load = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
+        if context.loads is not None:
+            context.loads.counts.append(load)
         if alone:
             y = summed(y, context)
         if "shared" in params:
@@ -194,9 +196,9 @@ def _run_experts(
     activation: str | Gate,
     context: StepContext,
     leaves_partial_sums: bool,
-) -> Float[Array, "T E"]:
+) -> tuple[Float[Array, "T E"], Int[Array, " X"]]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
-    of their inner sizes, for all tokens.
+    of their inner sizes, for all tokens. Returns the number of tokens of each expert, too.
     """
     run = functools.partial(_run_local_experts, routing=routing, activation=activation, context=context)
     gate_up: Weight = experts["gate_up"]
@@ -205,19 +207,22 @@ def _run_experts(
     expert_axis, ffn_axis = gate_up.spec[0], gate_up.spec[2]
     axes = _axes_of_partial_sums(experts)
 
-    def on_device(experts: Params, *arguments: Any) -> Array:
+    def on_device(experts: Params, *arguments: Any) -> tuple[Array, Array]:
         num_local = experts["down"].shape[0]
         first_expert = 0 if expert_axis is None else jax.lax.axis_index(expert_axis) * num_local
         if ffn_axis is not None and "down_bias" in experts:  # once in the sum over devices
             bias = jnp.where(jax.lax.axis_index(ffn_axis) == 0, experts["down_bias"], 0)
             experts = experts | {"down_bias": bias}
-        y = run(experts, *arguments, first_expert=first_expert)
-        return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes)
+        y, load = run(experts, *arguments, first_expert=first_expert)
+        return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes), load
 
     island = jax.shard_map(
         on_device,
         in_specs=(partition_specs(experts), *[PartitionSpec()] * 4),
-        out_specs=PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset()),
+        out_specs=(
+            PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset()),
+            PartitionSpec(expert_axis),
+        ),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
     return island(experts, x, logits, selection_bias, num_tokens)
@@ -240,8 +245,8 @@ def _run_local_experts(
     routing: Routing,
     activation: str | Gate,
     context: StepContext,
-) -> Float[Array, "T E"]:
-    """Return the partial sum of these experts, which begin at `first_expert`."""
+) -> tuple[Float[Array, "T E"], Int[Array, " L"]]:
+    """Return the partial sum of these experts, which begin at `first_expert`, and the number of tokens of each."""
     num_choices, num_experts = len(x) * routing.num_experts_per_token, experts["down"].shape[0]
     routed_by = context.choose("routing", routing_part(len(x), routing, kernels=context.kernels))
     # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
@@ -251,7 +256,7 @@ def _run_local_experts(
         is_of_codes[name] = context.choose("experts", part) == Kernel.GROUPED_CODES
     has_tiles_of_codes = all(is_of_codes.values())
 
-    def run() -> Array:
+    def run() -> tuple[Array, Array]:
         routed = expert_routing(
             logits,
             num_tokens,
@@ -279,6 +284,7 @@ def _run_local_experts(
         has_row = routed.row < len(rows)
         y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
         # After the last group y may be NaN.
-        return jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1).astype(x.dtype)
+        total = jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1)
+        return total.astype(x.dtype), routed.group_sizes
 
-    return context.call(run, result(x.shape, x.dtype))
+    return context.call(run, (result(x.shape, x.dtype), result((num_experts,), jnp.dtype(jnp.int32))))

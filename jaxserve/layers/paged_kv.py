@@ -14,7 +14,7 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import kv_copies, mesh_axis
+from jaxserve.layers.sharding import kv_copies, mesh_axes
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores, why_not_pages
@@ -115,7 +115,7 @@ class KVSpec:
         and several devices have the same head if there are more devices than heads.
         """
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
-        sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axis("kv_heads", mesh), None, None))
+        sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axes("kv_heads", mesh), None, None))
         shape = (sizes.num_blocks, num_heads, sizes.block_size, self.head_dim)
         pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=sharding)
         scales: Any = None

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.params import Params, ParamSpec, path_name
-from jaxserve.layers.sharding import mesh_axis, splits_by_expert
+from jaxserve.layers.sharding import mesh_axes, num_shards, splits_by_expert
 from jaxserve.quantization.scheme import ROUNDED_EARLY_ON_HOPPER, ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Scheme
 
 
@@ -63,10 +63,10 @@ def with_divisible_codes(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
     """
 
     def apply(spec: ParamSpec) -> ParamSpec:
-        if spec.scheme is not None and spec.scheme.has_order and any(mesh_axis(axis, mesh) for axis in spec.axes):
+        if spec.scheme is not None and spec.scheme.has_order and any(mesh_axes(axis, mesh) for axis in spec.axes):
             return dataclasses.replace(spec, scheme=None, is_exact=True)
-        on = mesh_axis(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
-        if on is None or spec.shape[-1] // 2 % mesh.shape[on] == 0:
+        on = mesh_axes(spec.axes[-1], mesh) if spec.scheme is not None and spec.scheme.kind.per_byte == 2 else None
+        if on is None or spec.shape[-1] // 2 % num_shards(on, mesh) == 0:
             return spec
         if spec.expert_size is not None and splits_by_expert(spec.shape[0], spec.expert_size, mesh):
             return spec

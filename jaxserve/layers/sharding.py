@@ -1,9 +1,10 @@
-"""Logical axis -> mesh axis: the one table that says how weights and KV are split over devices.
+"""Logical axis -> mesh axes: the one table that says how weights and KV are split over devices.
 
-A mesh without the named axis, or with one device along it, leaves that axis whole.
+Mesh axes that a mesh does not have, or with one device along them, split nothing.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -11,18 +12,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-MESH_AXIS_OF: dict[str, str | None] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "key_heads": "tensor",
-    "members": None,
-    "ffn": "tensor",
-    "experts": "expert",
-    "embed": None,
+MESH_AXES_OF: dict[str, tuple[str, ...]] = {
+    "vocab": ("expert", "tensor"),
+    "heads": ("expert", "tensor"),
+    "kv_heads": ("expert", "tensor"),
+    "key_heads": ("expert", "tensor"),
+    "members": (),
+    "ffn": ("expert", "tensor"),
+    "experts": ("expert",),
+    "expert_ffn": ("tensor",),
+    "embed": (),
 }
+"""What is not of an expert is split over the devices of both axes. With whole experts on each device, all devices are
+along "expert".
+"""
 
-SIZED_BY = {"tensor": ", of tensor_parallel_size"}
+type MeshAxes = str | tuple[str, ...] | None
+"""The mesh axes that split one axis of an array, as an entry of a PartitionSpec."""
+
+SIZED_BY = {"tensor": ", of tensor_parallel_size", "expert": ", of tensor_parallel_size with enable_expert_parallel"}
 """The option that says how many devices a mesh axis has."""
 
 WORDS = {
@@ -30,6 +38,7 @@ WORDS = {
     "kv_heads": "KV heads",
     "key_heads": "key heads of layers with a state",
     "ffn": "inner values of a feed-forward",
+    "expert_ffn": "inner values of an expert",
     "experts": "experts",
 }
 """What a logical axis counts, for messages."""
@@ -59,31 +68,56 @@ def check_mesh(mesh: Mesh | AbstractMesh, used_axes: Collection[str | None], *, 
     `used_axes` are the logical axes of the model's weights. `tensor_parallel_size` must be the size of the axis that it
     sizes, or 1, its default.
     """
-    splitting = sorted({name for axis, name in MESH_AXIS_OF.items() if name is not None and axis in used_axes})
+    splitting = {name for axis, names in MESH_AXES_OF.items() if axis in used_axes for name in names}
+    if "experts" not in used_axes:
+        if mesh.shape.get("expert", 1) > 1 or mesh.axis_names == ("expert",):
+            raise ConfigError(
+                f"mesh has the axes {_described(mesh)}, but this model has no experts: name that axis 'tensor', or "
+                "leave --enable-expert-parallel out"
+            )
+        splitting.discard("expert")
+    names = sorted(splitting)
     idle = [name for name, size in mesh.shape.items() if name not in splitting and size > 1]
-    if idle or not set(splitting).intersection(mesh.axis_names):
+    if idle or not splitting.intersection(mesh.axis_names):
         raise ConfigError(
             f"mesh has the axes {_described(mesh)}, but what splits this model are axes named "
-            f"{' and '.join(map(repr, splitting))}"
-            + (f": {' and '.join(map(repr, idle))} would repeat all of its work" if idle else "")
+            f"{_and(names)}" + (f": {_and(idle)} would repeat all of its work" if idle else "") + _advice(mesh, idle)
         )
-    if tensor_parallel_size not in (1, mesh.shape.get("tensor", 1)):
+    sized = mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1)
+    if tensor_parallel_size not in (1, sized):
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but mesh has the axes {_described(mesh)}: leave it "
-            "out, or make it the size of the axis 'tensor'"
+            f"out, or make it {sized}, the number of devices that split a layer"
         )
+
+
+def _advice(mesh: Mesh | AbstractMesh, idle: list[str]) -> str:
+    """Return what to do about axes that split nothing, as the end of an error."""
+    if idle == ["data"]:
+        engines = f"{mesh.shape['data']} engines behind one server are --data-parallel-size {mesh.shape['data']}"
+        return f"; {engines}; on this mesh, make it an axis 'tensor' of {mesh.size}"
+    return f"; the nearest is one axis 'tensor' of {mesh.size}" if mesh.size > 1 else ""
 
 
 def _described(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name!r} of {size}" for name, size in mesh.shape.items())
 
 
-def mesh_axis(axis: str | None, mesh: Mesh | AbstractMesh) -> str | None:
-    """Return the mesh axis that splits this logical axis, None if it stays whole. An unknown logical axis is a
-    KeyError.
-    """
-    name = None if axis is None else MESH_AXIS_OF[axis]
-    return name if name is not None and mesh.shape.get(name, 1) > 1 else None
+def mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> MeshAxes:
+    """Return the mesh axes that split this logical axis, None if it stays whole. An unknown one is a KeyError."""
+    names = () if axis is None else MESH_AXES_OF[axis]
+    split = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
+    return split if len(split) > 1 else next(iter(split), None)
+
+
+def names_of(axes: Iterable[MeshAxes]) -> tuple[str, ...]:
+    """Return the names of mesh axes in entries of a PartitionSpec."""
+    return tuple(name for on in axes for name in ((on,) if isinstance(on, str) else on or ()))
+
+
+def num_shards(on: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices along these mesh axes together."""
+    return math.prod(mesh.shape[name] for name in names_of([on]))
 
 
 def splits_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMesh) -> bool:
@@ -91,10 +125,11 @@ def splits_by_expert(num_experts: int, expert_size: int, mesh: Mesh | AbstractMe
 
     They do if kernels do not support the shards, such as 2,880 / 2 and 768 / 8, and the number of experts divides.
     """
-    on = mesh_axis("ffn", mesh)
-    if on is None or mesh_axis("experts", mesh) is not None:
+    on = mesh_axes("expert_ffn", mesh)
+    if on is None or mesh_axes("experts", mesh) is not None:
         return False
-    return expert_size % (EXPERT_MULTIPLE * mesh.shape[on]) > 0 and num_experts % mesh.shape[on] == 0
+    count = num_shards(on, mesh)
+    return expert_size % (EXPERT_MULTIPLE * count) > 0 and num_experts % count == 0
 
 
 def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int:
@@ -103,11 +138,12 @@ def kv_copies(num_kv_heads: int, mesh: Mesh | AbstractMesh, *, name: str) -> int
     Then a device has one head and a part of its queries; K, V and their projections are on several devices. Raises
     ConfigError, which calls the heads those of `name`, if neither number is a multiple of the other.
     """
-    on = mesh_axis("kv_heads", mesh)
-    if on is None or num_kv_heads % mesh.shape[on] == 0:
+    on = mesh_axes("kv_heads", mesh)
+    count = num_shards(on, mesh)
+    if num_kv_heads % count == 0:
         return 1
-    if mesh.shape[on] % num_kv_heads == 0:
-        return mesh.shape[on] // num_kv_heads
+    if count % num_kv_heads == 0:
+        return count // num_kv_heads
     raise ConfigError(
         f"{name}: kv_heads of size {num_kv_heads} can be neither split nor repeated evenly over {_devices(on, mesh)}: "
         f"there are {num_kv_heads} KV heads, use {_divisors(num_kv_heads)} devices, or a multiple of {num_kv_heads} "
@@ -123,24 +159,25 @@ def partition_spec(
     Raises ConfigError if an axis does not divide over its devices, or if two axes claim the same devices.
     """
 
-    def axis_on_mesh(axis: str | None, size: int) -> str | None:
-        on = mesh_axis(axis, mesh)
-        return None if on is not None and axis in WHOLE_IF_INDIVISIBLE and size % mesh.shape[on] else on
+    def axis_on_mesh(axis: str | None, size: int) -> MeshAxes:
+        on = mesh_axes(axis, mesh)
+        return None if axis in WHOLE_IF_INDIVISIBLE and size % num_shards(on, mesh) else on
 
-    mesh_axes = tuple(map(axis_on_mesh, axes, shape))
+    spec = tuple(map(axis_on_mesh, axes, shape))
     taken: dict[str, str | None] = {}
-    for axis, size, on in zip(axes, shape, mesh_axes, strict=True):
-        if on is None:
-            continue
-        if on in taken:
-            raise ConfigError(f"{name}: axes {taken[on]!r} and {axis!r} cannot both be split over mesh axis {on!r}")
-        taken[on] = axis
-        if size % mesh.shape[on]:
+    for axis, size, on in zip(axes, shape, spec, strict=True):
+        for each in names_of([on]):
+            if each in taken:
+                raise ConfigError(
+                    f"{name}: axes {taken[each]!r} and {axis!r} cannot both be split over mesh axis {each!r}"
+                )
+            taken[each] = axis
+        if size % num_shards(on, mesh):
             raise ConfigError(
                 f"{name}: {axis} of size {size} cannot be split evenly over {_devices(on, mesh)}: there are {size} "
                 f"{WORDS.get(str(axis), axis)}, use {_divisors(size)} devices"
             )
-    return PartitionSpec(*mesh_axes)
+    return PartitionSpec(*spec)
 
 
 def _divisors(size: int) -> str:
@@ -149,9 +186,15 @@ def _divisors(size: int) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _devices(axis: str, mesh: Mesh | AbstractMesh) -> str:
-    """Name the devices along a mesh axis, for messages."""
-    return f"{mesh.shape[axis]} devices (mesh axis {axis!r}{SIZED_BY.get(axis, '')})"
+def _devices(on: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
+    """Name the devices along mesh axes, for messages."""
+    names = names_of([on])
+    sized = SIZED_BY.get(names[0], "") if len(names) == 1 else ""
+    return f"{num_shards(on, mesh)} devices (mesh {'axis' if len(names) == 1 else 'axes'} {_and(names)}{sized})"
+
+
+def _and(names: Collection[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def partition_specs(tree: Any) -> Any:

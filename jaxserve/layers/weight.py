@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.sharding import names_of
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
@@ -192,9 +193,7 @@ def output_sharding(
     if weight.mesh.empty:
         return None
     spec = weight.spec
-    unreduced = (
-        frozenset(axis for axis in spec[num_outputs:] if axis is not None) if leaves_partial_sums else frozenset()
-    )
+    unreduced = frozenset(names_of(spec[num_outputs:])) if leaves_partial_sums else frozenset()
     return NamedSharding(weight.mesh, PartitionSpec(None, *spec[:num_outputs], unreduced=unreduced))
 
 

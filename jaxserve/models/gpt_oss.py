@@ -118,7 +118,7 @@ def _moe_specs(prefix: str, config: Config) -> Params:
         "experts": {
             "gate_up": ParamSpec(
                 shape=(X, 2, F, E),
-                axes=("experts", None, "ffn", "embed"),
+                axes=("experts", None, "expert_ffn", "embed"),
                 num_inputs=1,
                 source=(f"{prefix}.experts.gate_up_proj",),
                 source_shapes=((X, E, 2 * F),),
@@ -129,7 +129,7 @@ def _moe_specs(prefix: str, config: Config) -> Params:
             ),
             "gate_up_bias": ParamSpec(
                 shape=(X, 2, F),
-                axes=("experts", None, "ffn"),
+                axes=("experts", None, "expert_ffn"),
                 source=(f"{prefix}.experts.gate_up_proj_bias",),
                 source_shapes=((X, 2 * F),),
                 rows=gate_up_rows,
@@ -138,7 +138,7 @@ def _moe_specs(prefix: str, config: Config) -> Params:
             ),
             "down": ParamSpec(
                 shape=(X, E, F),
-                axes=("experts", "embed", "ffn"),
+                axes=("experts", "embed", "expert_ffn"),
                 num_inputs=1,
                 source=(f"{prefix}.experts.down_proj",),
                 source_shapes=((X, F, E),),

@@ -5,7 +5,7 @@ import re
 from typing import Any, NamedTuple
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.device import Devices, describe_devices
+from jaxserve.engine.device import Devices, describe_devices, split_axes
 from jaxserve.execution.programs.spec import MeshSpec
 from jaxserve.gpus import Gpu
 from jaxserve.layers.sharding import with_explicit_axes
@@ -69,10 +69,11 @@ def can_compile() -> bool:
 
 
 def absent_devices(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Devices:
-    """Return `tensor_parallel_size` GPUs of a kind, along one axis, "tensor". Programs can be compiled for them if so
-    chosen, and else only be traced. They reach each other's memory.
+    """Return as many GPUs of a kind as the options say. Programs can be compiled for them if so chosen, and else only
+    be traced. They reach each other's memory.
     """
-    shape, axes = (config.tensor_parallel_size,), ("tensor",)
+    sizes = split_axes(config)
+    shape, axes = tuple(sizes.values()), tuple(sizes)
     if to_compile:
         mesh: Any = with_explicit_axes(absent_mesh(target_config(gpu, usable=usable_memory(config, gpu)), shape, axes))
         first = mesh.devices.flat[0]

@@ -23,7 +23,7 @@ DOES_NOT_FIT = 3
 ENGINE_FIELDS = (
     *("revision", "dtype", "quantization", "max_model_len", "hf_overrides", "block_size", "kv_cache_memory"),
     *("gpu_memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "max_logprobs"),
-    *("tensor_parallel_size", "kernels", "dequantize", "quantize_activations"),
+    *("tensor_parallel_size", "enable_expert_parallel", "kernels", "dequantize", "quantize_activations"),
 )
 """The engine's options that decide what a step is, and how much of it fits."""
 

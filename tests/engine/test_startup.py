@@ -95,7 +95,8 @@ def test_the_tensor_axis_splits_the_weights(monkeypatch):
         ({"data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
         ({"data": 2, "tensor": 2}, {}, "'data' of 2, 'tensor' of 2, .* named 'tensor': 'data' would repeat all"),
         ({"model": 1}, {}, "mesh has the axes 'model' of 1, but what splits this model are axes named 'tensor'$"),
-        ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, .* named 'tensor': 'expert' would repeat all"),
+        ({"model": 3}, {}, "'model' of 3, .* named 'tensor': 'model' would .* the nearest is one axis 'tensor' of 3"),
+        ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
         ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
     ],
@@ -111,9 +112,30 @@ def test_meshes_that_fit():
     experts = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"))
     for config, axes in [
         (dataclasses.replace(CONFIG, tensor_parallel_size=2), {"tensor": 2}),
-        (experts, {"expert": 1, "tensor": 2}),
+        (dataclasses.replace(experts, tensor_parallel_size=2), {"expert": 2}),
     ]:
         engine, _ = startup.start_engine(config, mesh=mesh_of(**axes), progress=False)
+        engine.runner.close()
+
+
+def test_tokens_of_whole_experts_are_counted():
+    """By an engine that has four of eight experts on each of two devices."""
+    options = {
+        "model": str(GOLDENS / "qwen3_moe_normalised"),
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+    }
+    engine, _ = startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
+    try:
+        experts = engine.runner.state["params"]["layers"][0]["mlp"]["experts"]
+        assert [len(shard.data) for shard in experts["down"].values.addressable_shards] == [4, 4]
+        run(engine, [request("one", [3, 4, 5, 6], 3)])
+        loads = engine.runner.expert_loads(wait=True)
+        num_computed, num_chosen = loads.sum(axis=1).tolist(), 3
+        assert num_computed == [(4 + 3 - 1) * num_chosen] * 2, "in each of two layers"
+        assert engine.stats().expert_tokens == tuple(loads.sum(axis=0))
+        assert len(engine.stats().expert_tokens) == 8
+    finally:
         engine.runner.close()
 
 

@@ -30,9 +30,27 @@ def test_axes_of_one_device_or_of_no_name_stay_whole():
 
 
 def test_split_axes(mesh):
-    assert sharding.mesh_axis("kv_heads", mesh) == "tensor"
-    assert sharding.mesh_axis("embed", mesh) is None
+    assert sharding.mesh_axes("kv_heads", mesh) == "tensor"
+    assert sharding.mesh_axes("embed", mesh) is None
     assert sharding.partition_spec((None, "ffn"), (3, 8), mesh, name="w") == PartitionSpec(None, "tensor")
+
+
+def test_what_is_not_of_an_expert_is_split_over_both_axes():
+    mesh = AbstractMesh((2, 4), ("expert", "tensor"))
+    weight = sharding.partition_spec(("experts", None, "expert_ffn", "embed"), (6, 2, 8, 3), mesh, name="w")
+    assert weight == PartitionSpec("expert", None, "tensor", None)
+    assert sharding.partition_spec(("heads", None), (8, 3), mesh, name="w") == PartitionSpec(("expert", "tensor"), None)
+    assert sharding.kv_copies(2, mesh, name="w") == 4
+    only_experts = AbstractMesh((2, 1), ("expert", "tensor"))
+    assert sharding.partition_spec(("heads", None), (8, 3), only_experts, name="w") == PartitionSpec("expert", None)
+    with pytest.raises(
+        ConfigError, match=r"heads of size 12 .* 8 devices .mesh axes 'expert' and 'tensor'.: .* use 1, 2"
+    ):
+        sharding.partition_spec(("heads", None), (12, 3), mesh, name="w")
+    with pytest.raises(
+        ConfigError, match=r"experts of size 3 .* 2 devices .*enable_expert_parallel.*use 1 or 3 devices"
+    ):
+        sharding.partition_spec(("experts", None), (3, 3), mesh, name="w")
 
 
 def test_indivisible_axis(mesh):

@@ -135,6 +135,7 @@ class TestOptions:
             "scheduling_policy": "priority",
             "scheduler": scheduler,
             "tensor_parallel_size": 2,
+            "enable_expert_parallel": True,
             "kernels": "xla",
             "overlap": False,
             "dequantize": True,

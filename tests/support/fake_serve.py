@@ -89,6 +89,7 @@ def _parent() -> int:
     parser = Parser(prog="fake_serve", usage="", description="")
     parser.add_argument("model")
     parser.add_argument("--start-error")
+    parser.add_argument("--silence-limit", type=float, default=30.0)
     parser.add_argument("--late-signal", action="store_true", help="SIGTERM comes when all has been done")
     add_config_flags(parser, ServerConfig)
     args = parser.parse_args()
@@ -108,7 +109,14 @@ def _parent() -> int:
 
     names = ServerConfig.__dataclass_fields__
     config = ServerConfig(**given(args, [*names]))
-    supervisor = Supervisor(config, start_engine=start_engine, model_path=args.model, tokenizer=args.model, seed=0)
+    supervisor = Supervisor(
+        config,
+        start_engine=start_engine,
+        model_path=args.model,
+        tokenizer=args.model,
+        seed=0,
+        silence_limit=args.silence_limit,
+    )
     try:
         if args.late_signal:
             atexit.register(signal.raise_signal, signal.SIGTERM)

@@ -22,8 +22,10 @@ from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import KV_DTYPES, hold_in
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.layouts import abstract_params, shard_bytes
+from jaxserve.layers.moe import Experts
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
+from jaxserve.layers.sharding import mesh_axes
 from jaxserve.models import get_family, with_context
 from jaxserve.speculative import make_drafter, make_proposer
 
@@ -131,6 +133,7 @@ class StepModel:
             pool_of_layer=self.layout.pool_of_layer,
             block_size=spec.block_size,
             num_slots=spec.max_num_seqs,
+            expert_loads=self._expert_loads(),
             **pools,
         )
         self.peers = None
@@ -144,6 +147,16 @@ class StepModel:
                 max_num_rows=max([spec.max_num_seqs, *(bucket.num_tokens for bucket in self.verifying_buckets)]),
             )
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
+
+    def _expert_loads(self) -> Any:
+        """Return the shape of the counters of all layers' experts, which lie as these do; None if there are none."""
+        layers = self.family.layers(self.config)
+        sizes = {layer.feed_forward.routing.num_experts for layer in layers if isinstance(layer.feed_forward, Experts)}
+        if "expert" not in self.mesh.axis_names or len(sizes) != 1:
+            return None
+        spec = PartitionSpec(None, mesh_axes("experts", self.mesh))
+        shape = len(layers), *sizes
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
 
     @property
     def has_kernels(self) -> bool:

@@ -134,7 +134,7 @@ class _SomeLayers(_WithLayers, frozen=True):
         if name != "kv_cache":
             return part
         pools = zip(whole.pools, part.pools, strict=True)
-        return dataclasses.replace(whole, pools=tuple(old if new is None else new for old, new in pools))
+        return dataclasses.replace(part, pools=tuple(old if new is None else new for old, new in pools))
 
 
 class Begin(_SomeLayers, frozen=True, tag=True):

@@ -5,7 +5,8 @@ request passes through it. What happens when one of the processes ends:
 
     the only engine         clients get an error, /health turns 503, the workers end, exit code 1
     one of several engines  clients of its requests get an error, the other engines take all new ones, it is started
-                            again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor if it cannot start
+                            again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor if it cannot start. One that
+                            is silent for SILENCE_LIMIT seconds, but has not ended, is killed
     an API worker           its clients' connections break, the engine aborts its requests, a new one is started, which
                             says of its responses in the background that they have failed; after MAX_RESTARTS in
                             RESTART_PERIOD seconds the server gives up, exit code 1
@@ -27,7 +28,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
-from jaxserve.engine import process
+from jaxserve.engine import process, wire
+from jaxserve.engine.remote import SILENCE_LIMIT, TICK
 from jaxserve.engine.subprocesses import Child
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
@@ -104,7 +106,10 @@ class Supervisor:
         model_path: str,
         tokenizer: str,
         seed: int,
+        silence_limit: float = SILENCE_LIMIT,
     ):
+        self._silence_limit = silence_limit
+        self._listening: set[asyncio.Task[None]] = set()
         self._config = config
         self._start_engine = start_engine
         self._model_path = model_path
@@ -133,6 +138,8 @@ class Supervisor:
                 await asyncio.gather(*map(self._start_worker, self._workers))
                 if not await self._all_ready():
                     return 128 + self._signals[0]
+                for engine in self._engines:
+                    self._listen_to(engine)
                 await self._open()  # a signal from now on is for a running server
                 _children(self._workers)[0].tell("announce")
                 self.serving.set()
@@ -268,8 +275,31 @@ class Supervisor:
             logger.error("engine %d could not start again: %s", engine.index, child.error)
             return
         engine.folder = folder  # not before: workers that start meanwhile would wait for it
+        self._listen_to(engine)
         logger.info("engine %d is there again", engine.index)
         await self._tell(f"engine {engine.index} started {folder}")
+
+    def _listen_to(self, engine: _Engine) -> None:
+        """Begin to listen to an engine that is up, if it is one of several."""
+        if len(self._engines) > 1 and engine.child is not None and engine.folder is not None:
+            self._listening.add(asyncio.create_task(self._kill_if_silent(engine.child, engine.folder)))
+
+    async def _kill_if_silent(self, child: Child, folder: pathlib.Path) -> None:
+        """Kill an engine's process of which nothing has been heard for too long: then it has ended, and is replaced.
+
+        As clients do, count only the time in which this process runs.
+        """
+        silence, last = 0.0, 0
+        while silence <= self._silence_limit:
+            await asyncio.sleep(TICK)
+            if child.ended.done():
+                return
+            beat = last
+            with contextlib.suppress(OSError):  # it is not there yet, or no longer
+                beat = wire.heartbeat_file(folder).stat().st_mtime_ns
+            silence, last = (0.0 if beat != last else silence + TICK), beat
+        logger.error("%s has been silent for %.0f s and is killed", child.name, silence)
+        child.kill()
 
     async def _report(self, child: Child) -> None:
         if not await child.is_ready():

@@ -218,11 +218,13 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 
 
 @pytest.mark.slow
-def test_engines_behind_one_server_and_the_death_of_one(start):
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
-    and for one that was replaced.
+    and for one that was replaced. One that hangs is killed.
     """
-    server = start("--data-parallel-size", "2", "--api-workers", "2").wait_until_serving()
+    flags = ("--data-parallel-size", "2", "--api-workers", "2", "--silence-limit", "2")
+    server = start(*flags).wait_until_serving()
 
     async def run():
         async with client() as http:
@@ -230,7 +232,7 @@ def test_engines_behind_one_server_and_the_death_of_one(start):
             assert answers == [(200, "aaa", None)] * 16
             running = await load(http, server.url, 12, max_tokens=100)
             engine, *_ = server.engines
-            engine.kill()
+            engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             ended = await asyncio.gather(*running, return_exceptions=True)
             failed = [answer for answer in ended if answer != (200, "a" * 100, None)]
             assert 0 < len(failed) < len(ended), ended

@@ -135,16 +135,17 @@ def test_metrics_of_requests(tokenizer):
 
 def test_metrics_of_the_engine_are_read_from_its_snapshot():
     fields = EngineStats.__struct_fields__
-    numbers = {name: i for i, name in enumerate(fields) if not name.endswith(("_counts", "_per_pos"))}
+    numbers = {name: i for i, name in enumerate(fields) if not name.endswith(("_counts", "_per_pos", "expert_tokens"))}
     counts = {kept.counts: (2,) + (0,) * (len(kept.bounds) - 2) + (1, 4) for kept in ENGINE_HISTOGRAMS.values()}
     held = {"kv_bytes_held": {"full": 70, "window of 8": 30}}
-    accepted = {"spec_decode_num_accepted_tokens_per_pos": (6, 3)}
+    accepted = {"spec_decode_num_accepted_tokens_per_pos": (6, 3), "expert_tokens": (5, 0)}
     snapshot = msgspec.convert(numbers | counts | held | accepted, EngineStats, strict=False)
     found = values(Metrics(model="fake", stats=lambda: snapshot, cache_config={}).render().decode())
     for name, (field, _) in {**GAUGES, **COUNTERS, **DRAFTING}.items():
         assert found[f"jaxserve:{name}"] == fields.index(field)
     for position, count in enumerate((6, 3)):
         assert found[f'jaxserve:{ACCEPTED_PER_POSITION}{{position="{position}"}}'] == count
+    assert found['jaxserve:expert_tokens_total{expert="0"}'] == 5
     assert found['jaxserve:kv_cache_held_bytes{layers="full"}'] == 70
     assert found['jaxserve:kv_cache_held_bytes{layers="window of 8"}'] == 30
     for name, kept in ENGINE_HISTOGRAMS.items():
@@ -157,7 +158,12 @@ def test_metrics_of_the_engine_are_read_from_its_snapshot():
 def test_every_field_of_the_snapshot_is_shown():
     shown = {field for field, _ in [*GAUGES.values(), *COUNTERS.values(), *DRAFTING.values()]}
     shown |= {field for kept in ENGINE_HISTOGRAMS.values() for field in (kept.counts, kept.total)}
-    shown |= {"num_steps", "kv_bytes_held", "spec_decode_num_accepted_tokens_per_pos", *WAITING_REASONS.values()}
+    shown |= {"expert_tokens"} | {
+        "num_steps",
+        "kv_bytes_held",
+        "spec_decode_num_accepted_tokens_per_pos",
+        *WAITING_REASONS.values(),
+    }
     assert shown == set(EngineStats.__struct_fields__)
 
 

@@ -1,0 +1,166 @@
+"""Random models of all kinds over meshes: each mesh that makes sense must compute what one device computes.
+
+As a script it prints the table of families and meshes, with the error of each cell (`make meshes`).
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+from golden_models import relative_error
+from paged import chunked_logits
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.layouts import layouts, put
+from jaxserve.layers.sharding import check_mesh
+from jaxserve.models import get_family
+
+FIELDS = {
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "vocab_size": 104,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "use_qk_norm": True,
+    "logit_scale": 1.0,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+    "new_decoder_architecture": True,
+    "num_kv_heads": 4,
+}
+LATENT_FIELDS = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+}
+SEQUENCE = np.arange(14) * 29 % 104
+HUNYUAN_FIELDS = {"mlp_bias": False}
+CHATGLM_FIELDS = {
+    "num_layers": 1,
+    "ffn_hidden_size": 72,
+    "kv_channels": 12,
+    "multi_query_attention": True,
+    "multi_query_group_num": 4,
+    "padded_vocab_size": 104,
+    "add_bias_linear": True,
+}
+DELTA_FIELDS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+OWN_FIELDS = {
+    "bailing_moe_v2": {"n_group": 3, "topk_group": 2},
+    "baichuan": {"num_key_value_heads": None, "norm_head": True},
+    "chatglm": CHATGLM_FIELDS,
+    "hunyuan_v1_dense": HUNYUAN_FIELDS,
+    "hunyuan_v1_moe": HUNYUAN_FIELDS,
+    "phimoe": {"num_experts_per_tok": 2},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_FIELDS),
+    "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},
+}
+
+FAMILIES = ("llama", "gemma2", "bloom", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+"""Dense families, families with experts, and families that attend to latents: the rows of the table."""
+
+MANY_EXPERTS = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 80,
+}
+"""Sizes that eight devices divide."""
+
+MESHES = (
+    {"tensor": 2},
+    {"tensor": 8},
+    {"expert": 2},
+    {"expert": 8},
+    {"expert": 2, "tensor": 2},
+    {"expert": 2, "tensor": 4},
+    {"expert": 4, "tensor": 2},
+)
+"""The columns of the table."""
+
+
+def make_mesh(**axes):
+    shape = tuple(axes.values())
+    return jax.make_mesh(shape, tuple(axes), devices=jax.devices()[: np.prod(shape)])
+
+
+def fields_of(model_type, **changes):
+    names = ("deepseek", "dots1", "glm4_moe_lite", "kimi_k2")
+    latent = LATENT_FIELDS if model_type.startswith(names) else {}
+    return FIELDS | latent | OWN_FIELDS.get(model_type, {}) | {"model_type": model_type} | changes
+
+
+def random_model(model_type, mesh, **changes):
+    """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
+    fields = fields_of(model_type, **changes)
+    family = get_family(fields)
+    config = family.Config.from_hf(fields)
+    specs = family.param_specs(config)
+    rng = np.random.default_rng(3)
+
+    def draw(spec, layout):
+        values = rng.normal(0.3 if spec.init_scale is None else 0.0, 0.3, spec.shape)
+        return put(spec, layout, values.astype(np.float32))
+
+    check_mesh(mesh, {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}, tensor_parallel_size=1)
+    params = jax.tree.map(draw, specs, layouts(specs, mesh))
+    return params, config, family
+
+
+def logits_on(model_type, mesh, **changes):
+    params, config, family = random_model(model_type, mesh, **changes)
+    return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
+
+
+def print_table():
+    """Print the error of each family on each mesh, of the largest logit; "-" where the mesh is refused."""
+    names = [" x ".join(f"{axis} {size}" for axis, size in axes.items()) for axes in MESHES]
+    print(f"{'':<14}" + "".join(f"{name:>22}" for name in names) + "   (error, of the largest logit, in float32)")  # noqa: T201
+    refused = {}
+    for model_type in FAMILIES:
+        expected = logits_on(model_type, make_mesh(tensor=1), **MANY_EXPERTS)
+        cells = []
+        for name, axes in zip(names, MESHES, strict=True):
+            try:
+                error = relative_error(logits_on(model_type, make_mesh(**axes), **MANY_EXPERTS), expected)
+            except ConfigError as reason:
+                refused[f"{model_type}, {name}"] = reason
+            cells.append(f"{'-':>22}" if f"{model_type}, {name}" in refused else f"{error:>22.1e}")
+        print(f"{model_type:<14}" + "".join(cells), flush=True)  # noqa: T201
+    for cell, reason in refused.items():
+        print(f"- {cell}: {reason}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    print_table()
