@@ -91,10 +91,6 @@ class FeedForward:
         assert not isinstance(self.activation, XIELU)
         return gated_mlp(params, x, self.activation, batch.context, consumer)
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
-        return not self.has_bias and params["down"].is_split
-
     @property
     def why_not_fused(self) -> str | None:
         """Why no kernel of a whole layer has this block, or None if some do."""

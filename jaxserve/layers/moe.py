@@ -117,10 +117,6 @@ class Experts:
         num_tokens = batch.query_starts[batch.num_rows]
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer)
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device along one mesh axis has a partial sum of the result."""
-        return _has_partial_sums(params)
-
     @property
     def why_not_fused(self) -> str:
         """Why no kernel of a whole layer has this block."""

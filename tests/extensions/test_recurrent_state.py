@@ -102,10 +102,6 @@ class Recurrence:
     def reader(self, params):
         del params
 
-    def leaves_partial_sums(self, params):
-        del params
-        return False
-
     def run(self, params, x, cache, batch, rotation, *, consumer):
         del rotation, consumer
         decay = jax.nn.sigmoid(linear(x, params["decay"]))
