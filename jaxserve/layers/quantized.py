@@ -1,5 +1,5 @@
 """The weight that is stored as codes and scales, and what multiplies by it: kernels that take codes, kernels that
-multiply rounded rows, on a CPU `tiled_product`, and otherwise XLA by the values of all codes.
+multiply rounded rows, on a CPU `codes_by_xla`, and otherwise XLA by the values of all codes.
 """
 
 import dataclasses
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.codes_by_xla import dequantize, multiply_codes
 from jaxserve.layers.rounded import multiply_rounded, unscaled_product_of_rounded
 from jaxserve.layers.sharding import partition_specs
-from jaxserve.layers.tiled_product import multiply_codes
 from jaxserve.layers.weight import Weight
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.values import dequantize
 from pallas_kernels import scaled_matmul
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
@@ -69,7 +68,7 @@ class Quantized(Weight):
     def multiply(
         self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_partial_sums: bool = False
     ) -> Float[Array, " T *outputs"]:
-        """Multiply as other weights do; on a CPU as `tiled_product` does, if devices have no shards of it.
+        """Multiply as other weights do; on a CPU as `codes_by_xla` does, if devices have no shards of it.
 
         Many rows are rounded to 8 bits first where the scheme says so.
         """

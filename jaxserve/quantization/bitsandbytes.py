@@ -16,8 +16,9 @@ from jaxtyping import Float, Float32, Int8, UInt8
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import swapped, unpack_pairs
+from jaxserve.quantization.method import Config, Method, require
 from jaxserve.quantization.scheme import KINDS, CodeName, Parts, Scheme
-from jaxserve.quantization.stored import Header
+from jaxserve.quantization.stored import Format, Header
 
 STATE = "weight.quant_state.bitsandbytes__"
 """The prefix of the JSON's leaf; the kind of codes follows."""
@@ -212,3 +213,22 @@ class Magnitudes:
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the codes as they are, with scales."""
         return Parts(self.codes, (self.largest * np.float32(1 / 127))[:, None])
+
+
+def _formats(config: Config, where: str) -> tuple[Format, ...]:
+    four, eight = (bool(config.get(name, config.get(f"_{name}"))) for name in ("load_in_4bit", "load_in_8bit"))
+    if four == eight:
+        raise CheckpointError(f"{where}: one of load_in_4bit and load_in_8bit must be true")
+    if four:
+        require(config, where, bnb_4bit_quant_type=(None, "nf4", "fp4"))
+        return (FourBits(),)
+    return (EightBits(),)
+
+
+def _scheme(config: Config, module: str) -> Scheme:  # noqa: ARG001 (all are alike)
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return Scheme(codes="int8")
+    return Scheme(codes=config.get("bnb_4bit_quant_type") or "fp4", group_size=64)
+
+
+METHOD = Method(formats=_formats, scheme=_scheme)
