@@ -97,7 +97,7 @@ class FourBits:
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> "Blocks":
         """Return codes and scales. Raises CheckpointError if the table is not one of bitsandbytes'."""
-        headers = {name: Header("", tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()}
+        headers = {name: Header("", tensor.shape, tensor.view) for name, tensor in tensors.items()}
         state = _state(module, {name: header for name, header in headers.items() if name.startswith(STATE)})
         table = np.array(KINDS[state.codes].values, np.float32)
         if not np.allclose(tensors["weight.quant_map"], table, rtol=0, atol=1e-6):
@@ -147,7 +147,7 @@ def _state(module: str, headers: Mapping[str, Header]) -> _State:
     try:
         if others:
             raise ValueError("there are several")
-        found = json.loads(headers[name].content or b"")
+        found = json.loads(headers[name].content)
         nested = "nested_blocksize" in found
         state = _State(
             codes=kind,
