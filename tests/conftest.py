@@ -63,7 +63,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 MAX_MAPS = 10_000
-"""Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes."""
+"""Memory maps of a process. Linux grants it 65,530, a compiled function takes three, and with none left XLA crashes:
+more than these are given back after a file, twice as many after a slow test.
+"""
 
 WITH_MANY_PROGRAMS = tuple(
     f"test_{name}"
@@ -111,11 +113,22 @@ def _few_sizes():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _room_for_compiled_functions():
-    """After each file, let jax drop its compiled functions if there are many."""
+def _room_for_the_next_file():
     yield
+    _drop_compiled_functions(MAX_MAPS)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_the_next_slow_test(request):
+    yield
+    if request.node.get_closest_marker("slow"):
+        _drop_compiled_functions(2 * MAX_MAPS)
+
+
+def _drop_compiled_functions(max_maps):
+    """Let jax drop its compiled functions if they take more memory maps than `max_maps`."""
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > max_maps:
         jax.clear_caches()
         gc.collect()
 

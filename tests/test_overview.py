@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import re
 
 import pytest
+from demand import counts
 from golden_folder import GOLDENS
 
 from jaxserve import overview
@@ -145,9 +147,17 @@ def test_the_table_promises_only_what_loads():
     rows = overview.families()
     assert [row["model_type"] for row in rows] == [*FAMILIES, *WRAPPERS]
     assert {wrapper.family for wrapper in WRAPPERS.values()} <= FAMILIES.keys()
-    assert "Baichuan" not in overview.families_text()
-    with pytest.raises(CheckpointError, match="unknown model_type 'baichuan'"):
-        get_family({"model_type": "baichuan"})
+    assert "Jamba" not in overview.families_text()
+    with pytest.raises(CheckpointError, match="unknown model_type 'jamba'"):
+        get_family({"model_type": "jamba"})
+
+
+def test_the_page_on_models_promises_no_more_than_is_served():
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    for (served, total), text in zip(counts(), (r"(\d+) of (\d+) are served", r"(\d+) of (\d+) \(\d+%\)"), strict=True):
+        said = re.search(text, page)
+        assert int(said[1]) <= served, "python tests/support/demand.py"
+        assert int(said[2]) == total, "python tests/support/demand.py"
 
 
 def test_no_such_model():

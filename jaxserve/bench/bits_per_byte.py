@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.bench.report import table
-from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
+from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import SamplingParams
 
@@ -38,7 +38,13 @@ class _Costs(NamedTuple):
     """Largest difference between log probabilities of tokens that were generated, and of the same in a prompt."""
 
 
-def run(config: EngineConfig, *, text_path: pathlib.Path, quantizations: Sequence[Quantization] = ()) -> str:
+def run(
+    config: EngineConfig,
+    *,
+    text_path: pathlib.Path,
+    quantizations: Sequence[Quantization] = (),
+    kv_cache_dtypes: Sequence[KVCacheDType] = (),
+) -> str:
     """Measure how many bits per byte the model needs for the text, and return the report.
 
     The text is cut into runs that fill the context, each prefixed with the tokenizer's BOS token. Bits are divided by
@@ -47,7 +53,8 @@ def run(config: EngineConfig, *, text_path: pathlib.Path, quantizations: Sequenc
     says so. For each of `quantizations` the model is loaded again with its matrices rounded; its row has the difference
     from the model as it is, with the standard error of that over the runs of the text, of which there are pairs; and
     the largest differences between log probabilities of codes and of the floats that they encode, and between those of
-    generated tokens and of the same tokens in a prompt.
+    generated tokens and of the same tokens in a prompt. For each of `kv_cache_dtypes` its keys and values are held so,
+    with the first of these differences and the last.
 
     Raises StartupError, and InvalidRequest if the text cannot be read or is empty.
     """
@@ -70,8 +77,14 @@ def run(config: EngineConfig, *, text_path: pathlib.Path, quantizations: Sequenc
         costs, values = _of_codes_and_values(config, name, text)
         differences = _paired(plain, costs, num_bytes), f"{_largest(costs, values):.1e}", f"{costs.decoded:.1e}"
         rows.append([f"  in {name}", f"{sum(costs.bits) / num_bytes:.3f}", *differences])
+    for dtype in kv_cache_dtypes:
+        costs = _costs(dataclasses.replace(config, kv_cache_dtype=dtype), text)
+        differences = _paired(plain, costs, num_bytes), "", f"{costs.decoded:.1e}"
+        rows.append([f"  KV in {dtype}", f"{sum(costs.bits) / num_bytes:.3f}", *differences])
     rows.append(["xz -9", f"{8 * len(lzma.compress(text.encode(), preset=9)) / num_bytes:.3f}"])
-    header = ["", "bits a byte", "difference", "codes - floats", "decoded - prompt"][: None if quantizations else 2]
+    header = ["", "bits a byte", "difference", "codes - floats", "decoded - prompt"][
+        : None if quantizations or kv_cache_dtypes else 2
+    ]
     return f"{title}\n\n" + table(header, [(row + [""] * len(header))[: len(header)] for row in rows])
 
 

@@ -13,7 +13,7 @@ from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, host, latency, load, speculation, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
-from jaxserve.config import DEFAULT_MODEL, EngineConfig, Quantization
+from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
@@ -73,6 +73,15 @@ def add_commands(parser: Parser) -> None:
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
     text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     _add_beside(text, "round matrices so, too, and print the differences")
+    text.add_flag(
+        "workload",
+        "--beside-kv",
+        nargs="*",
+        default=(),
+        choices=get_args(KVCacheDType),
+        metavar="DTYPE",
+        help="hold keys and values so, too, and print the differences",
+    )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     drafts = add("speculation", "what speculative decoding gains on the prompts of a workload", _speculation)
@@ -270,7 +279,8 @@ def _load(args: argparse.Namespace) -> None:
 
 def _bits_per_byte(args: argparse.Namespace) -> None:
     config = EngineConfig(**given(args, _ENGINE_FIELDS))
-    print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside))
+    report = bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv)
+    print(report)
 
 
 def _speculation(args: argparse.Namespace) -> None:

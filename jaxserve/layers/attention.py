@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import KeyValueCache
@@ -74,6 +74,25 @@ class HeadNorm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """A factor of queries that grows with each original context before their position (Nakanishi 2025,
+    arXiv:2501.19399): 1 + beta ln(1 + floor(position / original_context)).
+    """
+
+    beta: float
+    original_context: int
+
+    def __call__(
+        self, qkv: Float[Array, "T K members D"], positions: Int[Array, " T"]
+    ) -> Float[Array, "T K members D"]:
+        """Return qkv with scaled queries. A rotation may come before or after that, a norm only before it."""
+        spans = (positions // self.original_context).astype(jnp.float32)
+        factors = (1.0 + self.beta * jnp.log1p(spans))[:, None, None, None]
+        q = qkv[:, :, :-2].astype(jnp.float32) * factors
+        return jnp.concatenate([q.astype(qkv.dtype), qkv[:, :, -2:]], axis=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
     """The attention block of a layer.
 
@@ -83,6 +102,7 @@ class Attention:
         sliding_window: number of tokens that a token attends to, its own included; None for all up to its own.
         soft_cap, alibi_slopes: as in `Scores`.
         has_sinks: each head has a logit that joins the softmax's denominator and nothing else.
+        query_scale: a factor of queries by position; None if there is none.
     """
 
     num_heads: int
@@ -97,6 +117,7 @@ class Attention:
     out_bias: bool = False
     head_norm: HeadNorm | None = None
     has_sinks: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def cache_spec(self) -> KVSpec:
@@ -195,6 +216,9 @@ class Attention:
             # The kernel that rotates keys writes them, so what is done to rotated ones cannot come after it.
             turned, rotation = (rotation, None) if self.head_norm.is_after_rotation else (None, rotation)
             qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm, turned)
+        if self.query_scale is not None:
+            assert self.head_norm is None, "a norm after the scale would undo it"
+            qkv = self.query_scale(qkv, batch.positions)
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
         scores = Scores(
             scale=self.score_scale,
@@ -225,6 +249,7 @@ class Attention:
             "sinks": self.has_sinks or None,
             "capped scores": self.soft_cap,
             "ALiBi": self.alibi_slopes,
+            "a scale of queries": self.query_scale,
         }
         if found := [name for name, value in more.items() if value is not None]:
             return f"the attention has {', '.join(found)}"

@@ -72,6 +72,7 @@ class ParamSpec:
             one source after the other; None if they are in order already. A row has all inputs of one output.
         is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
         offset: added to the checkpoint's values, in float32.
+        unit_axis: vectors along this axis of a checkpoint's values are divided by their lengths, in float32.
         dtype: None means the dtype that the engine serves in.
         quantize: marks the weights that `--quantization` rounds to codes.
         scheme: how a quantized weight is stored; None if it is not quantized.
@@ -91,6 +92,7 @@ class ParamSpec:
     rows: np.ndarray | None = None
     is_transposed: bool = False
     offset: float = 0.0
+    unit_axis: int | None = None
     dtype: Any = None
     quantize: bool = False
     scheme: Scheme | None = None
@@ -121,6 +123,9 @@ class ParamSpec:
         """Return the weight that is made of the tensors of `source`, given in order."""
         outputs_first = (tensor.swapaxes(-1, -2) if self.is_transposed else tensor for tensor in sources)
         values = self.arrange(outputs_first).reshape(self.shape)
+        if self.unit_axis is not None:
+            values = values.astype(np.float32)
+            values /= np.maximum(np.linalg.norm(values, axis=self.unit_axis, keepdims=True), np.float32(1e-12))
         return values if self.offset == 0.0 else values.astype(np.float32) + np.float32(self.offset)
 
     def arrange(self, parts: Iterable[np.ndarray]) -> np.ndarray:

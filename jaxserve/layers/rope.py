@@ -54,6 +54,16 @@ class LongRopeScaling:
     attention_factor: float
     original_max_position_embeddings: int
     context: int
+    short_attention_factor: float | None = None
+    """That of a server of no more than the original context, if it has another one, as Phi-3.5 MoE."""
+
+    @property
+    def length(self) -> float:
+        """The factor of rotated vectors for the served context."""
+        is_long = self.context > self.original_max_position_embeddings
+        if is_long or self.short_attention_factor is None:
+            return self.attention_factor
+        return self.short_attention_factor
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -174,7 +184,11 @@ Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 def rotations(rope: Rope, positions: Int[Array, " T"]) -> Rotation:
     """Cosine and sine of each token's angles, float32; one pair serves all layers of a step."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies(rope)[None, :]
-    length = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
+    match rope.scaling:
+        case LongRopeScaling(length=length) | YarnScaling(attention_factor=length):
+            pass
+        case _:
+            length = 1.0
     return length * jnp.cos(angles), length * jnp.sin(angles)
 
 

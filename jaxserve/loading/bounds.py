@@ -36,7 +36,7 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
     "multi_query_group_num": MAX_HEADS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
-    **dict.fromkeys(("num_shared_expert", "moe_topk"), MAX_EXPERTS),
+    **dict.fromkeys(("num_shared_expert", "num_shared_experts", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),
     "kv_channels": MAX_WIDTH,
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), MAX_INNER_WIDTH),

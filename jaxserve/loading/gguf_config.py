@@ -35,6 +35,8 @@ SERVED = {
     "gpt-oss": ("expert_count",),
     "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
+    "minimax-m2": ("expert_count",),
+    "olmoe": ("expert_count",),
     "qwen2moe": ("expert_count",),
     "qwen3moe": ("expert_count",),
 }
@@ -46,6 +48,7 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
     "gptneox": "gpt_neox",
+    "minimax-m2": "minimax_m2",
     "phi2": "phi",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -149,6 +152,17 @@ def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
     if file.architecture == "qwen2moe":
         fields["shared_expert_intermediate_size"] = positive_integer(file, "expert_shared_feed_forward_length")
     return fields | {"qkv_bias": fields["attention_bias"]}
+
+
+def _olmoe_fields(file: GGUFFile) -> dict[str, Any]:
+    is_normalized = bool(get(file, "expert_weights_norm", False))
+    return _without_window(file) | _routing_fields(file) | {"norm_topk_prob": is_normalized}
+
+
+def _minimax_fields(file: GGUFFile) -> dict[str, Any]:
+    refuse(file, expert_weights_norm=True)
+    size = positive_integer(file, "expert_feed_forward_length")
+    return _without_window(file) | _routing_fields(file, gating=SIGMOID) | {"intermediate_size": size}
 
 
 def _routing_fields(file: GGUFFile, *, gating: int = SOFTMAX) -> dict[str, Any]:
@@ -359,6 +373,7 @@ def _gpt2_fields(file: GGUFFile, *, inner_default: int | None = None) -> dict[st
 
 
 ARCHITECTURES = {
+    "arcee": _without_window,
     "bloom": _bloom_fields,
     "chatglm": _glm_fields,
     "command-r": _cohere_fields,
@@ -374,7 +389,9 @@ ARCHITECTURES = {
     "gptneox": _gpt_neox_fields,
     "granite": _granite_fields,
     "llama": _llama_fields,
+    "minimax-m2": _minimax_fields,
     "olmo2": _without_window,
+    "olmoe": _olmoe_fields,
     "phi2": _layer_norm_fields,
     "phi3": _phi3_fields,
     "qwen2": _without_window,

@@ -92,6 +92,7 @@ NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.e_score_correction": "exp_probs_b",
     "block_sparse_moe.experts.w1": "ffn_gate_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
     "block_sparse_moe.experts.w3": "ffn_up_exps",
@@ -244,7 +245,7 @@ def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | Non
     match file.architecture, module:
         case "falcon" | "bloom" | "gptneox", "attn_qkv":
             return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        case "llama" | "granite", "attn_q" | "attn_k":
+        case "arcee" | "llama" | "granite", "attn_q" | "attn_k":
             return functools.partial(_to_halves, num_heads=num_heads if module == "attn_q" else num_kv_heads)
         case architecture, _ if architecture in GEMMAS and module.endswith("norm"):
             return _less_one

@@ -7,13 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import lm_head_bias_spec
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -44,15 +41,8 @@ MAX_NORM_MIN = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one ERNIE 4.5 with experts; `intermediate_size` is that of layers without."""
-
-    use_bias: bool
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    shared_expert_size: int
-    """Intermediate size of all shared experts of a layer together."""
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one ERNIE 4.5 with experts."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -60,22 +50,17 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
         if (least := hf_config.number(fields, "moe_norm_min")) > MAX_NORM_MIN:
             raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}, got {least:g}")
-        expert_size = hf_config.integer(fields, "moe_intermediate_size")
         fields |= {
             "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
             "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
         }
+        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": _sparse_layers(fields)}
         return cls(
-            **hf_config.as_llama(fields),
-            use_bias=hf_config.flag(fields, "use_bias"),
-            sparse_layers=_sparse_layers(fields),
-            expert_size=expert_size,
-            shared_expert_size=expert_size * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=True,
-            ),
+            **shape | mixture.read_biases(fields, "use_bias"),
+            mlp_bias=hf_config.flag(fields, "use_bias"),
+            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
+            routing=mixture.read_routing(fields, is_normalized=True),
+            has_selection_bias=True,
             rope=hf_rope.rope(fields, theta=500_000.0),
         )
 
@@ -89,28 +74,12 @@ def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(start <= index <= end and (index + 1) % step == 0 for index in range(num_layers))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.use_bias, out_bias=config.use_bias)
-    feed_forward = replace(config.feed_forward, has_bias=config.use_bias)
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=True,
-        shared=replace(feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-    )
-    dense = replace(config.layer, mixer=attention, feed_forward=feed_forward)
-    sparse = replace(dense, feed_forward=experts)
-    return tuple(sparse if is_sparse else dense for is_sparse in config.sparse_layers)
-
-
 def amend(specs: Params, config: Config) -> Params:
     """Declare the bias of the LM head, and that of the choice as it is stored: as one row."""
     for layer in specs["layers"]:
         if (bias := layer["mlp"].get("selection_bias")) is not None:
             layer["mlp"]["selection_bias"] = replace(bias, source_shapes=((1, *bias.shape),))
-    if config.use_bias:
+    if config.mlp_bias:
         specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
     return specs
 
@@ -119,4 +88,4 @@ NAMES = Names(
     is_interleaved=True,
     experts=ExpertNames(shared="shared_experts", selection_bias="moe_statics.e_score_correction_bias"),
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)

@@ -4,15 +4,10 @@ The layers after the last one, which predict further tokens (`num_nextn_predict_
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import deepseek_v3, hf_config, hf_rope
+from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -39,52 +34,24 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one GLM 4.5; `intermediate_size` is that of layers without experts."""
-
-    attention_bias: bool
-    use_qk_norm: bool
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    shared_expert_size: int
-    """Intermediate size of all shared experts of a layer together."""
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one GLM 4.5."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        expert_size = hf_config.integer(fields, "moe_intermediate_size")
+        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
         return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            use_qk_norm=hf_config.flag(fields, "use_qk_norm"),
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            expert_size=expert_size,
-            shared_expert_size=expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
+            **shape,
+            qkv_bias=hf_config.flag(fields, "attention_bias"),
+            head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
+            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
             routing=deepseek_v3.routing(fields),
+            has_selection_bias=True,
             rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm) if config.use_qk_norm else None,
-    )
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=True,
-        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-    )
-    dense = replace(config.layer, mixer=attention)
-    sparse = replace(dense, feed_forward=experts)
-    return tuple(sparse if is_sparse else dense for is_sparse in config.sparse_layers)
-
-
 NAMES = Names(experts=ExpertNames(shared="shared_experts"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, doc=__doc__)

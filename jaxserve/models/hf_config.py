@@ -230,12 +230,12 @@ def sparse_layers_after_dense(fields: Fields) -> tuple[bool, ...]:
     return tuple(index >= first and index % step == 0 for index in range(integer(fields, "num_hidden_layers")))
 
 
-def sparse_layers_by_type(fields: Fields) -> tuple[bool, ...]:
+def sparse_layers_by_type(fields: Fields, first: int = 1) -> tuple[bool, ...]:
     """Return which layers have experts, from `mlp_layer_types`; by default all but the first ones, whose number is
-    `first_k_dense_replace` or 1. Raises CheckpointError if the two contradict each other.
+    `first_k_dense_replace` or `first`. Raises CheckpointError if the two contradict each other.
     """
     num_layers, kinds = integer(fields, "num_hidden_layers"), fields.get("mlp_layer_types")
-    first = integer(fields, "first_k_dense_replace", 1, minimum=0)
+    first = integer(fields, "first_k_dense_replace", first, minimum=0)
     if kinds is None:
         return tuple(index >= first for index in range(num_layers))
     if (

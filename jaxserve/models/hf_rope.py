@@ -95,9 +95,7 @@ def rope_parameters(fields: Fields) -> Fields:
 
     Raises CheckpointError for fields that are not supported, as they might change every position.
     """
-    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: rope_parameters or rope_scaling must be an object, got {given!r:.100}")
+    given = rope_object(fields)
     if by_layer_type := sorted(name for name, value in given.items() if isinstance(value, dict)):
         raise CheckpointError(
             f"config.json: rope_parameters by layer type ({', '.join(by_layer_type)}) are not supported: all "
@@ -111,6 +109,14 @@ def rope_parameters(fields: Fields) -> Fields:
     outer = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields}
     original = "original_max_position_embeddings"
     return outer | given | ({original: fields[original]} if original in fields else {})
+
+
+def rope_object(fields: Fields) -> Fields:
+    """Return a copy of `rope_parameters`, or of `rope_scaling` if there is one."""
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"config.json: rope_parameters or rope_scaling must be an object, got {given!r:.100}")
+    return dict(given)
 
 
 def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_stretched: bool) -> Scaling | None:

@@ -4,15 +4,10 @@ The layers after the last one, which predict further tokens (`num_nextn_predict_
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -39,17 +34,8 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Hy3; `intermediate_size` is that of layers without experts."""
-
-    attention_bias: bool
-    mlp_bias: bool
-    """Biases in layers without experts and in the shared experts."""
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    shared_expert_size: int
-    """Intermediate size of all shared experts of a layer together."""
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one Hy3."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -57,45 +43,18 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         for name in ALWAYS:
             hf_config.require(fields, name, True)
-        expert_size = hf_config.integer(fields, "moe_intermediate_size")
+        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_by_type(fields)}
+        scale = hf_config.number(fields, "router_scaling_factor")
         return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+            **shape | mixture.read_biases(fields),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            sparse_layers=hf_config.sparse_layers_by_type(fields),
-            expert_size=expert_size,
-            shared_expert_size=expert_size * hf_config.integer(fields, "num_shared_experts"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                scores="sigmoid",
-                is_normalized=True,
-                scale=hf_config.number(fields, "router_scaling_factor"),
-            ),
+            head_norm="shared",
+            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "num_shared_experts"),
+            routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True, scale=scale),
+            has_selection_bias=True,
             rope=hf_rope.rope(fields, theta=11_158_840.0),
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm),
-    )
-    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=True,
-        shared=replace(feed_forward, size=config.shared_expert_size),
-    )
-    dense = replace(config.layer, mixer=attention, feed_forward=feed_forward)
-    sparse = replace(dense, feed_forward=experts)
-    return tuple(sparse if is_sparse else dense for is_sparse in config.sparse_layers)
-
-
 NAMES = Names(experts=ExpertNames(router="router.gate", selection_bias="expert_bias", shared="shared_mlp"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

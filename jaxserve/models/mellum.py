@@ -6,12 +6,10 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Routing
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config, hf_rope, qwen3_moe
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -35,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(qwen3_moe.Config):
+class Config(mixture.Config):
     """The shape of one Mellum; `intermediate_size` is that of layers without experts."""
 
     local_rope: Rope
@@ -50,30 +48,17 @@ class Config(qwen3_moe.Config):
         size = hf_config.head_dim(fields)
         rope, local_rope = hf_rope.ropes_by_type(fields, size=size, theta=500_000.0, local_theta=None)
         window = hf_config.optional_integer(fields, "sliding_window")
+        shape: dict[str, Any] = {
+            "sliding_windows": hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
+            "sparse_layers": hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None}, first=0),
+        }
         return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
-            sparse_layers=_sparse_layers(fields, num_layers),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-            ),
+            **mixture.read(fields) | mixture.read_biases(fields) | shape,
+            head_norm="shared",
+            routing=mixture.read_routing(fields),
             rope=rope,
             local_rope=local_rope,
         )
-
-
-def _sparse_layers(fields: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: all, unless `mlp_layer_types` says so."""
-    kinds = fields.get("mlp_layer_types")
-    kinds = ["sparse"] * num_layers if kinds is None else kinds
-    known = ("dense", "sparse")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise CheckpointError(f"config.json: mlp_layer_types must name dense or sparse for each of {num_layers} layers")
-    return tuple(kind == "sparse" for kind in kinds)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -83,7 +68,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         assert isinstance(layer.mixer, Attention)
         return layer if window is None else replace(layer, mixer=replace(layer.mixer, rope=config.local_rope))
 
-    return tuple(map(of_window, qwen3_moe.layers(config), config.sliding_windows))
+    return tuple(map(of_window, mixture.layers(config), config.sliding_windows))
 
 
 FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))

@@ -3,16 +3,11 @@ and a bias; norms over all of q and of k; partial rotation.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -36,10 +31,8 @@ FULL_ATTENTION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one MiniMax M2; `intermediate_size` is that of one expert."""
-
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one MiniMax M2."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -60,30 +53,18 @@ class Config(DecoderConfig):
         rotated = hf_config.optional_integer(fields, "rotary_dim")
         size = hf_config.head_dim(fields)
         return cls(
-            **hf_config.as_llama(fields),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                scores="sigmoid",
-                is_normalized=True,
-            ),
+            **mixture.read(fields, "intermediate_size"),
+            head_norm="joint",
+            routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True),
+            has_selection_bias=True,
             rope=hf_rope.rope(
                 fields, theta=5_000_000.0, partial_rotary_factor=1.0 if rotated is None else rotated / size
             ),
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm, gains="joint"))
-    experts = Experts(
-        routing=config.routing, size=config.intermediate_size, activation=config.activation, has_selection_bias=True
-    )
-    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
-
-
 NAMES = Names(
     mlp="block_sparse_moe",
     experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias"),
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

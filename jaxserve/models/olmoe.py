@@ -1,14 +1,9 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): experts in all layers, and norms over all of q and of k."""
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -27,11 +22,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one OLMoE; `intermediate_size` is that of one expert."""
-
-    attention_bias: bool
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one OLMoE."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -39,27 +31,11 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "clip_qkv", None)
         return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-            ),
+            **mixture.read(fields, "intermediate_size") | mixture.read_biases(fields),
+            head_norm="joint",
+            routing=mixture.read_routing(fields),
             rope=hf_rope.rope(fields),
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm, gains="joint"),
-    )
-    experts = Experts(routing=config.routing, size=config.intermediate_size, activation=config.activation)
-    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
-
-
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__, features=("QK norm",))

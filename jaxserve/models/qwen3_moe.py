@@ -1,14 +1,9 @@
 """Qwen 3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen 3 with experts in all layers or some of them."""
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -31,30 +26,18 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Qwen 3 with experts; `intermediate_size` is that of layers without."""
-
-    attention_bias: bool
-    sliding_windows: tuple[int | None, ...]
-    sparse_layers: tuple[bool, ...]
-    expert_size: int
-    routing: Routing
+class Config(mixture.Config):
+    """The shape of one Qwen 3 with experts."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
+        shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
         return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            sliding_windows=_windows(fields),
-            sparse_layers=hf_config.sparse_layers(fields),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-            ),
+            **mixture.read(fields) | mixture.read_biases(fields) | shape,
+            head_norm="shared",
+            routing=mixture.read_routing(fields),
             rope=hf_rope.rope(fields),
         )
 
@@ -66,23 +49,4 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm),
-    )
-    experts = Experts(routing=config.routing, size=config.expert_size, activation=config.activation)
-    return tuple(
-        replace(
-            config.layer,
-            mixer=replace(attention, sliding_window=window),
-            feed_forward=experts if is_sparse else config.feed_forward,
-        )
-        for window, is_sparse in zip(config.sliding_windows, config.sparse_layers, strict=True)
-    )
-
-
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__, features=("QK norm",))

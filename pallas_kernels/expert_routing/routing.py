@@ -14,8 +14,12 @@ class Routing:
 
     num_experts: int
     num_experts_per_token: int
-    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"
-    """Function of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs."""
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid", "sparse_mixer"] = "softmax"
+    """Function of the logits before the best are chosen; "softmax_of_chosen" chooses by logit, then weighs;
+    "sparse_mixer" weighs each choice among the logits near it (Liu et al. 2024, arXiv:2409.12136).
+    """
+    jitter: float = 0.0
+    """SparseMixer weighs a choice among logits that differ from it by at most twice this part of their size."""
     is_normalized: bool = False
     """True if the weights of a token's experts are divided by their sum."""
     scale: float = 1.0

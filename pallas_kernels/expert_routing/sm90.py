@@ -60,6 +60,8 @@ def heuristic(num_tokens: int, num_local_experts: int) -> Config:
 def why_not(num_tokens: int, routing: Routing) -> str | None:
     """Return what the kernels do not support, for any number of local experts, or None."""
     num_choices = num_tokens * routing.num_experts_per_token
+    if routing.scores == "sparse_mixer":
+        return "the kernel has no SparseMixer"
     if routing.num_experts > MAX_EXPERTS:
         return f"{routing.num_experts} experts are more than the {MAX_EXPERTS} that the kernel routes to"
     if routing.num_experts_per_token > LANES:

@@ -49,6 +49,8 @@ def expert_routing_xla(
 def _choose(
     logits: Float[Array, "T X"], selection_bias: Float[Array, " X"] | None, routing: Routing
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    if routing.scores == "sparse_mixer":
+        return _choose_one_by_one(logits, routing)
     match routing.scores:
         case "softmax":
             scores = jax.nn.softmax(logits, axis=-1)
@@ -67,6 +69,18 @@ def _choose(
         # A sigmoid may be 0 for all of them.
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
     return weights * routing.scale, chosen
+
+
+def _choose_one_by_one(logits: Float[Array, "T X"], routing: Routing) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """Choose the best logit, again and again, and weigh it by a softmax over those left that are near it."""
+    left, weights, chosen = logits, [], []
+    for _ in range(routing.num_experts_per_token):
+        best = jnp.max(left, axis=-1, keepdims=True)
+        chosen.append(jnp.argmax(left, axis=-1).astype(jnp.int32))
+        is_far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * routing.jitter
+        weights.append(1 / jnp.sum(jnp.where(is_far, 0.0, jnp.exp(left - best)), axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[1])[None] == chosen[-1][:, None], -jnp.inf, left)
+    return jnp.stack(weights, axis=1), jnp.stack(chosen, axis=1)
 
 
 def _only_best_groups(preferences: Float[Array, "T X"], routing: Routing) -> Float[Array, "T X"]:

@@ -265,9 +265,11 @@ def test_bits_per_byte_beside_rounded_matrices(tmp_path):
     text_path = tmp_path / "text.txt"
     text_path.write_text("Once upon a time there was a king. " * 10)
     config = EngineConfig(model="scribe-2m", max_model_len=51, max_num_batched_tokens=64, warmup="none")
-    report = bits_per_byte.run(config, text_path=text_path, quantizations=("int8",))
-    [ours] = [line for line in report.splitlines() if "in int8" in line]
-    assert re.fullmatch(r"[+-]\d\.\d{4} \+- \d\.\d{4}", ours.split("|")[3].strip())
+    report = bits_per_byte.run(config, text_path=text_path, quantizations=("int8",), kv_cache_dtypes=("int8",))
+    ours = [line for line in report.splitlines() if "in int8" in line]
+    assert len(ours) == 2
+    for line in ours:
+        assert re.fullmatch(r"[+-]\d\.\d{4} \+- \d\.\d{4}", line.split("|")[3].strip())
 
 
 def test_bits_per_byte_of_random_weights_has_nothing_beside_it(tmp_path):

@@ -7,7 +7,18 @@ from cases_of_experts import EXPERTS, SHORT_YARN, YARN
 from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
-from reference_models import ChatGLMConfig, ChatGLMForConditionalGeneration, QwenConfig, QwenLMHeadModel
+from reference_models import (
+    BaichuanConfig,
+    BaichuanForCausalLM,
+    BailingMoeConfig,
+    BailingMoeForCausalLM,
+    BailingMoeV2Config,
+    BailingMoeV2ForCausalLM,
+    ChatGLMConfig,
+    ChatGLMForConditionalGeneration,
+    QwenConfig,
+    QwenLMHeadModel,
+)
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -71,6 +82,11 @@ FAMILIES = {
     "mimo": (MiMoConfig, MiMoForCausalLM),
     "qwen": (QwenConfig, QwenLMHeadModel),
     "chatglm": (ChatGLMConfig, ChatGLMForConditionalGeneration),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "phimoe": (transformers.PhimoeConfig, transformers.PhimoeForCausalLM),
+    "baichuan": (BaichuanConfig, BaichuanForCausalLM),
+    "bailing_moe": (BailingMoeConfig, BailingMoeForCausalLM),
+    "bailing_moe_v2": (BailingMoeV2Config, BailingMoeV2ForCausalLM),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -101,6 +117,9 @@ HAVE_HEAD_DIM = {
     "mellum",
     "qwen",
     "chatglm",
+    "bailing_moe",
+    "bailing_moe_v2",
+    "ministral3",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -135,7 +154,7 @@ FIELD_NAMES = {
     },
 }
 """A family's name of a field, if it is not the usual one."""
-HAVE_NO_KV_HEADS = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "qwen"}
+HAVE_NO_KV_HEADS = {"baichuan", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "qwen"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

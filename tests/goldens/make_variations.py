@@ -30,7 +30,7 @@ MODELS = (
     *("glm4_moe_qk_norm", "minimax_m2_half_rotated", "glm4_moe_lite_dense_last", "ernie4_5_moe_biases", "olmoe_biases"),
     *("granitemoe_multipliers", "dots1_windows", "hy_v3_biases"),
     *("seed_oss_biases", "ernie4_5_biases", "hunyuan_v1_dense_alpha", "hunyuan_v1_moe_alpha", "mellum_windows"),
-    *("apertus_llama3_rope", "internlm3_dynamic"),
+    *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short", "ministral3_beyond_original"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""
@@ -86,8 +86,11 @@ def run(directory, token_ids, implementation):
     return logits if np.isfinite(logits).all() else None
 
 
-def vary(golden, folder):
-    """Return the outcome of each row of a golden that changes something, which is tried in `folder`, which is made."""
+def vary(golden, folder, names, known):
+    """Return the outcome of each row of a golden that changes something, which is tried in `folder`, which is made.
+
+    `names` are the fields that are tried, None for all; the outcomes of other fields' rows are those that are `known`.
+    """
     write_checkpoint(golden, folder)
     fields = json.loads((golden / "config.json").read_text())
     token_ids = np.load(golden / "golden.npz")["token_ids"]
@@ -100,8 +103,11 @@ def vary(golden, folder):
 
     base = logits_of(fields)
     largest = np.abs(base).max()
-    changing, refused = {}, []
-    tried = rows(fields)
+    every = rows(fields)
+    tried = {label: change for label, change in every.items() if names is None or label.split()[0] in names}
+    kept = every.keys() - tried.keys()
+    changing = {label: outcome for label, outcome in known["changed"].items() if label in kept}
+    refused = [label for label in known["refused"] if label in kept]
 
     def outcome(label, change):
         """Record what one row does."""
@@ -131,12 +137,16 @@ def vary(golden, folder):
             outcome(label, change)
         else:
             added.setdefault(name, []).append(label)
-    for index in range(max(map(len, added.values()))):
+    for index in range(max(map(len, added.values()), default=0)):
         outcomes([labels[index] for labels in added.values() if index < len(labels)])
     print(
         f"{golden.name}: of {len(tried)} rows {len(changing)} change the logits, {len(refused)} are refused", flush=True
     )
-    return {"num_rows": len(tried), "changed": changing, "refused": refused}
+    return {
+        "num_rows": len(every),
+        "changed": {label: changing[label] for label in every if label in changing},
+        "refused": [label for label in every if label in refused],
+    }
 
 
 def draw(model, changes, prompt):
@@ -183,17 +193,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--goldens", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     parser.add_argument("--only", nargs="*", help="these models instead of all")
+    parser.add_argument("--fields", nargs="*", help="these fields instead of all; what is known of others is kept")
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     logging.disable(logging.ERROR)
     read = record_reads()
     path = arguments.goldens / "variations.json"
-    found = json.loads(path.read_text()) if arguments.only else {"read": [], "models": {}}
+    found = json.loads(path.read_text()) if arguments.only or arguments.fields else {"read": [], "models": {}}
     with tempfile.TemporaryDirectory() as folder:
         found["generation"] = vary_generation(arguments.goldens / MODELS[0], pathlib.Path(folder, "model"))
     for name in arguments.only or MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder, name))
+            known = found["models"].get(name, {"changed": {}, "refused": []})
+            found["models"][name] = vary(arguments.goldens / name, pathlib.Path(folder, name), arguments.fields, known)
         found["read"] = sorted({*found["read"], *read} & FIELDS.keys())
         found["transformers"] = transformers.__version__
         path.write_text(as_lines(found) + "\n")

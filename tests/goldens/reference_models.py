@@ -39,10 +39,12 @@ def turn_neighbours(x, angles):
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
-def attend(q, k, v):
-    """Causal attention of [T, H, D] to [T, K, D]."""
+def attend(q, k, v, slopes=None):
+    """Causal attention of [T, H, D] to [T, K, D], with ALiBi if there are slopes [H]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * torch.arange(len(k)).float()
     later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v).flatten(1)
 
@@ -162,3 +164,161 @@ class ChatGLMForConditionalGeneration(transformers.PreTrainedModel):
             x = layer(x)
         x = self.transformer["encoder"]["final_layernorm"](x)
         return types.SimpleNamespace(logits=self.transformer["output_layer"](x)[None])
+
+
+class Model(transformers.PreTrainedModel):
+    """A decoder whose layers are `self.model`'s: an embedding, layers, a norm and an LM head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        layers = nn.ModuleList(self.layer(config, index) for index in range(config.num_hidden_layers))
+        norm = RootMeanSquare(config.hidden_size, config.rms_norm_eps)
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model = nn.ModuleDict({self.embedding: embedding, "layers": layers, "norm": norm})
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, token_ids, use_cache=False):
+        x = self.model[self.embedding](token_ids[0])
+        for layer in self.model["layers"]:
+            x = layer(x)
+        head = self.lm_head.weight
+        if self.config.norm_head:
+            head = head / head.norm(dim=self.unit_axis, keepdim=True)
+        return types.SimpleNamespace(logits=functional.linear(self.model["norm"](x), head)[None])
+
+
+class Gated(nn.Module):
+    """A feed-forward."""
+
+    def __init__(self, size, inner):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(size, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BaichuanConfig(transformers.PreTrainedConfig):
+    model_type = "baichuan"
+    tie_word_embeddings: bool = False
+
+
+class BaichuanLayer(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        size, self.heads = config.hidden_size, config.num_attention_heads
+        self.has_rope = not hasattr(config, "model_max_length")
+        self.input_layernorm, self.post_attention_layernorm = (
+            RootMeanSquare(size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.self_attn = nn.ModuleDict(
+            {"W_pack": nn.Linear(size, 3 * size, bias=False), "o_proj": nn.Linear(size, size, bias=False)}
+        )
+        self.mlp = Gated(size, config.intermediate_size)
+
+    def forward(self, x):
+        q, k, v = self.self_attn["W_pack"](self.input_layernorm(x)).view(len(x), 3, self.heads, -1).unbind(1)
+        slopes = None
+        if self.has_rope:
+            turned = angles(len(x), q.shape[-1], 10000.0)
+            q, k = turn_halves(q, turned), turn_halves(k, turned)
+        else:  # those of four heads, the only number that goldens have
+            slopes = 2.0 ** torch.tensor([-2.0, -4.0, -6.0, -8.0])
+        x = x + self.self_attn["o_proj"](attend(q, k, v, slopes))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BaichuanForCausalLM(Model):
+    config_class, layer, embedding, unit_axis = BaichuanConfig, BaichuanLayer, "embed_tokens", 1
+
+
+class BailingMoeConfig(transformers.PreTrainedConfig):
+    model_type = "bailing_moe"
+    tie_word_embeddings: bool = False
+
+
+class BailingMoeV2Config(BailingMoeConfig):
+    model_type = "bailing_moe_v2"
+
+
+class BailingExperts(nn.Module):
+    """Chosen by softmax in the first generation; by sigmoid, groups and a bias in the second."""
+
+    def __init__(self, config):
+        super().__init__()
+        size, inner = config.hidden_size, config.moe_intermediate_size
+        self.config, self.is_second = config, config.model_type == "bailing_moe_v2"
+        self.gate = nn.Linear(size, config.num_experts, bias=False)
+        if self.is_second:
+            self.gate.expert_bias = nn.Parameter(torch.zeros(config.num_experts))
+        self.experts = nn.ModuleList(Gated(size, inner) for _ in range(config.num_experts))
+        self.shared_experts = Gated(size, inner * config.num_shared_experts)
+
+    def choose(self, logits):
+        """Return the weights [T, k] of chosen experts, and which they are."""
+        config = self.config
+        if not self.is_second:
+            return logits.softmax(-1).topk(config.num_experts_per_tok)
+        scores = logits.sigmoid()
+        preferences = (scores + self.gate.expert_bias).unflatten(-1, (config.n_group, -1))
+        groups = preferences.topk(2).values.sum(-1).topk(config.topk_group).indices
+        is_out = torch.ones(preferences.shape[:2], dtype=torch.bool).scatter(1, groups, False)
+        chosen = preferences.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(config.num_experts_per_tok)
+        return scores.gather(1, chosen.indices), chosen.indices
+
+    def forward(self, x):
+        weights, chosen = self.choose(self.gate(x))
+        if self.is_second or self.config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.is_second:
+            weights = weights * self.config.routed_scaling_factor
+        every = torch.stack([expert(x) for expert in self.experts], dim=1)
+        found = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
+        return (found * weights[..., None]).sum(1) + self.shared_experts(x)
+
+
+class BailingLayer(nn.Module):
+    def __init__(self, config, index):
+        super().__init__()
+        size, self.config, self.head_dim = config.hidden_size, config, config.head_dim
+        of_heads = config.num_attention_heads * self.head_dim
+        total = of_heads + 2 * config.num_key_value_heads * self.head_dim
+        self.input_layernorm, self.post_attention_layernorm = (
+            RootMeanSquare(size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.attention = nn.ModuleDict(
+            {
+                "query_key_value": nn.Linear(size, total, bias=config.use_qkv_bias),
+                "dense": nn.Linear(of_heads, size, bias=False),
+            }
+        )
+        self.is_second = config.model_type == "bailing_moe_v2"
+        if self.is_second:
+            for name in ("query_layernorm", "key_layernorm"):
+                self.attention[name] = RootMeanSquare(self.head_dim, config.rms_norm_eps)
+        is_sparse = index >= config.first_k_dense_replace
+        self.mlp = BailingExperts(config) if is_sparse else Gated(size, config.intermediate_size)
+
+    def turn(self, x):
+        rotated = int(self.head_dim * getattr(self.config, "partial_rotary_factor", 1.0))
+        turned = turn_halves(x[..., :rotated], angles(len(x), rotated, self.config.rope_theta))
+        return torch.cat([turned, x[..., rotated:]], dim=-1)
+
+    def forward(self, x):
+        heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = self.attention["query_key_value"](self.input_layernorm(x)).view(len(x), -1, self.head_dim)
+        q, k, v = qkv.split([heads, groups, groups], dim=1)
+        if self.is_second:
+            q, k = self.attention["query_layernorm"](q), self.attention["key_layernorm"](k)
+        x = x + self.attention["dense"](attend(self.turn(q), self.turn(k), v))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BailingMoeForCausalLM(Model):
+    config_class, layer, embedding, unit_axis = BailingMoeConfig, BailingLayer, "word_embeddings", 0
+
+
+class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
+    config_class = BailingMoeV2Config

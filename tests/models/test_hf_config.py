@@ -581,3 +581,51 @@ def test_layers_of_deepseek():
 def test_what_deepseek_does_not_serve(model_type, changes, complaint):
     with pytest.raises(CheckpointError, match=complaint):
         read(model_type, **(DEEPSEEK | changes))
+
+
+BAICHUAN = {"model_type": "baichuan", "num_key_value_heads": None, "head_dim": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_rope", "has_unit_head"),
+    [
+        ({"hidden_size": 4096, "vocab_size": 64000}, True, False),
+        ({"hidden_size": 4096, "vocab_size": 125696, "model_max_length": 4096}, True, True),
+        (
+            {"hidden_size": 5120, "vocab_size": 125696, "max_position_embeddings": None, "model_max_length": 4096},
+            False,
+            True,
+        ),
+        ({"norm_head": False, "model_max_length": 4096}, False, False),
+    ],
+)
+def test_baichuan_by_its_sizes(changes, has_rope, has_unit_head):
+    config = read(**BAICHUAN | {"max_position_embeddings": 4096, "num_attention_heads": 32} | changes)
+    assert (config.rope is not None, config.has_unit_head) == (has_rope, has_unit_head)
+
+
+LING = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+
+
+def test_generations_of_ling():
+    """A checkpoint of the second one may have the `model_type` of the first."""
+    second = read("bailing_moe", **LING, architectures=["BailingMoeV2ForCausalLM"])
+    assert second == read("bailing_moe_v2", **LING)
+    assert (second.routing.scores, second.head_norm, second.has_selection_bias) == ("sigmoid", "shared", True)
+    assert read("bailing_moe", **LING | {"n_group": None, "topk_group": None}).routing.scores == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (BAICHUAN | {"vocab_size": 64001}, "vocab_size 64001 is neither that of Baichuan 1"),
+        (BAICHUAN | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .* is not supported"),
+        (LING | {"model_type": "bailing_moe"}, "n_group 2 is not supported, only 1"),
+        (LING | {"model_type": "bailing_moe_v2", "use_bias": True}, "use_bias True is not supported"),
+        (LING | {"model_type": "bailing_moe", "score_function": "x"}, "unknown score_function 'x'"),
+        (LING | {"model_type": "phimoe", "num_experts_per_tok": 3}, "num_experts_per_tok 3 is not supported, only 2"),
+    ],
+)
+def test_what_families_of_their_own_code_do_not_serve(fields, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        read(**fields)

@@ -6,9 +6,11 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_models import GOLDENS
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.rope import LinearScaling, frequencies, rotations
+from jaxserve.loading.huggingface import load_config
 from jaxserve.models import FAMILIES, gemma3, hf_rope, llama, max_context, with_context
 
 ROPES = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "ropes.json").read_text())
@@ -140,7 +142,7 @@ def test_what_cannot_be_scaled_is_refused(changes, message):
         llama.Config.from_hf(FIELDS | changes)
 
 
-EXPERTS = {"num_experts_per_tok": 1, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 128}
+ONE_OF_EACH = {fields["model_type"]: fields for fields in map(load_config, GOLDENS)}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +150,9 @@ EXPERTS = {"num_experts_per_tok": 1, "n_routed_experts": 4, "n_shared_experts": 
 )
 def test_ropes_by_layer_type_are_refused_by_every_family_that_has_one(model_type):
     ropes = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    fields = ONE_OF_EACH[model_type] | {"rope_parameters": ropes, "rope_scaling": None}
     with pytest.raises(CheckpointError, match=r"rope_parameters (by layer type|\{.* is not supported)"):
-        FAMILIES[model_type].Config.from_hf({"rope_parameters": ropes} | EXPERTS)
+        FAMILIES[model_type].Config.from_hf(fields)
 
 
 def test_layer_types_that_no_gemma_has():

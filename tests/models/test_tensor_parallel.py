@@ -59,7 +59,14 @@ CHATGLM_FIELDS = {
     "padded_vocab_size": 104,
     "add_bias_linear": True,
 }
-OWN_FIELDS = {"chatglm": CHATGLM_FIELDS, "hunyuan_v1_dense": HUNYUAN_FIELDS, "hunyuan_v1_moe": HUNYUAN_FIELDS}
+OWN_FIELDS = {
+    "bailing_moe_v2": {"n_group": 3, "topk_group": 2},
+    "baichuan": {"num_key_value_heads": None, "norm_head": True},
+    "chatglm": CHATGLM_FIELDS,
+    "hunyuan_v1_dense": HUNYUAN_FIELDS,
+    "hunyuan_v1_moe": HUNYUAN_FIELDS,
+    "phimoe": {"num_experts_per_tok": 2},
+}
 
 
 def make_mesh(**axes):

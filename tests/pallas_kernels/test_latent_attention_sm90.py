@@ -17,6 +17,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.plan import BLOCK_COST, CUT_COST, ROWS, TILE_COST, make_plan
 from pallas_kernels.latent_attention.sm90 import Config, latent_attention_sm90
+from pallas_kernels.paging import Pages
 
 # Splits with several tiles, and tiles of which several splits have parts; tiles of many tokens, of one and of parts of
 # one; contexts that end within a page; tokens of no row.
@@ -105,8 +106,8 @@ def compiled(heads, sizes, *, num_layers=1, num_tokens=64, num_rows=64, block_si
     options = {"latent_size": sizes[0], "scale": 0.1, "is_decode_only": num_tokens == num_rows}
 
     def layers(q, pools, layout):
-        for pages in pools:
-            out = latent_attention(q, pages, **layout, **options, implementation="sm90")
+        for pool in pools:
+            out = latent_attention(q, Pages(pool, pool), **layout, **options, implementation="sm90")
             q = jnp.concatenate([out, q[..., sizes[0] :]], axis=-1)
         return q
 

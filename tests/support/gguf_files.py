@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "glm": "chatglm",
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
     "mixtral": "llama",
     "phi": "phi2",
     "qwen2_moe": "qwen2moe",
@@ -61,7 +62,7 @@ def convert_tensors(fields, tensors):
     converted = {}
     for name, tensor in stack(tensors).items():
         match architecture_of(fields), name.rsplit(".", 2)[-2:]:
-            case "llama" | "granite", [("q_proj" | "k_proj") as part, _]:
+            case "arcee" | "llama" | "granite", [("q_proj" | "k_proj") as part, _]:
                 heads = fields["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
                 halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
                 tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
@@ -281,6 +282,19 @@ def _further_keys(fields):
                 "expert_feed_forward_length": fields["intermediate_size"],
                 "attention.sliding_window": fields["sliding_window"],
                 "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in fields["layer_types"]],
+            }
+        case "minimax_m2":
+            return {
+                "expert_count": fields["num_local_experts"],
+                "expert_used_count": fields["num_experts_per_tok"],
+                "expert_feed_forward_length": fields["intermediate_size"],
+                "expert_gating_func": 2,
+            }
+        case "olmoe":
+            return {
+                "expert_count": fields.get("num_experts") or fields["num_local_experts"],
+                "expert_used_count": fields["num_experts_per_tok"],
+                "expert_weights_norm": fields["norm_topk_prob"],
             }
         case "mixtral":
             return {"expert_count": fields["num_local_experts"], "expert_used_count": fields["num_experts_per_tok"]}

@@ -1,0 +1,102 @@
+"""Decoders with grouped query heads and experts in some layers: what the configs of these families have in common, and
+the layers that follow from it.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any, Literal
+
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.models import hf_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """The shape of a decoder with experts; `intermediate_size` is that of layers without.
+
+    Attributes:
+        sliding_windows, sparse_layers: each layer's window, and whether it has experts.
+        expert_size: inner size of one expert.
+        shared_expert_size: inner size of all shared experts of a layer together; 0 if there are none.
+        head_norm: the gains of norms of q and k, as in `HeadNorm`; None if there are no norms.
+        mlp_bias: biases in layers without experts and in the shared expert.
+    """
+
+    routing: Routing
+    expert_size: int
+    sparse_layers: tuple[bool, ...]
+    sliding_windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: Literal["shared", "joint"] | None = None
+    shared_expert_size: int = 0
+    has_shared_gate: bool = False
+    has_selection_bias: bool = False
+
+
+def read(fields: dict[str, Any], expert_size: str = "moe_intermediate_size") -> dict[str, Any]:
+    """Read the fields that most families have, for experts in all layers and no windows; `expert_size` is the name of
+    that field.
+    """
+    num_layers = hf_config.integer(fields, "num_hidden_layers")
+    return hf_config.as_llama(fields) | {
+        "expert_size": hf_config.integer(fields, expert_size),
+        "sparse_layers": (True,) * num_layers,
+        "sliding_windows": (None,) * num_layers,
+    }
+
+
+def read_biases(fields: dict[str, Any], name: str = "attention_bias") -> dict[str, Any]:
+    """Read a flag that stands for biases of all projections of the attention."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), hf_config.flag(fields, name))
+
+
+def read_routing(
+    fields: dict[str, Any],
+    *,
+    scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax",
+    is_normalized: bool | None = None,
+    scale: float = 1.0,
+) -> Routing:
+    """Read the number of experts, and of those of a token. `is_normalized` is by default the field's,
+    `norm_topk_prob`.
+    """
+    return Routing(
+        num_experts=hf_config.num_experts(fields),
+        num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+        scores=scores,
+        is_normalized=hf_config.flag(fields, "norm_topk_prob") if is_normalized is None else is_normalized,
+        scale=scale,
+    )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    gains = config.head_norm
+    attention = replace(
+        config.attention,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        head_norm=None if gains is None else HeadNorm(norm=config.norm, gains=gains),
+    )
+    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
+    experts = Experts(
+        routing=config.routing,
+        size=config.expert_size,
+        activation=config.activation,
+        has_selection_bias=config.has_selection_bias,
+        shared=replace(feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
+        has_shared_gate=config.has_shared_gate,
+    )
+    return tuple(
+        replace(
+            config.layer,
+            mixer=replace(attention, sliding_window=window),
+            feed_forward=experts if is_sparse else feed_forward,
+        )
+        for window, is_sparse in zip(config.sliding_windows, config.sparse_layers, strict=True)
+    )
