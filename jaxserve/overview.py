@@ -265,7 +265,8 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
     names = {None: "full", "state": "with a state"}
     spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
-    return f"{', '.join(spans)}; {', '.join(kept)}"
+    prefixes = "; prefixes are not cached" if "state" in windows else ""
+    return f"{', '.join(spans)}; {', '.join(kept)}{prefixes}"
 
 
 def _positions(config: Any) -> str:

@@ -50,7 +50,7 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
     if model.kv_dtype != model.dtype:
         logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head")
     if model.layout.num_states:
-        logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not shared")
+        logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not cached")
 
 
 def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:

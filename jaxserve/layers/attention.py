@@ -103,6 +103,8 @@ class Attention:
         soft_cap, alibi_slopes: as in `Scores`.
         has_sinks: each head has a logit that joins the softmax's denominator and nothing else.
         query_scale: a factor of queries by position; None if there is none.
+        has_gate: the output of each head is multiplied by the sigmoid of a projection of the input. Checkpoints have
+            the rows of a head's gate behind those of its query.
     """
 
     num_heads: int
@@ -118,6 +120,7 @@ class Attention:
     head_norm: HeadNorm | None = None
     has_sinks: bool = False
     query_scale: QueryScale | None = None
+    has_gate: bool = False
 
     @property
     def cache_spec(self) -> KVSpec:
@@ -134,10 +137,12 @@ class Attention:
         """
         E, H, K, D = hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
         G = H // K
-        sizes = (H * D, K * D, K * D) if len(names.qkv) == 3 else ((H + 2 * K) * D,)
+        num_query_rows = (2 if self.has_gate else 1) * H * D
+        sizes = (num_query_rows, K * D, K * D) if len(names.qkv) == 3 else (num_query_rows + 2 * K * D,)
         num_interleaved = self.rope.head_dim if names.is_interleaved and self.rope is not None else 0
         assert not (names.is_by_kv_head and num_interleaved), "no family has both"
-        rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved)
+        assert not (self.has_gate and (names.is_by_kv_head or num_interleaved)), "no family has both"
+        rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved, has_gate=self.has_gate)
         specs: Params = {
             "qkv": ParamSpec(
                 shape=(K, G + 2, D, E),
@@ -157,6 +162,8 @@ class Attention:
                 quantize=True,
             ),
         }
+        if self.has_gate:
+            specs |= self._gate_specs(f"{prefix}.{names.qkv[0]}", E)
         if self.qkv_bias:
             specs["qkv_bias"] = ParamSpec(
                 shape=(K, G + 2, D),
@@ -178,9 +185,35 @@ class Attention:
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
         return specs
 
+    def _gate_specs(self, source: str, hidden_size: int) -> Params:
+        """Declare the weights of gates, whose rows are in those of q; `source` is its module."""
+        H, D, E = self.num_heads, self.head_dim, hidden_size
+        rows = _rows_of_gates(H, D)
+        specs: Params = {
+            "gate": ParamSpec(
+                shape=(H, D, E),
+                axes=("heads", None, "embed"),
+                num_inputs=1,
+                source=(f"{source}.weight",),
+                source_shapes=((2 * H * D, E),),
+                rows=rows,
+                quantize=True,
+            )
+        }
+        if self.qkv_bias:
+            specs["gate_bias"] = ParamSpec(
+                shape=(H, D),
+                axes=("heads", None),
+                source=(f"{source}.bias",),
+                source_shapes=((2 * H * D,),),
+                rows=rows,
+                init_scale=0.0,
+            )
+        return specs
+
     def reader(self, params: Params) -> Weight | None:
-        """Return the only weight that is multiplied by the block's input as it is."""
-        return params["qkv"]
+        """Return the only weight that is multiplied by the block's input as it is; None with gates."""
+        return None if self.has_gate else params["qkv"]
 
     def run(
         self,
@@ -198,6 +231,9 @@ class Attention:
         with jax.named_scope("attention"):
             qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=batch.context, name="qkv")
             heads, cache = self.attend(params, qkv, cache, batch, rotation)
+            if self.has_gate:
+                gate = linear(x, params["gate"], params.get("gate_bias"), context=batch.context, name="gate")
+                heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
             return residual_update(heads, params, "out", batch.context, consumer), cache
 
     def attend(
@@ -237,6 +273,8 @@ class Attention:
     @property
     def why_not_fused(self) -> str | None:
         """Why no kernel multiplies by both projections and what is around them, or None if some do."""
+        if self.has_gate:
+            return "the attention's output is gated"
         return "the attention has an output bias" if self.out_bias else None
 
     @property
@@ -257,15 +295,24 @@ class Attention:
 
 
 @functools.cache  # one array for all layers
-def _rows_by_kv_head(num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int) -> np.ndarray:
+def _rows_by_kv_head(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int, *, has_gate: bool
+) -> np.ndarray:
     """Return the rows of q, then k, then v, in the order of `Attention.specs`: each KV head's queries, its key, its
-    value.
+    value. With gates, q has the rows of each head and of its gate.
     """
-    rows = np.arange((num_heads + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
-    q, k, v = np.split(rows, (num_heads, num_heads + num_kv_heads))
+    num_of_q = num_heads * (2 if has_gate else 1)
+    rows = np.arange((num_of_q + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
+    q, k, v = np.split(rows, (num_of_q, num_of_q + num_kv_heads))
+    q = q[::2] if has_gate else q
     order = half_split_order(head_dim, num_interleaved)
     q, k = q[:, order].reshape(num_kv_heads, -1, head_dim), k[:, order]
     return np.concatenate([q, k[:, None], v[:, None]], axis=1).ravel()
+
+
+def _rows_of_gates(num_heads: int, head_dim: int) -> np.ndarray:
+    """Return the rows of the gates among those of q."""
+    return np.arange(2 * num_heads * head_dim, dtype=np.int32).reshape(-1, head_dim)[1::2].ravel()
 
 
 def _norm_heads(

@@ -83,6 +83,7 @@ class Layer:
         norms: which norms the layer has, by the names of their weights. Those before the blocks normalise their inputs,
             those after them ("post") their updates. Parallel blocks with "attention_norm" alone read it both.
         update_scale: a factor of both blocks' updates.
+        mixer_name: the mixer's module in the checkpoint, if layers differ in it; by default that of `Names`.
     """
 
     hidden_size: int
@@ -92,6 +93,7 @@ class Layer:
     norms: tuple[str, ...] = PRE_NORMS
     arrangement: Arrangement = Arrangement.SEQUENTIAL
     update_scale: float = 1.0
+    mixer_name: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for what the arrangement would leave out."""
@@ -109,8 +111,9 @@ class Layer:
     def specs(self, prefix: str, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
+        mixer = f"{prefix}.{self.mixer_name or names.attention}"
         return {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms} | {
-            "attention": self.mixer.specs(f"{prefix}.{names.attention}", self.hidden_size, names),
+            "attention": self.mixer.specs(mixer, self.hidden_size, names),
             "mlp": self.feed_forward.specs(mlp, self.hidden_size, names),
         }
 

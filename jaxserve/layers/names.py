@@ -25,6 +25,24 @@ class ExpertNames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNames:
+    """The names of the modules of a block with the gated delta rule, relative to the block.
+
+    Attributes:
+        qkvz: one tensor with the rows of query, key, values and gates of each key head; two, of which the first has
+            query, key and values of all heads; or four.
+        rates: one tensor with the strengths and decays of each key head, or two.
+        convolution: one tensor, or one each of query, key and values.
+    """
+
+    qkvz: tuple[str, ...] = ("in_proj_qkvz",)
+    rates: tuple[str, ...] = ("in_proj_ba",)
+    convolution: tuple[str, ...] = ("conv1d",)
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
     """The names of a decoder's modules.
 
@@ -55,6 +73,7 @@ class Names:
     k_norm: str = "k_norm"
     is_by_kv_head: bool = False
     is_interleaved: bool = False
+    delta_net: DeltaNames = DeltaNames()
 
     mlp: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")

@@ -15,6 +15,7 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
+    "key_heads": "tensor",
     "members": None,
     "ffn": "tensor",
     "experts": "expert",
@@ -24,7 +25,13 @@ MESH_AXIS_OF: dict[str, str | None] = {
 SIZED_BY = {"tensor": ", of tensor_parallel_size"}
 """The option that says how many devices a mesh axis has."""
 
-WORDS = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "inner values of a feed-forward", "experts": "experts"}
+WORDS = {
+    "heads": "query heads",
+    "kv_heads": "KV heads",
+    "key_heads": "key heads of layers with a state",
+    "ffn": "inner values of a feed-forward",
+    "experts": "experts",
+}
 """What a logical axis counts, for messages."""
 
 EXPERT_MULTIPLE = 64

@@ -15,6 +15,8 @@ MAX_CONTEXT = 2**24
 MAX_LAYERS = 2**10
 MAX_HEADS = 2**10
 MAX_WIDTH = 2**20
+MAX_CONVOLUTION = 2**8
+"""Limit of the tokens of a short convolution; published ones have 4."""
 MAX_INNER_WIDTH = 2**40
 """Limit of the inner size of feed-forwards. It is high because nothing is listed per inner dimension: a model that is
 too large fails with the number of bytes it needs.
@@ -35,6 +37,9 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", *NEXT_TOKEN_LAYERS), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
     "multi_query_group_num": MAX_HEADS,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), MAX_WIDTH),
+    "linear_conv_kernel_dim": MAX_CONVOLUTION,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
     **dict.fromkeys(("num_shared_expert", "num_shared_experts", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),

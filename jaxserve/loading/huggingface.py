@@ -35,6 +35,7 @@ from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
+from jaxserve.loading.stored_forms import in_declared_form
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
@@ -188,7 +189,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
         tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
-        tensors = _with_inputs_first(tensors, specs)
+        tensors = in_declared_form(_with_inputs_first(tensors, specs), expected)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 

@@ -62,6 +62,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_5_vl": Wrapper(text="qwen2_5_vl_text", is_flat=True),
     "qwen2_audio": Wrapper(text="qwen2"),
     "qwen2_vl": Wrapper(text="qwen2_vl_text", is_flat=True),
+    "qwen3_5": Wrapper(text="qwen3_5_text"),
+    "qwen3_5_moe": Wrapper(text="qwen3_5_moe_text", is_tied=False),
     "qwen3_vl": Wrapper(text="qwen3_vl_text"),
     "qwen3_vl_moe": Wrapper(text="qwen3_vl_moe_text", is_tied=False),
     "smolvlm": Wrapper(text="llama"),

@@ -33,6 +33,20 @@ LATENT = FIELDS | {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 0,
 }
+HYBRID = FIELDS | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 32]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 CASES = {
@@ -44,6 +58,8 @@ CASES = {
     "odd inputs": (LLAMA | {"intermediate_size": 88}, GPTQ | {"group_size": 8}, stored.gptq),
     # 6 experts are not whole on 4 devices: 48 inner values are 12 of a block of 32 on each.
     "latent attention and experts": (LATENT, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
+    # Queries and their gates are rows of one tensor; those of a key head, of one block or of two.
+    "gated delta rule and gates": (HYBRID, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
 }
 
 

@@ -4,6 +4,7 @@ options.
 
 import transformers
 from cases_of_experts import EXPERTS, SHORT_YARN, YARN
+from cases_of_hybrids import HYBRIDS
 from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
@@ -87,6 +88,10 @@ FAMILIES = {
     "baichuan": (BaichuanConfig, BaichuanForCausalLM),
     "bailing_moe": (BailingMoeConfig, BailingMoeForCausalLM),
     "bailing_moe_v2": (BailingMoeV2Config, BailingMoeV2ForCausalLM),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -120,6 +125,9 @@ HAVE_HEAD_DIM = {
     "bailing_moe",
     "bailing_moe_v2",
     "ministral3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -364,7 +372,7 @@ LLAMAS = {
         },
     ),
 }
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER
+CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER | HYBRIDS
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

@@ -15,6 +15,8 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_
 WINDOWS = (5, 0, None)
 IF_ABSENT = 2
 """Values that are tried of a field that a config does not have; null says the same as its absence."""
+IF_THERE = "linear_"
+"""Fields whose names begin like this are tried only where a config has them."""
 SIZES = (0.5, 2)
 """Factors of a size that the model has."""
 
@@ -30,6 +32,7 @@ FIELDS = {
             *("is_decoder", "is_encoder_decoder", "add_cross_attention", "output_attentions", "output_hidden_states"),
             *("output_router_logits", "return_dict", "gradient_checkpointing", "use_mrope", "no_bias", "qkv_clip"),
             *("enable_moe_fp32_combine", "attention_out_bias", "lm_head_bias"),
+            "linear_allow_neg_eigval",
         ),
         FLAGS,
     ),
@@ -39,6 +42,7 @@ FIELDS = {
             *("attention_multiplier", "attn_logit_softcapping", "embedding_multiplier", "final_logit_softcapping"),
             *("logit_scale", "logits_scaling", "query_pre_attn_scalar", "residual_multiplier", "routed_scaling_factor"),
             *("swiglu_alpha", "swiglu_limit", "router_jitter_noise", "router_aux_loss_coef", "initializer_range"),
+            *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
             *("init_std", "scale_emb", "scale_depth", "mup_base_width", "dim_model_base", "attention_scale"),
             *("router_scaling_factor", "moe_norm_min", "input_jitter_noise", "clip_qkv"),
         ),
@@ -57,6 +61,7 @@ FIELDS = {
         (
             *("hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "n_embd", "head_dim"),
             *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"),
+            *("linear_key_head_dim", "linear_value_head_dim"),
             *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "vocab_size"),
         ),
         (*(("times", factor) for factor in SIZES), None),
@@ -68,6 +73,7 @@ FIELDS = {
             *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
             *("decoder_sparse_step", "moe_layer_freq", "num_ln_in_parallel_attn", "pretraining_tp", "rotary_dim"),
             *("sliding_window_pattern", "_sliding_window_pattern", "num_mtp_layers", "num_nextn_predict_layers"),
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
             *("no_rope_layer_interval", "chunk_size_feed_forward", "num_labels", "interleave_moe_layer_step"),
             *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"),
             *("num_shared_experts", "moe_topk"),
@@ -246,6 +252,8 @@ def rows(fields):
     """
     changes = {}
     for name, values in FIELDS.items():
+        if name.startswith(IF_THERE) and name not in fields:
+            continue
         given = values if name in fields else [each for each in values if each is not None][:IF_ABSENT]
         for index, each in enumerate(given):
             value = _value(each, fields.get(name), fields)

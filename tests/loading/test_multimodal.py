@@ -230,3 +230,22 @@ def test_overrides_of_the_text_reach_it(tmp_path):
     changes = {"max_position_embeddings": 77, "eos_token_id": 5}
     fields = load_config(with_overrides(EngineConfig(model=str(tmp_path), hf_overrides=changes)).model)
     assert (fields["max_position_embeddings"], fields["eos_token_id"], fields[TEXT_OF]) == (77, 5, "llava")
+
+
+def test_experts_of_a_layer_in_one_tensor(tmp_path):
+    """Published checkpoints of Qwen 3.5 have them so, quantized ones do not."""
+    golden = GOLDENS / "qwen3_5_moe_tied"
+    tensors, fused = load_file(golden / "model.safetensors"), {}
+    for layer in (0, 1):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}.{index}.{name}.weight") for index in range(5)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        fused |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{prefix}.down_proj": down}
+    fields = json.loads((golden / "config.json").read_text())
+    write(tmp_path, fields, tensors | fused)
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path)[1], params_of(golden)[1])
+    write(tmp_path, fields, tensors | {name: tensor[:4] for name, tensor in fused.items()})
+    with pytest.raises(CheckpointError, match=r"experts\.4\.down_proj\.weight is not among the 4 experts"):
+        params_of(tmp_path)

@@ -424,6 +424,13 @@ def test_longrope_as_phi3_writes_it():
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min must be at most 1e-06, got 0.1"),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval must be an integer of at least 1"),
+        ("qwen3_next", {"linear_num_value_heads": 24}, r"linear_num_value_heads \(24\) is not a multiple"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer of at least 2"),
+        ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ("qwen3_5_text", {"layer_types": [FULL]}, "layer_types must name .* linear_attention for each of 3 layers"),
+        ("qwen3_5_text", {"layer_types": [FULL, SLIDING, FULL]}, "layer_types must name"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval must be an integer of at least 1"),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval must be true or false"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers, got 3"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
     ],
@@ -431,6 +438,22 @@ def test_longrope_as_phi3_writes_it():
 def test_what_one_family_cannot_serve_is_refused(model_type, changes, message):
     with pytest.raises(CheckpointError, match=message):
         read(model_type, **changes)
+
+
+def test_which_layers_of_hybrids_attend_and_how_they_are_rotated():
+    def read_hybrid(model_type, **changes):
+        return read(model_type, **({"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4} | changes))
+
+    assert read_hybrid("qwen3_next").attends == (False, False, False)
+    assert read_hybrid("qwen3_5_text", full_attention_interval=2).attends == (False, True, False)
+    assert read_hybrid("olmo_hybrid").attends == (False, False, True)
+    assert read_hybrid("olmo_hybrid", num_hidden_layers=5).attends == (False, False, False, True, False)
+    assert read_hybrid("qwen3_next").rope == Rope(head_dim=4, theta=10000.0)
+    old = {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "rope_scaling": None}  # as transformers 4 writes it
+    assert read_hybrid("qwen3_next", **old).rope == Rope(head_dim=8, theta=1e7)
+    assert read_hybrid("olmo_hybrid", rope_parameters=None, rope_theta=None).rope is None
+    assert read_hybrid("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}).rope is None
+    assert read_hybrid("olmo_hybrid").rope == Rope(head_dim=16, theta=10000.0)
 
 
 def test_minimax_rotates_rotary_dim_unless_the_config_says_a_part_of_heads():

@@ -59,6 +59,15 @@ CHATGLM_FIELDS = {
     "padded_vocab_size": 104,
     "add_bias_linear": True,
 }
+DELTA_FIELDS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 OWN_FIELDS = {
     "bailing_moe_v2": {"n_group": 3, "topk_group": 2},
     "baichuan": {"num_key_value_heads": None, "norm_head": True},
@@ -66,6 +75,8 @@ OWN_FIELDS = {
     "hunyuan_v1_dense": HUNYUAN_FIELDS,
     "hunyuan_v1_moe": HUNYUAN_FIELDS,
     "phimoe": {"num_experts_per_tok": 2},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_FIELDS),
+    "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},
 }
 
 
@@ -101,7 +112,7 @@ def logits_on(model_type, mesh, **changes):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
-SPLIT = ["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe"]
+SPLIT = ["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe", "qwen3_next"]
 
 
 @pytest.fixture(scope="module", params=quick_only(SPLIT, "llama"))
@@ -167,6 +178,7 @@ REPEATED = {
     "olmo2": {"num_key_value_heads": 2},
     "gpt_oss": {"num_key_value_heads": 1, "num_local_experts": 6},
     "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
+    "qwen3_next": {"num_key_value_heads": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
     "gemma": {"num_key_value_heads": 1},
     "gemma2": {"num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5, "query_pre_attn_scalar": 12},
     "starcoder2": {"num_key_value_heads": 1},

@@ -36,10 +36,12 @@ MODELS_A_ROW = 4
 rewritten.
 """
 NOT_VARIED = {
-    *("kimi_k2", "qwen3_vl_moe_text", "mimo", "qwen", "chatglm", "baichuan", "bailing_moe", "bailing_moe_v2"),
+    *("kimi_k2", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "qwen", "chatglm", "baichuan"),
+    *("bailing_moe", "bailing_moe_v2"),
 }
 """Families that transformers' AutoModelForCausalLM does not have under these names: the first two are DeepSeek V3 and
-Qwen 3 with experts, MiMo is Qwen 2, and the others have goldens of an implementation of our own.
+Qwen 3 with experts, Qwen 3.5 has the layers of Qwen 3 Next, MiMo is Qwen 2, and the others have goldens of an
+implementation of our own.
 """
 
 

@@ -46,7 +46,9 @@ class Model:
         config = self.family.Config.from_hf(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
         self.vocab_size = self.config.vocab_size
-        mesh = jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size])
+        self.mesh = mesh = jax.make_mesh(
+            (tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size]
+        )
         specs = self.family.param_specs(config)
         if changes:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
@@ -103,9 +105,9 @@ class Model:
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
     def _naive_greedy(self, prompt, num_tokens):
-        return tuple(
-            naive_greedy(self.params, self.config, self.family, list(prompt), num_tokens, padded_length=MAX_MODEL_LEN)
-        )
+        model = self.params, self.config, self.family
+        with jax.set_mesh(self.mesh):
+            return tuple(naive_greedy(*model, list(prompt), num_tokens, padded_length=MAX_MODEL_LEN))
 
 
 def corrupted(embedding, token):

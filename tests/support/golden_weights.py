@@ -14,8 +14,10 @@ import numpy as np
 
 WEIGHTS = "weights.json"
 """A golden's file: the seed, and of each file of weights each tensor's dtype and shape."""
-STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text"}
+STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 """Families whose checkpoints hold the gains of norms less 1."""
+STORED_WHOLE = "linear_attn.norm.weight"
+"""The end of the name of a norm's gain that these families do not store less 1."""
 INTEGERS = {"_blocks": (0, 256), "_scales": (120, 125)}
 """Which bytes the tensors of MXFP4 have, by the ends of their names."""
 
@@ -45,9 +47,11 @@ def as_bfloat16(values):
 def center_and_spread(name, shape, gain):
     """Return the mean and standard deviation of a tensor's values."""
     if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
-        return gain, 0.3
+        return (1.0 if name.endswith(STORED_WHOLE) else gain), 0.3
     if name.endswith((".act_fn.beta", ".act_fn.eps")):
         return (0.5, 0.1) if name.endswith("beta") else (-0.05, 0.01)
+    if name.endswith(".A_log"):  # states that last for tens of tokens
+        return -2.5, 0.7
     if len(shape) == 1:
         return 0.0, 0.5
     if "embed" in name or ".wte." in name or ".wpe." in name:

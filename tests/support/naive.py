@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.context import PLAIN
+from jaxserve.layers.delta_net import DeltaSpec
+from jaxserve.layers.delta_rule import one_token
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import LatentSpec
 from pallas_kernels.kv_write import norm_and_rotate
@@ -28,6 +30,25 @@ class DenseLatent(NamedTuple):
     def attend(self, q, stored, batch, *, latent_size, scale):
         qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
         return dense_attention(qkv, batch, Scores(scale=scale))[..., :latent_size], self
+
+
+class DenseState(NamedTuple):
+    """The state of layers with the gated delta rule, from the first token of one sequence; nothing is kept."""
+
+    def advance(self, projected, weights, batch, block):
+        del batch
+        mixed, width = projected.mixed.astype(jnp.float32), weights.convolution.shape[-1]
+        padded = jnp.pad(mixed, ((width - 1, 0), (0, 0), (0, 0)))
+        lagged = jnp.stack([padded[lag : lag + len(mixed)] for lag in range(width)], axis=-1)
+        tokens = block.tokens((lagged * weights.convolution[None]).sum(-1), projected, weights)
+
+        def after(state, token):
+            out, state = one_token(state, jax.tree.map(lambda x: x[None], token))
+            return state, out[0]
+
+        heads = block.heads
+        state = jnp.zeros((1, *tokens.beta.shape[1:], heads.key_size, heads.value_size))
+        return jax.lax.scan(after, state, tokens)[1], self
 
 
 def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
@@ -56,6 +77,10 @@ def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
     weights = jax.nn.softmax(logits, axis=-1)[..., :num_tokens]
     out = jnp.einsum("kgqs,skd->qkgd", weights, v.astype(jnp.float32), precision=precision)
     return out.reshape(q.shape).astype(q.dtype)
+
+
+DENSE = {DeltaSpec: DenseState, LatentSpec: DenseLatent}
+"""The cache of one sequence for each kind of spec; `DenseKV` for others."""
 
 
 def one_sequence(token_ids):
@@ -91,7 +116,7 @@ def naive_hidden(params, config, family, token_ids):
 
 
 def _forward(params, config, family, token_ids):
-    pools = tuple(DenseLatent() if isinstance(spec, LatentSpec) else DenseKV() for spec in family.kv_specs(config))
+    pools = tuple(DENSE.get(type(spec), DenseKV)() for spec in family.kv_specs(config))
     hidden, _ = family.forward(params, config, one_sequence(token_ids), KVCache(pools, num_blocks=1, block_size=1))
     return hidden
 

@@ -22,7 +22,7 @@ def empty_cache(kv_specs, num_blocks, mesh):
             kv_specs,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            num_slots=0,
+            num_slots=num_blocks,
             dtype=np.dtype(np.float32),
             mesh=mesh,
         )
@@ -41,8 +41,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
     query_starts[: len(rows) + 1] = np.cumsum([0, *lengths])
     seq_lens = np.zeros(num_rows, np.int32)
     block_tables = np.zeros((num_rows, max(len(blocks) for _, blocks, _, _ in rows)), np.int32)
-    slots = np.full(num_rows, num_rows, np.int32)
-    slots[: len(rows)] = np.arange(len(rows))
+    slots = np.full(num_rows, num_blocks, np.int32)
     for index, (sequence, blocks, start, stop) in enumerate(rows):
         mine = slice(query_starts[index], query_starts[index + 1])
         position = np.arange(start, stop)
@@ -50,6 +49,7 @@ def make_batch(rows, *, num_tokens, num_rows, num_blocks):
         write_index[mine] = np.asarray(blocks)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         seq_lens[index] = stop
         block_tables[index, : len(blocks)] = blocks
+        slots[index] = blocks[0]  # which no other sequence has
     batch = Batch(
         token_ids=token_ids,
         positions=positions,

@@ -1,0 +1,317 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): a block whose heads keep a matrix each, instead of all tokens.
+
+Queries, keys and values pass a short causal convolution, then the gated delta rule (`layers.delta_rule`); a head's
+output is normalised and gated. What a request keeps is one state, whatever the length of its text: the last inputs of
+the convolution, and the matrices.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.layers.activations import ACTIVATIONS
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.cache import CacheSizes
+from jaxserve.layers.context import Kernel, Part, result
+from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, gated_delta_rule, unit
+from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.names import LLAMA_NAMES, Names
+from jaxserve.layers.norm import norm_spec, rms_norm
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rotation
+from jaxserve.layers.sharding import mesh_axis, partition_spec
+from jaxserve.layers.weight import Weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaHeads:
+    """The heads of one block: H of keys, each with G of values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+    """Number of tokens of the convolution."""
+
+    @property
+    def group_size(self) -> int:
+        """G, the number of value heads that have a key head in common."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """The number of channels of a key head: of its query, its key and its values."""
+        return 2 * self.key_size + self.group_size * self.value_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec:
+    """Declare one state for each request, in float32; key heads are split over devices."""
+
+    heads: DeltaHeads
+
+    @property
+    def sliding_window(self) -> None:
+        """No token is attended to."""
+        return None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Nothing that is kept belongs to a token."""
+        return True
+
+    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "DeltaState":  # noqa: ARG002
+        """Return the shapes of the states of all slots, whatever the dtype of activations."""
+        heads = self.heads
+        H, axis = heads.num_key_heads, mesh_axis("key_heads", mesh)
+        partition_spec(("key_heads",), (H,), mesh, name="states")
+
+        def array(shape: tuple[int, ...], spec: PartitionSpec) -> Any:
+            return jax.ShapeDtypeStruct((sizes.num_slots, *shape), jnp.float32, sharding=NamedSharding(mesh, spec))
+
+        return DeltaState(
+            window=array((heads.width - 1, H, heads.num_channels), PartitionSpec(None, None, axis, None)),
+            matrix=array(
+                (H, heads.group_size, heads.key_size, heads.value_size), PartitionSpec(None, axis, None, None, None)
+            ),
+        )
+
+    def describe(self) -> str:
+        """Return the sizes of the matrices."""
+        heads = self.heads
+        return f"a state of {heads.num_value_heads} matrices {heads.key_size} x {heads.value_size} in float32"
+
+
+class Projected(NamedTuple):
+    """What the projections make of a step's tokens, before the convolution."""
+
+    mixed: Float[Array, "T H C"]
+    """The query, the key and the values of each key head."""
+    rates: Float[Array, "T H rates"]
+    """The strength of the update of each value head, then their decays, by key head."""
+
+
+class DeltaWeights(NamedTuple):
+    """The block's weights besides its projections, in float32."""
+
+    convolution: Float[Array, "H C W"]
+    a_log: Float[Array, "H G"]
+    dt_bias: Float[Array, "H G"]
+
+
+@runtime_checkable
+class StateCache(Protocol):
+    """A LayerCache of layers with the gated delta rule."""
+
+    def advance(
+        self, projected: Projected, weights: DeltaWeights, batch: Batch, block: "DeltaNet"
+    ) -> tuple[Float[Array, "T H G V"], Any]:
+        """Return the heads' output [T, H, G, V] in float32, and the cache after the step."""
+        ...
+
+
+class DeltaState(NamedTuple):
+    """The states of all slots, donated."""
+
+    window: Float[Array, "S W-1 H C"]
+    """The last inputs of the convolution."""
+    matrix: Float[Array, "S H G K V"]
+
+    def advance(
+        self, projected: Projected, weights: DeltaWeights, batch: Batch, block: "DeltaNet"
+    ) -> tuple[Float[Array, "T H G V"], "DeltaState"]:
+        """Advance the states of the step's rows by their tokens. A device does so for its own heads.
+
+        Raises NotImplementedError for rows of drafts, which would have to be taken back.
+        """
+        if batch.num_columns:
+            raise NotImplementedError("states cannot be taken back behind rejected drafts")
+        rows = Rows(batch.slots, batch.query_starts, batch.seq_lens, batch.num_decode_rows, batch.num_rows)
+
+        def on_local_heads(
+            projected: Projected, weights: DeltaWeights, state: DeltaState, rows: Rows
+        ) -> tuple[Array, DeltaState]:
+            options = {"is_decode_only": batch.is_decode_only}
+            mixed = projected.mixed.astype(jnp.float32)
+            mixed, window = causal_convolution(mixed, weights.convolution, state.window, rows, **options)
+            out, matrix = gated_delta_rule(block.tokens(mixed, projected, weights), state.matrix, rows, **options)
+            return out, DeltaState(window, matrix)
+
+        batch.context.choose("delta rule", Part(Kernel.XLA))
+        heads = block.heads
+        sharding = jax.typeof(projected.mixed).sharding
+        shape = *projected.mixed.shape[:2], heads.group_size, heads.value_size
+        if sharding.mesh.empty:
+            makes = result(shape, jnp.float32), self
+            return batch.context.call(on_local_heads, makes, projected, weights, self, rows)
+        axis, whole = sharding.spec[1], PartitionSpec()
+        of_tokens, of_weights = PartitionSpec(None, axis), PartitionSpec(axis)
+        of_state = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, self)
+        makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, PartitionSpec(None, axis, None, None))), self
+        island = jax.shard_map(
+            on_local_heads,
+            in_specs=(of_tokens, of_weights, of_state, whole),
+            out_specs=(of_tokens, of_state),
+            check_vma=False,
+        )
+        return batch.context.call(island, makes, projected, weights, self, rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """The block of a layer.
+
+    Attributes:
+        activation: that of the convolution.
+        norm_eps: of the norm of a head's output.
+        max_beta: the strength of an update is between 0 and this; above 1 a state may be reflected.
+    """
+
+    heads: DeltaHeads
+    activation: str
+    norm_eps: float
+    max_beta: float = 1.0
+
+    @property
+    def rope(self) -> None:
+        """Positions rotate nothing: the order of tokens is in the state."""
+        return None
+
+    @property
+    def cache_spec(self) -> DeltaSpec:
+        """What the layer keeps."""
+        return DeltaSpec(self.heads)
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why no kernel of a whole layer has this block."""
+        return "the layer keeps a state"
+
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
+        """Declare the weights; `prefix` names the block in the checkpoint.
+
+        All rows are by key head, so that a split over key heads keeps together what meets: "in" has of each its query,
+        its key, its values and the gates of these; "rates", which stays in the dtype of activations, has for each of
+        its values a strength and a decay.
+        """
+        heads, own, E = self.heads, names.delta_net, hidden_size
+        H, G, K, V = heads.num_key_heads, heads.group_size, heads.key_size, heads.value_size
+        sizes = [H * K, H * K, H * G * V, H * G * V]
+        channels = _rows_by_head(H, [K, K, G * V])
+
+        def projection(modules: tuple[str, ...], sizes: list[int], num_rows: int, rows: np.ndarray) -> ParamSpec:
+            if len(modules) == 1:  # by key head already
+                sizes, rows_of_source = [sum(sizes)], None
+            else:
+                rows_of_source = rows
+                if len(modules) < len(sizes):  # one of query, key and values
+                    sizes = [sum(sizes[:-1]), sizes[-1]]
+            return ParamSpec(
+                shape=(H, num_rows, E),
+                axes=("key_heads", None, "embed"),
+                num_inputs=1,
+                source=tuple(f"{prefix}.{module}.weight" for module in modules),
+                source_shapes=tuple((size, E) for size in sizes),
+                rows=rows_of_source,
+            )
+
+        def of_value_heads(name: str) -> ParamSpec:
+            return ParamSpec(
+                shape=(H, G),
+                axes=("key_heads", None),
+                dtype=np.float32,
+                source=(f"{prefix}.{name}",),
+                source_shapes=((H * G,),),
+                init_scale=0.0,
+            )
+
+        wide = projection(own.qkvz, sizes, heads.num_channels + G * V, _rows_by_head(H, [K, K, G * V, G * V]))
+        return {
+            "in": dataclasses.replace(wide, quantize=True),
+            "rates": projection(own.rates, [H * G, H * G], 2 * G, _rows_by_head(H, [G, G])),
+            "convolution": ParamSpec(
+                shape=(H, heads.num_channels, heads.width),
+                axes=("key_heads", None, None),
+                num_inputs=1,
+                dtype=np.float32,
+                source=tuple(f"{prefix}.{module}.weight" for module in own.convolution),
+                source_shapes=tuple(
+                    (size, 1, heads.width) for size in (sizes[:3] if len(own.convolution) > 1 else [sum(sizes[:3])])
+                ),
+                rows=channels,
+                is_absorbed=True,
+                init_scale=0.5,
+            ),
+            "a_log": of_value_heads("A_log"),
+            "dt_bias": of_value_heads("dt_bias"),
+            "norm": norm_spec(f"{prefix}.{own.norm}", V),
+            "out": ParamSpec(
+                shape=(E, H, G * V),
+                axes=("embed", "key_heads", None),
+                num_inputs=2,
+                source=(f"{prefix}.{own.out}.weight",),
+                source_shapes=((E, H * G * V),),
+                quantize=True,
+            ),
+        }
+
+    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
+        """Return None: two weights are multiplied by the block's input."""
+        return None
+
+    def run(
+        self,
+        params: Params,
+        x: Float[Array, "T E"],
+        cache: StateCache,
+        batch: Batch,
+        rotation: Rotation | None,  # noqa: ARG002
+        *,
+        consumer: Consumer,
+    ) -> tuple[Any, StateCache]:
+        """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
+        context = batch.context
+        with jax.named_scope("delta_net"):
+            wide = linear(x, params["in"], context=context, name="in")
+            rates = linear(x, params["rates"], context=context, name="rates", output_dtype=jnp.dtype(jnp.float32))
+            mixed, gate = jnp.split(wide, [self.heads.num_channels], axis=-1)
+            weights = DeltaWeights(params["convolution"].array(), params["a_log"], params["dt_bias"])
+            out, cache = cache.advance(Projected(mixed, rates), weights, batch, self)
+            y = context.call(self._gated, gate, out, gate, params["norm"])
+            return residual_update(y, params, "out", context, consumer), cache
+
+    def tokens(self, mixed: Float[Array, "T H C"], projected: Projected, weights: DeltaWeights) -> Tokens:
+        """Return what the delta rule reads, of the outputs of the convolution; heads are those of a device."""
+        heads = self.heads
+        q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed), [heads.key_size, 2 * heads.key_size], axis=-1)
+        strength, decay = jnp.split(projected.rates.astype(jnp.float32), 2, axis=-1)
+        return Tokens(
+            q=unit(q) * heads.key_size**-0.5,
+            k=unit(k),
+            v=v.reshape(*v.shape[:2], heads.group_size, heads.value_size),
+            log_decay=-jnp.exp(weights.a_log)[None] * jax.nn.softplus(decay + weights.dt_bias[None]),
+            beta=self.max_beta * jax.nn.sigmoid(strength),
+        )
+
+    def _gated(
+        self, out: Float[Array, "T H G V"], gate: Float[Array, "T H values"], gain: Float[Array, " V"]
+    ) -> Float[Array, "T H values"]:
+        """Return the normalised output of heads times their gates, in the gates' dtype."""
+        normed = rms_norm(out, gain, self.norm_eps).reshape(gate.shape)
+        return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def _rows_by_head(num_heads: int, sizes: list[int]) -> np.ndarray:
+    """Return the rows of parts, one part after the other, each of which has `size` rows for each head, by head."""
+    starts = np.cumsum([0, *(num_heads * size for size in sizes)])
+    parts = [
+        start + np.arange(num_heads * size, dtype=np.int32).reshape(num_heads, size)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+    return np.concatenate(parts, axis=1).ravel()

@@ -1,0 +1,170 @@
+"""Qwen 3 Next (Qwen team 2025, github.com/QwenLM/Qwen3): three of four layers with the gated delta rule, the fourth
+attends with gated outputs; experts, of which one is shared.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.mlp import FeedForward
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.norm import Norm
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
+
+DELTA_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+DEFAULTS: dict[str, Any] = DELTA_DEFAULTS | {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+DELTA_NET = "linear_attention"
+"""The kind of layers with the gated delta rule in `layer_types`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(DecoderConfig):
+    """The shape of a model in which layers with the gated delta rule alternate with layers that attend."""
+
+    attention_bias: bool
+    attends: tuple[bool, ...]
+    delta_heads: DeltaHeads
+
+    @staticmethod
+    def hybrid_fields(fields: dict[str, Any]) -> dict[str, Any]:
+        """Read the fields that all families with such layers have in common."""
+        hf_config.require(fields, "use_sliding_window", False)
+        return hf_config.as_llama(fields) | {
+            "attention_bias": hf_config.flag(fields, "attention_bias"),
+            "attends": attending_layers(fields),
+            "delta_heads": delta_heads(fields),
+            "rope": hf_rope.rope(fields, partial_rotary_factor=0.25),
+        }
+
+    @property
+    def norm(self) -> Norm:
+        """The norm before each block; checkpoints store its gain less 1."""
+        return Norm(eps=self.norm_eps, offset=1.0)
+
+    @property
+    def delta_net(self) -> DeltaNet:
+        """The block with the gated delta rule."""
+        return DeltaNet(heads=self.delta_heads, activation=self.activation, norm_eps=self.norm_eps)
+
+    def hybrid(self, feed_forwards: tuple[FeedForward | Experts, ...]) -> tuple[Layer, ...]:
+        """Return the layers with these feed-forwards."""
+        attention = replace(
+            self.attention,
+            qkv_bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            head_norm=HeadNorm(norm=self.norm),
+            has_gate=True,
+        )
+        attending, recurrent = (
+            replace(self.layer, mixer=attention),
+            replace(self.layer, mixer=self.delta_net, mixer_name="linear_attn"),
+        )
+        return tuple(
+            replace(attending if attends else recurrent, feed_forward=feed_forward)
+            for attends, feed_forward in zip(self.attends, feed_forwards, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(HybridConfig):
+    """The shape of one Qwen 3 Next; `intermediate_size` is that of layers without experts."""
+
+    sparse_layers: tuple[bool, ...]
+    expert_size: int
+    shared_expert_size: int
+    routing: Routing
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        return cls(
+            **cls.hybrid_fields(fields),
+            sparse_layers=hf_config.sparse_layers(fields),
+            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
+            shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
+            routing=Routing(
+                num_experts=hf_config.num_experts(fields),
+                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
+            ),
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """The experts of a layer, with a gated one that is shared."""
+        return Experts(
+            routing=self.routing,
+            size=self.expert_size,
+            activation=self.activation,
+            shared=replace(self.feed_forward, size=self.shared_expert_size),
+            has_shared_gate=True,
+        )
+
+
+def attending_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
+    """Return which layers attend, from `layer_types`; by default every one of number `full_attention_interval`."""
+    num_layers, kinds = hf_config.integer(fields, "num_hidden_layers"), fields.get("layer_types")
+    if kinds is None:
+        interval = hf_config.integer(fields, "full_attention_interval")
+        return tuple((index + 1) % interval == 0 for index in range(num_layers))
+    known = ("full_attention", DELTA_NET)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types must name full_attention or {DELTA_NET} for each of {num_layers} layers"
+        )
+    return tuple(kind != DELTA_NET for kind in kinds)
+
+
+def delta_heads(fields: dict[str, Any]) -> DeltaHeads:
+    """Read the sizes of blocks with the gated delta rule. Raises CheckpointError if the value heads are not a multiple
+    of the key heads.
+    """
+    hf_config.quotient(fields, "linear_num_value_heads", "linear_num_key_heads")
+    return DeltaHeads(
+        num_key_heads=hf_config.integer(fields, "linear_num_key_heads"),
+        num_value_heads=hf_config.integer(fields, "linear_num_value_heads"),
+        key_size=hf_config.integer(fields, "linear_key_head_dim"),
+        value_size=hf_config.integer(fields, "linear_value_head_dim"),
+        width=hf_config.integer(fields, "linear_conv_kernel_dim", minimum=2),
+    )
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    return config.hybrid(tuple(config.experts if sparse else config.feed_forward for sparse in config.sparse_layers))
+
+
+FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule"))

@@ -1,0 +1,117 @@
+"""Requests whose layers keep a state, the gated delta rule's, alone and beside layers that attend."""
+
+import json
+
+import numpy as np
+import pytest
+from depths import quick_only
+from engine_harness import Model, Result, drain, request, run
+from golden_folder import GOLDENS
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.startup import start_engine
+from jaxserve.errors import ConfigError
+from jaxserve.layers import delta_rule
+from jaxserve.loading.huggingface import load_config
+from jaxserve.overview import needs
+from jaxserve.speculation import parse_speculation
+
+GOLDEN = "qwen3_next_biases"
+LAYERS = {
+    "beside attention": None,
+    "alone": {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2, "mlp_only_layers": [0]},
+}
+
+
+@pytest.fixture(scope="module", params=quick_only(LAYERS, "beside attention"))
+def model(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_rule, "CHUNK_SIZE", 4)  # so that rows of a step are several chunks, and begin within one
+        patch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
+        yield Model(GOLDEN, changes=LAYERS[request.param])
+
+
+def jobs(seed, lengths):
+    random = np.random.default_rng(seed)
+    return {f"r{index}": (random.integers(0, 67, length).tolist(), 9 + index) for index, length in enumerate(lengths)}
+
+
+def assert_naive(model, results, asked):
+    for name, (prompt, max_tokens) in asked.items():
+        expected = model.naive(prompt, max_tokens)
+        assert results[name].finish_reason == "length", (name, results[name].error)
+        assert results[name].token_ids == expected, name
+        assert results[name].num_cached_tokens == 0, name
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 2}], ids=["all at once", "two slots"])
+def test_tokens_are_those_of_a_full_forward_pass(model, limits):
+    """In batches, in chunks, and in slots that others have left."""
+    engine = model.engine(max_num_batched_tokens=8, **limits)
+    asked = jobs(1, [1, 6, 21, 40, 9, 30])
+    assert_naive(model, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
+
+
+def test_a_preempted_request_begins_again(model):
+    engine = model.engine(max_num_batched_tokens=8, max_num_seqs=2, policy="priority")
+    asked = jobs(4, [9, 14, 11, 5])
+    results = {name: Result() for name in asked}
+    engine.add([request(name, *asked[name], priority=1) for name in ("r0", "r1")])
+    while len(results["r0"].token_ids) < 3:
+        for output in engine.step():
+            results[output.request_id].add(output)
+    engine.add([request(name, *asked[name], priority=0) for name in ("r2", "r3")])
+    assert_naive(model, drain(engine, results), asked)
+    assert engine.stats().num_preemptions == 2
+
+
+def test_equal_prompts_and_siblings_begin_at_their_first_token(model):
+    engine = model.engine(max_num_batched_tokens=8)
+    [(prompt, _)] = jobs(2, [30]).values()
+    for group in (None, "s0"):
+        asked = {f"s{index}": (prompt, 5) for index in range(3)}
+        ids = {} if group is None else {"group_id": group}
+        assert_naive(model, run(engine, [request(name, *job, **ids) for name, job in asked.items()]), asked)
+
+
+def test_a_request_that_ends_early_leaves_nothing_behind(model):
+    engine = model.engine(max_num_batched_tokens=8, max_num_seqs=1)
+    asked = jobs(3, [12, 12])
+    engine.add([request("aborted", [5] * 20, 30)])
+    for _ in range(6):
+        engine.step()
+    engine.abort(["aborted"])
+    assert_naive(model, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
+def test_an_engine_starts(tmp_path, changes):
+    fields = load_config(GOLDENS / GOLDEN) | (changes or {}) | {"eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = EngineConfig(
+        model=str(tmp_path),
+        load_format="dummy",
+        warmup="none",
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        block_size=4,
+        kv_cache_memory=2**16,
+    )
+    engine, info = start_engine(config, mesh=None, progress=False)
+    try:
+        assert not info.enable_prefix_caching
+        assert [kind.num_layers for kind in info.kv_kinds] == ([] if changes else [1])
+        assert len(run(engine, [request("one", [3, 4, 5], 4)])["one"].token_ids) == 4
+    finally:
+        engine.runner.close()
+    found = needs(str(tmp_path), memory=2**30)
+    assert "2 with a state" in found.layers
+    assert "a state of 6 matrices 7 x 9 in float32" in found.layers
+    assert found.max_batch > 0
+
+
+def test_speculation_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"speculative_config: .* layers that keep a state"):
+        Model(GOLDEN, speculation=parse_speculation({"method": "ngram", "num_speculative_tokens": 2}))

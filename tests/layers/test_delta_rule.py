@@ -1,0 +1,77 @@
+"""The gated delta rule in chunks over ragged rows equals one token after the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from naive import QUICK_TO_COMPILE
+
+from jaxserve.layers import delta_rule
+from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, gated_delta_rule, one_token, unit
+
+H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
+CASES = {
+    "chunks within and across rows": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 8),
+    "all in one chunk": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 64),
+    "no row of one token": (23, {20: 0, 3: 1}, 8),
+    "rows of one token alone": (5, {1: 4}, 4),
+}
+
+
+def make_rows(lengths, contexts, rng):
+    num_rows = len(lengths) + 2
+    starts = np.full(num_rows + 1, sum(lengths), np.int32)
+    starts[: len(lengths) + 1] = np.cumsum([0, *lengths])
+    seq_lens, slots = np.zeros(num_rows, np.int32), np.full(num_rows, SLOTS, np.int32)
+    seq_lens[: len(lengths)] = np.add(lengths, contexts)
+    slots[: len(lengths)] = rng.permutation(SLOTS)[: len(lengths)]
+    counts = jnp.int32(lengths.count(1)), jnp.int32(len(lengths))
+    return Rows(jnp.asarray(slots), jnp.asarray(starts), jnp.asarray(seq_lens), *counts)
+
+
+def draw_tokens(num_tokens, rng):
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=(num_tokens, H, *shape)), jnp.float32)
+
+    decay = -jnp.asarray(rng.exponential(0.3, size=(num_tokens, H, G)), jnp.float32)
+    # Keys that are much alike, and strengths up to 2, are the hard case of the triangular system.
+    alike = unit(normal(K) + 3 * jnp.ones((1, 1, K), jnp.float32))
+    return Tokens(unit(normal(K)), alike, normal(G, V), decay, 2 * jax.nn.sigmoid(normal(G)))
+
+
+@pytest.mark.parametrize(("num_tokens", "rows", "chunk_size"), CASES.values(), ids=CASES)
+def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size):
+    monkeypatch.setattr(delta_rule, "CHUNK_SIZE", chunk_size)
+    monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
+    rng = np.random.default_rng(0)
+    lengths = [*([1, 1, 1] if 1 in rows else []), *(length for length in rows if length > 1)]
+    contexts = [*([3, 0, rows[1]] if 1 in rows else []), *(rows[length] for length in rows if length > 1)]
+    batch, tokens = make_rows(lengths, contexts, rng), draw_tokens(num_tokens, rng)
+    states = jnp.asarray(rng.normal(size=(SLOTS, H, G, K, V)), jnp.float32)
+    inputs = jnp.asarray(rng.normal(size=(num_tokens, H, K)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(H, K, WIDTH)), jnp.float32)
+    windows = jnp.asarray(rng.normal(size=(SLOTS, WIDTH - 1, H, K)), jnp.float32)
+
+    @jax.jit(compiler_options=QUICK_TO_COMPILE)
+    def step(tokens, states, inputs, windows, batch):
+        return (
+            *gated_delta_rule(tokens, states, batch, is_decode_only=False),
+            *causal_convolution(inputs, weight, windows, batch, is_decode_only=False),
+        )
+
+    out, after, mixed, windows_after = map(np.asarray, step(tokens, states, inputs, windows, batch))
+    one = jax.jit(one_token, compiler_options=QUICK_TO_COMPILE)
+    expected_states, expected_windows = np.array(states), np.array(windows)
+    for row, length in enumerate(lengths):
+        slot, first = int(batch.slots[row]), int(batch.query_starts[row])
+        state = jnp.asarray(expected_states[slot][None] * (contexts[row] > 0))
+        seen = np.concatenate([expected_windows[slot] * (contexts[row] > 0), inputs[first : first + length]])
+        for index in range(first, first + length):
+            expected, state = one(state, Tokens(*(each[index : index + 1] for each in tokens)))
+            np.testing.assert_allclose(out[index], expected[0], rtol=1e-4, atol=1e-5)
+            summed = np.einsum("whc,hcw->hc", seen[index - first : index - first + WIDTH], weight)
+            np.testing.assert_allclose(mixed[index], summed, rtol=1e-5, atol=1e-5)
+        expected_states[slot], expected_windows[slot] = state[0], seen[-(WIDTH - 1) :]
+    np.testing.assert_allclose(after, expected_states, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(windows_after, expected_windows, rtol=0, atol=0)
+    assert np.isfinite(out).all()
