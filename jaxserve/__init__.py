@@ -11,9 +11,9 @@ _EXPORTS = {
     "AsyncLLM": "jaxserve.async_llm",
     "LLM": "jaxserve.llm",
     "generate": "jaxserve.llm",
-    "BeamSearchParams": "jaxserve.request",
-    "SamplingParams": "jaxserve.request",
-    "StructuredOutputs": "jaxserve.request",
+    "BeamSearchParams": "jaxserve.sampling_params",
+    "SamplingParams": "jaxserve.sampling_params",
+    "StructuredOutputs": "jaxserve.sampling_params",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
 }
@@ -31,7 +31,8 @@ __all__ = [
 if TYPE_CHECKING:
     from jaxserve.async_llm import AsyncLLM
     from jaxserve.llm import LLM, generate
-    from jaxserve.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
+    from jaxserve.request import CompletionOutput, RequestOutput
+    from jaxserve.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:

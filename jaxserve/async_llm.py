@@ -10,7 +10,8 @@ from jaxserve.engine.embedding import ClassificationOutput, EmbeddingOutput
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt
 from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, optional_flag
-from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
+from jaxserve.request import Pooling, RequestOutput
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 
 class AsyncLLM(LocalModel):

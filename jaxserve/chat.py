@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import CompletionOutput, SamplingParams
+from jaxserve.request import CompletionOutput
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM

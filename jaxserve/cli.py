@@ -23,41 +23,13 @@ from jaxserve.config import DType, EngineConfig, KVCacheDType, Quantization, Ser
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
 from jaxserve.planning.commands import add_compile, add_plan, run_compile, run_plan
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 logger = logging.getLogger(__name__)
-
-_SAMPLING_HELP = {
-    "sampling": {
-        "temperature": "0: always the most likely token; default: the model's, else 1",
-        "top_p": "sample from the most likely tokens with this total probability; default: the model's, else 1",
-        "top_k": "sample from this many most likely tokens; 0: from all; default: the model's, else 0",
-        "min_p": "leave out tokens less likely than this fraction of the most likely one; default: the model's, else 0",
-        "presence_penalty": "make tokens that the text has less likely",
-        "frequency_penalty": "the same, for each time it has them",
-        "repetition_penalty": "divide the logits of tokens in prompt and text by this; default: the model's, else 1",
-        "logit_bias": "what to add to the logits of token ids",
-        "allowed_token_ids": "sample from these ids only; repeatable",
-        "bad_words": "a text never to write; repeatable",
-        "structured_outputs": 'what the text must be: {"json": SCHEMA}, {"regex": ...}, {"choice": [...]} ...',
-    },
-    "output": {
-        "n": "continuations of each prompt",
-        "max_tokens": "tokens to generate at most",
-        "min_tokens": "tokens before the text may end",
-        "stop": "a text that ends the continuation; repeatable",
-        "stop_token_ids": "a token id that ends it; repeatable",
-        "include_stop_str_in_output": "keep the stop text",
-        "ignore_eos": "go on after the end-of-text token",
-        "logprobs": "print each token's log probability and the N most likely tokens",
-        "logprob_token_ids": "a token id whose log probability is printed, too; repeatable",
-        "skip_special_tokens": "leave special tokens out of the text",
-    },
-}
-"""Fields of SamplingParams that are flags, by section of the help. `seed` is the engine's flag and serves for both."""
 
 _ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 _SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
@@ -262,11 +234,7 @@ def _add_revision(parser: Parser, group: str) -> None:
 
 
 def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequence[str] = ()) -> None:
-    for group, texts in _SAMPLING_HELP.items():
-        texts = {name: text for name, text in texts.items() if name not in without}
-        if "max_tokens" in texts:
-            texts["max_tokens"] = max_tokens_help
-        add_sampling_flags(parser, group, texts)
+    add_sampling_flags(parser, {"max_tokens": max_tokens_help}, without=without)
     add_config_flags(parser, EngineConfig, defaults={"warmup": "none"})  # few of the shapes will be used
     levels = ("debug", "info", "warning", "error")
     parser.add_flag(

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, Pooling
+from jaxserve.request import Pooling
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS, PARAMETERS
 from jaxserve.speculation import Speculation, parse_speculation
 from jaxserve.values import Rule, convert, rules
 
@@ -59,14 +60,7 @@ ReasoningParser = Literal[
 # fmt: on
 
 
-GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+GENERATION_FIELDS = {parameter.hub: name for name, parameter in PARAMETERS.items() if parameter.hub}
 """Fields of generation_config.json that are requests' default values, by the field of SamplingParams that each is.
 `do_sample` is not read, as vLLM does not.
 """

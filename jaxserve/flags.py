@@ -18,7 +18,7 @@ import msgspec
 from jaxserve import vllm_flags
 from jaxserve.arguments import Lists, Merged, Parser
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
 from jaxserve.vllm_flags import NotTaken, Row, said_of
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
@@ -72,13 +72,18 @@ def add_config_flags(
         parser.add_flag(field.metadata["group"], *names, dest=field.name, help=text, **options)
 
 
-def add_sampling_flags(parser: Parser, group: str, texts: Mapping[str, str]) -> None:
-    """Add a flag for each field of SamplingParams named in `texts`, which maps it to its help."""
-    fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+def add_sampling_flags(parser: Parser, texts: Mapping[str, str], *, without: Sequence[str] = ()) -> None:
+    """Add a flag for each sampling parameter that has one. `texts` are helps of this command's own."""
     hints = typing.get_type_hints(SamplingParams)
-    for name, text in texts.items():
-        options = _options(hints[name])
-        parser.add_flag(group, _flag(name), dest=name, help=_with_default(text, fields[name].default), **options)
+    for field in msgspec.structs.fields(SamplingParams):
+        name, parameter = field.name, PARAMETERS[field.name]
+        if parameter.group and name not in without:
+            options = _options(hints[name])
+            text = parameter.meaning + ("; repeatable" if options.get("action") == "append" else "")
+            if parameter.hub:
+                text += f"; default: the model's, else {field.default:g}"
+            text = texts.get(name, _with_default(text, field.default))
+            parser.add_flag(parameter.group, _flag(name), dest=name, help=text, **options)
 
 
 def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

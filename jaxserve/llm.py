@@ -28,7 +28,8 @@ from jaxserve.local_model import (
     optional_flag,
 )
 from jaxserve.progress import Progress
-from jaxserve.request import BeamSearchParams, Pooling, RequestOutput, SamplingParams
+from jaxserve.request import Pooling, RequestOutput
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.values import convert, rule
 
 logger = logging.getLogger(__name__)

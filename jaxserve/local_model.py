@@ -43,7 +43,8 @@ from jaxserve.interrupts import while_waiting_for_threads
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.sentence_transformers import Embedder
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, BeamSearchParams, Pooling, SamplingParams
+from jaxserve.request import Pooling
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.values import check_names, convert, rule, unknown_names
 

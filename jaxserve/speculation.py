@@ -1,5 +1,6 @@
 """Speculation: the engine's options of speculative decoding, in vLLM's names, checked. Plain data, no jax."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,16 +17,21 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
-METHODS = ("ngram",)
-"""The methods that there are; `speculative.PROPOSERS` has their implementations."""
+DEFAULT_SYNTHETIC: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+"""The fields of drafts that are accepted by chance, if none are given."""
 
-SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
-"""Other names of these: lookup always runs on the device."""
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+"""The methods that there are; `speculative.PROPOSERS` and `DRAFTERS` have their implementations."""
 
-PLANNED = (
-    "draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "suffix",
-    "mlp_speculator", "dflash",
-)  # fmt: skip
+BY_CHECKPOINT = "by checkpoint"
+"""The method if none is named: what kind of drafter `model` is."""
+
+SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"} | dict.fromkeys(
+    ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
+)
+"""Other names of these: lookup always runs on the device, and the target's family says what its further layer is."""
+
+PLANNED = ("eagle", "qwen3_next_mtp", "suffix", "mlp_speculator", "dflash")
 REFUSED = {
     "medusa": "its heads guess each token without the ones before it, and EAGLE superseded them",
     "eagle_tree": "drafts are chains here, not trees",
@@ -40,6 +46,9 @@ class Speculation(msgspec.Struct, frozen=True):
         num_drafts: most tokens drafted for a row.
         drafts_by_rows: pairs of a largest number of rows and the drafts of each row up to there, ascending; steps of
             more rows have none. Empty: as is best for the device.
+        model: the checkpoint that drafts, if the method needs one.
+        tensor_parallel_size: number of devices over which it is to be sharded; None: the target's.
+        is_coupled: the drafter draws with the random numbers of the target, instead of the most likely token.
         acceptance_rates: if not empty, the fraction of steps in which at least 1, 2, ... drafts are accepted, by
             chance: for measurements only, the text is not the model's.
     """
@@ -50,17 +59,32 @@ class Speculation(msgspec.Struct, frozen=True):
     prompt_lookup_max: int
     drafts_by_rows: tuple[tuple[int, int], ...]
     acceptance_rates: tuple[float, ...] = ()
+    model: str | None = None
+    tensor_parallel_size: int | None = None
+    is_coupled: bool = False
 
     @property
     def widths(self) -> list[int]:
         """The numbers of tokens a row of steps that verify drafts, ascending."""
         return sorted({1 + num_drafts for _, num_drafts in self.drafts_by_rows if num_drafts})
 
-    def up_to(self, max_rows: int) -> "Speculation":
-        """Return the options with drafts for steps of up to `max_rows` rows, unless they say for which."""
+    def up_to(self, max_tokens: int) -> "Speculation":
+        """Return the options with drafts for steps of up to `max_tokens` tokens, unless they say for which rows: all
+        drafts as long as that has room for them, then half of them, and so on.
+        """
         if self.drafts_by_rows:
             return self
-        return msgspec.structs.replace(self, drafts_by_rows=((max_rows, self.num_drafts),))
+        by_rows: dict[int, int] = {}
+        num_drafts = self.num_drafts
+        while num_drafts:
+            by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
+            num_drafts //= 2
+        return msgspec.structs.replace(self, drafts_by_rows=tuple(by_rows.items()))
+
+    def min_rows(self, width: int) -> int:
+        """Return the fewest rows of a step of `width` tokens a row."""
+        before = itertools.takewhile(lambda entry: 1 + entry[1] != width, self.drafts_by_rows)
+        return 1 + max((rows for rows, _ in before), default=0)
 
     def max_rows(self, width: int) -> int:
         """Return the most rows of a step of `width` tokens a row."""
@@ -97,10 +121,16 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
     num_drafts = given.num_speculative_tokens
     if not 1 <= num_drafts <= MAX_DRAFTS:
         raise _wrong("num_speculative_tokens", f"must be in [1, {MAX_DRAFTS}], got {num_drafts}")
-    if given.draft_sample_method != "greedy":
-        raise _wrong("draft_sample_method", f"must be greedy, got {given.draft_sample_method!r}")
-    if given.draft_tensor_parallel_size is not None:
-        raise _wrong("draft_tensor_parallel_size", f"has no meaning for the method {method}, which has no weights")
+    if given.draft_sample_method not in ("greedy", "probabilistic"):
+        raise _wrong("draft_sample_method", f"must be greedy or probabilistic, got {given.draft_sample_method!r}")
+    of_others = ["prompt_lookup_min", "prompt_lookup_max"]
+    if method == "ngram":
+        of_others = ["draft_tensor_parallel_size"]
+        if given.draft_sample_method != "greedy":
+            raise _wrong("draft_sample_method", "must be greedy: n-gram lookup has no probabilities")
+    for name in of_others:
+        if getattr(given, name) is not None:
+            raise _wrong(name, f"has no meaning for the method {method}")
     lookup_min, lookup_max = _lookup(given)
     return Speculation(
         method=method,
@@ -109,7 +139,20 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
         prompt_lookup_max=lookup_max,
         drafts_by_rows=_by_rows(given.num_speculative_tokens_per_batch_size, num_drafts),
         acceptance_rates=_acceptance_rates(given, num_drafts),
+        model=None if method == "ngram" else given.model,
+        tensor_parallel_size=given.draft_tensor_parallel_size,
+        is_coupled=given.draft_sample_method == "probabilistic",
     )
+
+
+def with_acceptance(fields: Mapping[str, Any] | None, length: float) -> dict[str, Any]:
+    """Return the fields of `speculative_config` with which a step draws `length` tokens on average, by chance; by
+    default with 4 n-gram drafts.
+    """
+    return dict(fields or DEFAULT_SYNTHETIC) | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
 
 
 def _wrong(field: str, complaint: str) -> ConfigError:
@@ -118,12 +161,12 @@ def _wrong(field: str, complaint: str) -> ConfigError:
 
 def _method(given: _Fields) -> str:
     method = given.method
-    if method is None:  # as vLLM also takes it
-        method = "ngram" if given.model in ("ngram", "[ngram]") else None
-        if given.model is not None and method is None:
-            raise _wrong("model", f"is {given.model!r}, but draft models are not supported yet: there is ngram")
+    if method is None and given.model is not None:  # as vLLM also takes it
+        method = "ngram" if given.model in ("ngram", "[ngram]") else BY_CHECKPOINT
     if method is None:
         raise _wrong("method", f"is missing: there is {', '.join(METHODS)}")
+    if method == BY_CHECKPOINT:
+        return method
     method = SAME.get(method, method)
     if method in REFUSED:
         raise _wrong("method", f"{method!r} is not supported: {REFUSED[method]}")
@@ -131,8 +174,10 @@ def _method(given: _Fields) -> str:
         raise _wrong("method", f"{method!r} is not supported yet: there is {', '.join(METHODS)}")
     if method not in METHODS:
         raise _wrong("method", f"{method!r} is unknown: there is {', '.join(METHODS)}")
-    if given.model is not None and SAME.get(given.model, given.model) != method:
+    if method == "ngram" and given.model is not None and SAME.get(given.model, given.model) != method:
         raise _wrong("model", f"is {given.model!r}, but the method {method} has no model")
+    if method in ("draft_model", "eagle3") and given.model is None:
+        raise _wrong("model", f"is missing: the method {method} needs a checkpoint that drafts")
     return method
 
 

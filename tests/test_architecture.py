@@ -18,7 +18,7 @@ import jaxserve
 
 ROOT = pathlib.Path(jaxserve.__file__).resolve().parents[1]
 
-PLAIN = "errors config request speculation values"
+PLAIN = "errors config request sampling_params speculation values"
 
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "inspect": f"{PLAIN} local_model llm engine execution scheduling layers",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
-    "jaxserve": "llm async_llm request",
+    "jaxserve": "llm async_llm request sampling_params",
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
     "arguments": "vllm_flags",
@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "overview": f"{PLAIN} gpus tables scheduling execution models loading layers quantization",
     "tables": "",
     "gpus": "errors",
-    "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution models structured loading layers "
-    "pallas_kernels",
+    "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution speculative models structured "
+    "loading layers pallas_kernels",
     "execution": f"{PLAIN} cpus scheduling models sampling speculative loading layers quantization pallas_kernels",
     "scheduling": PLAIN,
     "models": f"{PLAIN} loading layers quantization",
@@ -66,8 +66,9 @@ MAY_IMPORT = {
     "chat_template": "",
     "token_pieces": "errors",
     "metrics": PLAIN,
-    "request": "errors unsupported values",
-    "config": "errors request speculation values",
+    "request": "errors sampling_params",
+    "sampling_params": "errors unsupported values",
+    "config": "errors request sampling_params speculation values",
     "speculation": "errors",
     "values": "errors",
     "cpus": "",
@@ -178,6 +179,7 @@ NO_JAX = (
     "jaxserve.progress",
     "jaxserve.quantization",
     "jaxserve.request",
+    "jaxserve.sampling_params",
     "jaxserve.scheduling",
     "jaxserve.speculation",
     "jaxserve.server",

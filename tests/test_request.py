@@ -3,6 +3,7 @@
 import enum
 import fractions
 import math
+import typing
 from collections import OrderedDict, UserDict
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import MAX_STOP_BYTES, MAX_STOP_LENGTH, SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import MAX_STOP_BYTES, MAX_STOP_LENGTH, SamplingParams, StructuredOutputs
 
 
 class Color(enum.StrEnum):
@@ -22,9 +23,10 @@ class Size(enum.IntEnum):
     SMALL = 3
 
 
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "speculative_decoding")
+HINTS = typing.get_type_hints(SamplingParams)
+NUMBERS, INTEGERS, FLAGS = (
+    [name for name, hint in HINTS.items() if hint in (kind, kind | None)] for kind in (float, int, bool)
+)
 ID_LISTS = ("logprob_token_ids", "allowed_token_ids", "stop_token_ids")
 TEXT_LISTS = ("bad_words", "stop")
 OTHERS = ("logit_bias", "structured_outputs")

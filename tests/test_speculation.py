@@ -6,7 +6,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import parse_speculation
+from jaxserve.speculation import BY_CHECKPOINT, parse_speculation, with_acceptance
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -16,9 +16,17 @@ def test_what_is_not_given():
     assert options == parse_speculation('{"model": "ngram", "num_speculative_tokens": 4}')
     assert options == parse_speculation(NGRAM | {"method": "ngram_gpu"})
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == (5, 5)
-    assert options.up_to(7).drafts_by_rows == ((7, 4),)
+    assert options.up_to(7).drafts_by_rows == ((1, 4), (2, 2), (3, 1))
     assert options.acceptance_rates == ()
     assert parse_speculation(None) is None
+
+
+def test_drafters_with_weights():
+    options = parse_speculation({"model": "a/b", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2})
+    assert (options.method, options.model, options.tensor_parallel_size) == (BY_CHECKPOINT, "a/b", 2)
+    mtp = {"num_speculative_tokens": 1, "draft_sample_method": "probabilistic"}
+    assert parse_speculation(mtp | {"method": "glm4_moe_mtp"}) == parse_speculation(mtp | {"method": "mtp"})
+    assert parse_speculation(mtp | {"method": "mtp"}).is_coupled
 
 
 @pytest.mark.parametrize(
@@ -33,6 +41,7 @@ def test_drafts_by_the_number_of_rows():
     options = parse_speculation(NGRAM | {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2], [17, 99, 0]]})
     assert options.up_to(7).drafts_by_rows == ((4, 4), (16, 2), (99, 0))
     assert options.widths == [3, 5]
+    assert [options.min_rows(width) for width in options.widths] == [5, 1]
     assert [options.max_rows(width) for width in options.widths] == [16, 4]
 
 
@@ -42,21 +51,23 @@ def test_drafts_by_the_number_of_rows():
 def test_synthetic_acceptance(length, rates):
     synthetic = NGRAM | {"rejection_sample_method": "synthetic"}
     assert parse_speculation(synthetic | {"synthetic_acceptance_length": length}).acceptance_rates == rates
+    assert parse_speculation(with_acceptance(None, length)).acceptance_rates == rates  # as of `bench latency`
     assert parse_speculation(synthetic | {"synthetic_acceptance_rates": list(rates)}).acceptance_rates == rates
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "eagle3"}, "method 'eagle3' is not supported yet: there is ngram"),
-        ({"method": "draft_model", "model": "a/b"}, "method 'draft_model' is not supported yet"),
-        ({"method": "mtp"}, "method 'mtp' is not supported yet"),
+        ({"method": "eagle3"}, "model is missing: the method eagle3 needs a checkpoint"),
+        ({"method": "draft_model"}, "model is missing: the method draft_model needs a checkpoint"),
+        ({"method": "eagle"}, "method 'eagle' is not supported yet: there is ngram"),
+        ({"method": "mtp", "prompt_lookup_max": 3}, "prompt_lookup_max has no meaning for the method mtp"),
+        ({"draft_sample_method": "probabilistic"}, "must be greedy: n-gram lookup has no probabilities"),
         ({"method": "suffix"}, "method 'suffix' is not supported yet"),
         ({"method": "medusa"}, "method 'medusa' is not supported: its heads"),
         ({"method": "tree"}, "method 'tree' is not supported: drafts are chains"),
         ({"method": "n-gram"}, "method 'n-gram' is unknown"),
         ({"method": None}, "method is missing"),
-        ({"method": None, "model": "a/b"}, "model is 'a/b', but draft models are not supported yet"),
         ({"model": "a/b"}, "model is 'a/b', but the method ngram has no model"),
         ({"num_speculative_tokens": None}, "num_speculative_tokens is missing"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be in"),
@@ -74,7 +85,7 @@ def test_synthetic_acceptance(length, rates):
         ({"rejection_sample_method": "block"}, "rejection_sample_method must be standard or synthetic"),
         ({"rejection_sample_method": "synthetic"}, "rejection_sample_method synthetic takes"),
         ({"synthetic_acceptance_length": 3}, 'synthetic_acceptance_length needs "rejection_sample_method"'),
-        ({"draft_sample_method": "probabilistic"}, "draft_sample_method must be greedy"),
+        ({"draft_sample_method": "gumbel"}, "draft_sample_method must be greedy or probabilistic"),
         ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size has no meaning"),
         ({"disable_eagle_block_drop": True}, "unknown field `disable_eagle_block_drop`"),
     ],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.bench.report import table
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM, RequestOutput

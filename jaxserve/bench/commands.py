@@ -17,6 +17,7 @@ from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantizat
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
+from jaxserve.speculation import with_acceptance
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
 _SERVING_FIELDS = tuple(field.name for field in dataclasses.fields(ServingOptions))
@@ -60,6 +61,13 @@ def add_commands(parser: Parser) -> None:
         "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
     )
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
+    batch.add_flag(
+        "workload",
+        "--synthetic-acceptance",
+        type=float,
+        metavar="TOKENS",
+        help="draft, and accept by chance so many tokens a step on average; the text is not the model's",
+    )
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -208,6 +216,10 @@ def _latency(args: argparse.Namespace) -> None:
     bandwidth = args.bandwidth and args.bandwidth * 1e12
     with tempfile.TemporaryDirectory() as folder:
         config = _config_of_batches(args, folder)
+        if args.synthetic_acceptance is not None:
+            config = dataclasses.replace(
+                config, speculative_config=with_acceptance(config.speculative_config, args.synthetic_acceptance)
+            )
         if args.beside:
             print(latency.beside(config, batches, quantizations=args.beside))
             return

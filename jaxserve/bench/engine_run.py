@@ -15,7 +15,8 @@ import msgspec
 
 from jaxserve.bench.workloads import BatchShape, Job
 from jaxserve.config import EngineConfig
-from jaxserve.request import EngineOutput, EngineRequest, SamplingParams
+from jaxserve.request import EngineOutput, EngineRequest
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient, EngineStats

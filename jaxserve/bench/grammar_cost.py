@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxserve.bench.report import table
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import EngineRequest, Request, SamplingParams, StructuredOutputs
+from jaxserve.request import EngineRequest, Request
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
 from jaxserve.tokenizer import Tokenizer
@@ -91,14 +92,14 @@ def measure(
         times, num_masks = [], 0
         for step in range(-_WARMUP_STEPS, num_steps):
             start = time.perf_counter()
-            masks, broken = matchers.masks(requests, {})
+            masks, _, broken = matchers.masks(requests, {})
             seconds = time.perf_counter() - start
             if broken:
                 raise InvalidRequest(next(iter(broken.values())))
             if step >= 0:
                 times.append(seconds)
                 num_masks += len(requests)
-            allowed = [np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")) for mask in masks]
+            allowed = [np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")) for mask in masks[:, 0]]
             drawn = [int(rng.choice(tokens)) for tokens in allowed]
             over = [request for request, token in zip(requests, drawn, strict=True) if token in ends]
             matchers.forget([request.request_id for request in over])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxserve.bench.report import table
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 
 class _Run(NamedTuple):

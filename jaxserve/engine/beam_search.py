@@ -17,7 +17,8 @@ import msgspec
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.request import BeamSearchParams, EngineOutput, FinishReason, RequestOutput, SamplingParams
+from jaxserve.request import EngineOutput, FinishReason, RequestOutput
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):

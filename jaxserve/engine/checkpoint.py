@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.drafter import DraftCheckpoint, read_drafter
 from jaxserve.errors import ConfigError
 from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.context import Kernels
@@ -49,6 +50,8 @@ class Checkpoint(NamedTuple):
     eos: tuple[int, ...]
     max_model_len: int
     """Tokens that it is served for; with "auto", at most."""
+    drafter: DraftCheckpoint = DraftCheckpoint()
+    """What drafts for it."""
 
 
 def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConfig, Checkpoint]:
@@ -75,6 +78,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
         model_config=model_config,
         eos=eos_token_ids(fields, pathlib.Path(path, "config.json")),
         max_model_len=_max_model_len(config, model_config, embedder),
+        drafter=read_drafter(config, path, fields, progress=progress),
     )
 
 
@@ -108,20 +112,23 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool,
 
 def choose_weights(
     config: EngineConfig,
-    checkpoint: Checkpoint,
+    path: str,
+    fields: dict[str, Any],
+    specs: Params,
     *,
     dtype: np.dtype,
     kernels: Kernels,
     mesh: Mesh | AbstractMesh,
     is_cpu: bool,
 ) -> Params:
-    """Declare the weights in the form in which the devices hold them: as values or, if a kernel multiplies by them, as
-    the checkpoint's codes. Raises ConfigError for a mesh over which they do not divide.
+    """Return the declared weights in the form in which the devices hold them: as values or, if a kernel multiplies by
+    them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh
+    over which they do not divide.
     """
     by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
     specs = stored_specs(
-        checkpoint.path,
-        checkpoint.family.param_specs(checkpoint.model_config),
+        path,
+        specs,
         dtype=dtype,
         quantization=config.quantization,
         dequantizes=config.dequantize is True,
@@ -130,7 +137,7 @@ def choose_weights(
     specs = with_divisible_codes(specs, mesh)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
-        if config.quantize_activations or rounds_to_integers(checkpoint.fields):
+        if config.quantize_activations or rounds_to_integers(fields):
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from jaxserve.loading.reranking import Reranker
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, EngineOutput, EngineRequest
+from jaxserve.request import EngineOutput, EngineRequest
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
 OutputSink = Callable[[list[EngineOutput]], None]

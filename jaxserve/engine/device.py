@@ -24,13 +24,23 @@ logger = logging.getLogger(__name__)
 FIRST_WITH_BFLOAT16 = 8.0
 """Compute capability of Ampere GPUs. On those before, such as T4, XLA computes bfloat16 in float32."""
 
-MAX_DRAFTING_ROWS = 64
-"""Rows of a step up to which drafts are verified on a GPU, unless the options say so: up to some 64 rows a step is
-bound by reading the weights, and further tokens cost little.
+MAX_DRAFTING_TOKENS = 64
+"""Tokens of a step up to which drafts are verified on a GPU, unless the options say so: up to some 64 tokens a step is
+bound by reading the weights.
 """
 
-MAX_DRAFTING_ROWS_ON_CPU = 4
-"""Rows of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer rows."""
+MAX_DRAFTING_TOKENS_ON_CPU = 24
+"""Tokens of a step up to which drafts are verified on a CPU, which is bound by arithmetic with fewer tokens."""
+
+TOKEN_COST = 0.02
+"""Time that a further token adds to a step of few rows on a GPU, as a fraction of that of reading the weights. Not
+measured: an estimate on the high side, with which too few drafts are verified rather than too many.
+"""
+
+TOKEN_COST_ON_CPU = 0.25
+"""`TOKEN_COST` of a CPU: a step of the built-in model that verifies 4 drafts of one row takes 1.8 to 1.9 times as
+long as one of one token, see docs/speculation.md.
+"""
 
 MEMINFO = pathlib.Path("/proc/meminfo")
 
@@ -54,9 +64,14 @@ class Devices(NamedTuple):
         return self.platform == "cpu"
 
     @property
-    def max_drafting_rows(self) -> int:
-        """Rows of a step up to which it verifies drafts, unless the options say so."""
-        return MAX_DRAFTING_ROWS_ON_CPU if self.is_cpu else MAX_DRAFTING_ROWS
+    def max_drafting_tokens(self) -> int:
+        """Tokens of a step up to which it verifies drafts, unless the options say so."""
+        return MAX_DRAFTING_TOKENS_ON_CPU if self.is_cpu else MAX_DRAFTING_TOKENS
+
+    @property
+    def token_cost(self) -> float:
+        """Time that each token adds to a step, as a fraction of that of a step of no tokens."""
+        return TOKEN_COST_ON_CPU if self.is_cpu else TOKEN_COST
 
     @property
     def description(self) -> str:

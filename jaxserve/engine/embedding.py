@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from jaxserve.errors import InvalidRequest
 from jaxserve.loading.sentence_transformers import Embedder
 from jaxserve.loading.sentence_transformers import normalize as normalized
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.values import convert, rule
 
 NO_HEAD = "this model has no classification head: it generates and embeds texts"

@@ -18,7 +18,7 @@ from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
-from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.plan import Drafted, Row, StepPlan
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
 from jaxserve.structured.matchers import Matchers, refusal
 
@@ -124,7 +124,7 @@ class Engine:
                 if request.queue_seconds is None:
                     request.queue_seconds = time.monotonic() - request.request.arrival_time
             failed: dict[Request, str] = {}
-            constrained = [row.request for row in plan.rows if row.samples and row.request.request.grammar]
+            constrained = [row for row in plan.rows if row.samples and row.request.request.grammar]
             masks = functools.partial(self._masks, constrained, failed) if constrained else None
             self._in_flight.append(self.runner.dispatch(plan, masks=masks))
             outputs += [self._refuse(request, reason) for request, reason in failed.items()]
@@ -199,29 +199,42 @@ class Engine:
             self.scheduler.add(group)
         return [_refused(request.request_id, error) for group, error in refused for request in group]
 
-    def _masks(self, requests: list[Request], failed: dict[Request, str]) -> Masks:
-        """Return the masks of these requests for the step that has just been started.
+    def _masks(self, rows: list[Row], failed: dict[Request, str], num_columns: int) -> Masks:
+        """Return the masks of these rows, which may have drafts in all but the first of `num_columns`, for the step
+        that has just been started.
 
         Waits for their tokens of the steps before, and records in `failed` the requests that cannot continue, with the
         reason.
         """
         assert self._matchers is not None
         start = time.perf_counter()
+        requests = [row.request for row in rows]
         wanted = set(requests)
         drawn: dict[str, list[int]] = {}
+        proposed = {request: request.proposed for request in requests}
         for step in self._in_flight:
             indices = [index for index, row in enumerate(step.plan.rows) if row.samples and row.request in wanted]
             if indices:
-                token_ids, is_corrupted = step.token_ids(), step.is_corrupted()
+                token_ids, is_corrupted, drafted = step.token_ids(), step.is_corrupted(), step.drafted()
                 for index in indices:
+                    request = step.plan.rows[index].request
+                    if drafted is not None:
+                        proposed[request] = drafted[index].proposed
                     if not is_corrupted[index]:
-                        drawn.setdefault(step.plan.rows[index].request.request_id, []).extend(token_ids[index])
+                        drawn.setdefault(request.request_id, []).extend(token_ids[index])
         waited = time.perf_counter()
-        words, reasons = self._matchers.masks(requests, drawn)
+        drafts = [proposed[row.request][: min(row.num_drafts, num_columns - 1)] for row in rows]
+        words, num_masked, reasons = self._matchers.masks(requests, drawn, drafts, num_columns=num_columns)
         failed.update(reasons)
+        numbers = self.runner.model.no_drafts(len(rows))
+        for index, request in enumerate(requests if numbers.shape[1] else []):
+            forced = [] if request in failed else self._matchers.forced(request)[: numbers.shape[1] - 2]
+            request.num_forced = max(0, len(forced) - 1)  # the first one is drawn by this step
+            numbers[index, :2] = num_masked[index], len(forced)
+            numbers[index, 2 : 2 + len(forced)] = forced
         self.seconds["wait"] += waited - start
         self.seconds["masks"] += time.perf_counter() - waited
-        return Masks(np.array([request.slot for request in requests], np.int32), words)
+        return Masks(np.array([row.slot for row in rows], np.int32), words, numbers)
 
     def _refuse(self, request: Request, reason: str) -> EngineOutput:
         """End a request whose grammar cannot be followed any further."""
@@ -253,9 +266,10 @@ class Engine:
     def _update(self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool]) -> list[EngineOutput]:
         plan = pending.plan
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
-        if pending.num_columns > 1:
-            self._count_drafts(pending.num_drafts(), token_ids)
-        outcomes = self.scheduler.update(plan, token_ids, ok)
+        drafted = pending.drafted()
+        if drafted is not None:
+            self._count_drafts(drafted, token_ids)
+        outcomes = self.scheduler.update(plan, token_ids, ok, drafted)
         logprobs = pending.logprobs()
         prompt_logprobs = pending.prompt_logprobs()
         embeddings = pending.embeddings()
@@ -264,6 +278,7 @@ class Engine:
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
         for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
+            num_verified = 0 if drafted is None else drafted[index].num_verified
             if outcome is one_token:  # nearly every row of nearly every step
                 outputs.append(
                     EngineOutput(
@@ -271,6 +286,7 @@ class Engine:
                         new_token_ids=drawn,
                         num_cached_tokens=request.num_cached_tokens,
                         queue_seconds=request.queue_seconds or 0.0,
+                        num_draft_tokens=num_verified,
                     )
                 )
             elif outcome is RowOutcome.FAILED:
@@ -320,6 +336,7 @@ class Engine:
                             prompt_logprobs=of_prompt,
                             num_cached_tokens=request.num_cached_tokens,
                             queue_seconds=request.queue_seconds or 0.0,
+                            num_draft_tokens=num_verified,
                         )
                     )
                 if outcome is RowOutcome.LAST_TOKEN:
@@ -328,11 +345,11 @@ class Engine:
             first_token += row.num_tokens
         return outputs
 
-    def _count_drafts(self, num_drafts: list[int], token_ids: list[list[int]]) -> None:
-        for count, drawn in zip(num_drafts, token_ids, strict=True):
-            if count:
+    def _count_drafts(self, drafted: list[Drafted], token_ids: list[list[int]]) -> None:
+        for (num_verified, _), drawn in zip(drafted, token_ids, strict=True):
+            if num_verified:
                 self._num_drafts += 1
-                self._num_draft_tokens += count
+                self._num_draft_tokens += num_verified
                 for position in range(len(drawn) - 1):
                     self._num_accepted_per_position[position] += 1
 

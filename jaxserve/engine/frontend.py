@@ -27,17 +27,8 @@ from jaxserve.loading.classifier import ClassificationHead, read_head
 from jaxserve.loading.overrides import origin
 from jaxserve.loading.reranking import PairTemplate, read_pair_template
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
-from jaxserve.request import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    SEED_LIMIT,
-    EngineOutput,
-    EngineRequest,
-    Pooling,
-    RequestOutput,
-    SamplingParams,
-    TruncationSide,
-)
+from jaxserve.request import EngineOutput, EngineRequest, Pooling, RequestOutput, TruncationSide
+from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SEED_LIMIT, SamplingParams
 from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer, read_generation_config
 

@@ -7,16 +7,17 @@ new since the last time, or everything at the end.
 from collections.abc import Iterable, Sequence
 
 from jaxserve.request import (
-    BeamSearchParams,
     CompletionOutput,
     EngineOutput,
     EngineRequest,
     FinishReason,
     Logprob,
     Refusal,
+    RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
+from jaxserve.sampling_params import BeamSearchParams
 from jaxserve.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -265,6 +266,7 @@ class RequestGroup:
         self._has_logprobs = wants_prompt_logprobs or requests[0].params.logprobs is not None
         self._num_cached_tokens = 0
         self._queue_seconds = 0.0
+        self._metrics: RequestMetrics | None = None
 
     def push(self, outputs: Iterable[EngineOutput]) -> list[str]:
         """Take outputs of these sequences. Returns the ids of those that a stop string has ended: abort them."""
@@ -276,6 +278,10 @@ class RequestGroup:
                     self._num_cached_tokens = output.num_cached_tokens
                 if output.queue_seconds > self._queue_seconds:
                     self._queue_seconds = output.queue_seconds
+            if output.num_draft_tokens:
+                self._metrics = self._metrics or RequestMetrics()
+                num_accepted = max(0, len(output.new_token_ids) - 1)
+                self._metrics.add(num_draft_tokens=output.num_draft_tokens, num_accepted=num_accepted)
             if self._prompt_logprobs is not None and output.prompt_logprobs:
                 self._prompt_logprobs += [logprob_entry(self._tokenizer, entry) for entry in output.prompt_logprobs]
             if output.embedding is not None:
@@ -351,6 +357,7 @@ class RequestGroup:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             queue_seconds=self._queue_seconds,
+            metrics=self._metrics,
             finished=self.is_finished,
         )
 

@@ -6,10 +6,9 @@ import time
 import jax
 import numpy as np
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import Checkpoint
 from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.embedding import matryoshka_dimensions
+from jaxserve.engine.serving_plan import ServingPlan
 from jaxserve.execution.programs.compile import WarmUp
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import StepModel
@@ -61,17 +60,9 @@ def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
     )
 
 
-def make_info(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    specs: Params,
-    model: StepModel,
-    *,
-    num_blocks: int,
-    needs: BlockNeeds,
-    device: str,
-) -> EngineInfo:
+def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> EngineInfo:
     """Return the sizes of an engine, with which the front end validates requests."""
+    checkpoint, specs, model = plan.checkpoint, plan.specs, plan.builder.model
     weight_bytes, expert_bytes = bytes_read(specs, dtype=model.dtype)
     routing = checkpoint.model_config.routing if expert_bytes else None
     return EngineInfo(
@@ -84,17 +75,17 @@ def make_info(
         num_blocks=num_blocks,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.buckets[-1].num_tokens,
-        max_logprobs=config.max_logprobs,
+        max_logprobs=plan.builder.spec.max_logprobs,
         eos_token_ids=checkpoint.eos,
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.kv_dtype),
-        enable_prefix_caching=config.enable_prefix_caching and not model.layout.num_states,
+        enable_prefix_caching=plan.enable_prefix_caching and not model.layout.num_states,
         reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),
-        device=device,
+        device=plan.devices.description,
         total_weight_bytes=num_bytes(specs, dtype=model.dtype),
         kv_cache_bytes=num_blocks * model.bytes_per_block,
         num_full_requests=needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len),

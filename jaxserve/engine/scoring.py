@@ -21,7 +21,8 @@ from jaxserve.loading.reranking import (
     has_pair_roles,
 )
 from jaxserve.loading.torch_activations import read_activation
-from jaxserve.request import Pooling, SamplingParams, TruncationSide
+from jaxserve.request import Pooling, TruncationSide
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 NO_INSTRUCTION = "this model compares embeddings, for which there is no instruction: write it into the texts"

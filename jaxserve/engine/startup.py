@@ -2,10 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import msgspec
@@ -16,9 +18,11 @@ from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
+from jaxserve.engine.drafter import without_quantization
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
+from jaxserve.engine.serving_plan import ServingPlan
 from jaxserve.engine.sizing import CPU_KV_CACHE_MEMORY, Sizing
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.programs.builder import StepBuilder
@@ -36,7 +40,9 @@ from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
+from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
 from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits, make_scheduler
+from jaxserve.speculative import make_drafter
 from jaxserve.structured.matchers import Matchers
 from jaxserve.tokenizer import Tokenizer
 
@@ -55,16 +61,14 @@ def start_engine(
     """
     laps = Laps()
     config, checkpoint = read_checkpoint(config, progress=progress)
-    devices = choose_devices(config, mesh)
-    builder, specs = declare_steps(config, checkpoint, devices)
+    plan = make_plan(config, checkpoint, choose_devices(config, mesh))
     if config.max_model_len == "auto":
-        checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free_memory(devices.mesh))
-    sizing = size(config, devices, builder)
-    num_blocks = count_blocks(sizing, checkpoint, builder, free=free_memory(devices.mesh))
+        plan = fit_context(plan, free=free_memory(plan.devices.mesh))
+    builder, warmup, sizing = plan.builder, plan.warmup, size(plan)
+    num_blocks = count_blocks(plan, sizing, free=free_memory(plan.devices.mesh))
     shipped = None if config.programs is None else open_shipped(config.programs, builder)
     if shipped is not None:
         num_blocks = blocks_of_programs(shipped, num_blocks)
-    warmup: WarmUp = config.warmup or "background"
     folder = enable_persistent_cache(config.compilation_cache_dir)
     with contextlib.ExitStack() as on_error:
         lowering = begin_to_lower(builder, num_blocks, warmup, folder=folder, workers=workers, shipped=shipped)
@@ -76,27 +80,22 @@ def start_engine(
             load_programs(runner, shipped)
             laps.lap("programs")
         with compiling_meanwhile(runner, lowering, num_blocks, warmup):
-            runner.set_params(load(config, checkpoint, specs, builder, progress=progress))
-            matchers = make_matchers(config, checkpoint, warmup)
+            runner.set_params(load(plan, progress=progress))
+            matchers = make_matchers(plan)
             on_error.callback(matchers.close)
             laps.lap("weights")
         compile_steps(runner, lowering, sizing, num_blocks, warmup, progress=progress)
         laps.lap("steps")
-        allocate(runner, devices, warmup)
+        allocate(runner, plan.devices, warmup)
         laps.lap("first runs")
-        log_start(runner, platform=devices.platform, laps=laps)
-        info = make_info(
-            config,
-            checkpoint,
-            specs,
-            builder.model,
-            num_blocks=runner.num_blocks,
-            needs=sizing.needs,
-            device=devices.description,
-        )
-        scheduler = make_scheduler_for(config, info, builder)
+        log_start(runner, platform=plan.devices.platform, laps=laps)
+        info = make_info(plan, num_blocks=runner.num_blocks, needs=sizing.needs)
         engine = Engine(
-            scheduler, runner, overlap=config.overlap, matchers=matchers, bandwidth=meter(info, builder, devices)
+            make_scheduler_for(plan, info),
+            runner,
+            overlap=config.overlap,
+            matchers=matchers,
+            bandwidth=meter(plan, info),
         )
         if warmup == "background":
             compile_rest(runner, folder=folder, shipped=shipped)
@@ -104,12 +103,21 @@ def start_engine(
     return engine, info
 
 
-def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) -> tuple[StepBuilder, Params]:
-    """Choose dtype, kernels and the form of the weights. Returns what builds the steps of that, and the weights."""
+def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) -> ServingPlan:
+    """Choose dtype, kernels and the form of the weights, and declare the steps of that."""
     mesh = devices.mesh
     dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu, has_bfloat16=has_bfloat16(devices.first))
     kernels = choose_kernels(config.kernels, devices.first, dtype)
-    specs = choose_weights(config, checkpoint, dtype=dtype, kernels=kernels, mesh=mesh, is_cpu=devices.is_cpu)
+    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    of_device: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "mesh": mesh, "is_cpu": devices.is_cpu}
+    speculation, path, fields = checkpoint.drafter
+    drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)
+    if drafter is not None and path is None:
+        specs["drafter"] = drafter.specs()
+    specs = choose_weights(config, checkpoint.path, checkpoint.fields, specs, **of_device)
+    if drafter is not None and path is not None:
+        assert fields is not None
+        specs["drafter"] = choose_weights(without_quantization(config), path, fields, drafter.specs(), **of_device)
     spec = StepSpec(
         model=checkpoint.fields,
         dtype=str(dtype),
@@ -123,52 +131,65 @@ def declare_steps(config: EngineConfig, checkpoint: Checkpoint, devices: Devices
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
-        speculation=config.speculation and config.speculation.up_to(devices.max_drafting_rows),
+        speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
+        drafter=fields,
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
         for line in builder.describe_paths():
             logger.info("kernels of %s", line)
-    return builder, specs
+    return ServingPlan(
+        checkpoint=checkpoint,
+        devices=devices,
+        builder=builder,
+        specs=specs,
+        weights_seed=config.seed if config.load_format == "dummy" else None,
+        tokenizer=config.tokenizer or checkpoint.path,
+        kv_cache_memory=config.kv_cache_memory,
+        warmup=config.warmup or "background",
+        scheduler=config.scheduler,
+        scheduling_policy=config.scheduling_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
 
 
-def size(config: EngineConfig, devices: Devices, builder: StepBuilder) -> Sizing:
+def size(plan: ServingPlan) -> Sizing:
     """Return what decides how many blocks the KV cache has."""
-    model = builder.model
+    devices, model = plan.devices, plan.builder.model
     weights = [shard_bytes(leaf) for leaf in jax.tree.leaves(model.params)]
     return Sizing(
-        kv_cache_memory=config.kv_cache_memory or (CPU_KV_CACHE_MEMORY if devices.is_cpu else None),
+        kv_cache_memory=plan.kv_cache_memory or (CPU_KV_CACHE_MEMORY if devices.is_cpu else None),
         weight_bytes=sum(weights),
-        trial_bytes=2 * max(weights) if config.warmup == "none" else 0,
+        trial_bytes=2 * max(weights) if plan.warmup == "none" else 0,
         num_shards=devices.mesh.shape.get("tensor", 1),
         bytes_per_block=model.bytes_per_block,
         max_num_seqs=devices.max_num_seqs,
-        max_model_len=builder.spec.max_model_len,
+        max_model_len=plan.builder.spec.max_model_len,
         needs=BlockNeeds(
             windows=model.layout.windows, block_size=model.block_size, max_chunk=devices.max_num_batched_tokens
         ),
     )
 
 
-def fit_context(
-    config: EngineConfig, checkpoint: Checkpoint, devices: Devices, builder: StepBuilder, *, free: int
-) -> tuple[Checkpoint, StepBuilder]:
-    """Return the checkpoint with the longest context that `free` bytes of each device hold, at most its own, and the
-    steps of that.
-    """
-    sizing = size(config, devices, builder)
-    longest = sizing.longest_context(free, builder.expected_step_memory)
+def fit_context(plan: ServingPlan, *, free: int) -> ServingPlan:
+    """Return the plan with the longest context that `free` bytes of each device hold, at most the model's own."""
+    checkpoint, builder = plan.checkpoint, plan.builder
+    longest = size(plan).longest_context(free, builder.expected_step_memory)
     if not 0 < longest < checkpoint.max_model_len:
-        return checkpoint, builder
+        return plan
     logger.info("max_model_len is %d: memory does not hold the model's %d", longest, checkpoint.max_model_len)
     spec = msgspec.structs.replace(builder.spec, max_model_len=longest)
-    return checkpoint._replace(max_model_len=longest), StepBuilder(spec, devices.mesh)
+    return dataclasses.replace(
+        plan,
+        checkpoint=checkpoint._replace(max_model_len=longest),
+        builder=StepBuilder(spec, plan.devices.mesh),
+    )
 
 
-def count_blocks(sizing: Sizing, checkpoint: Checkpoint, builder: StepBuilder, *, free: int) -> int:
+def count_blocks(plan: ServingPlan, sizing: Sizing, *, free: int) -> int:
     """Return the number of blocks, before anything is loaded. Raises OutOfMemory."""
-    spec, step_memory = builder.spec, builder.expected_step_memory
-    sizing.check_weights(free, what=checkpoint.path)
+    spec, step_memory = plan.builder.spec, plan.builder.expected_step_memory
+    sizing.check_weights(free, what=plan.checkpoint.path)
     sizing.check_steps(
         free, step_memory, max_num_seqs=spec.max_num_seqs, max_num_batched_tokens=spec.max_num_batched_tokens
     )
@@ -246,26 +267,31 @@ def compiling_meanwhile(runner: Runner, lowering: Lowering, num_blocks: int, war
             compiled.result()
 
 
-def load(
-    config: EngineConfig, checkpoint: Checkpoint, specs: Params, builder: StepBuilder, *, progress: bool
-) -> Params:
+def load(plan: ServingPlan, *, progress: bool) -> Params:
     """Load the weights, or make random ones."""
-    dtype, mesh = builder.model.dtype, builder.model.mesh
+    dtype, mesh = plan.builder.model.dtype, plan.builder.model.mesh
     assert isinstance(mesh, Mesh)
     with naming_out_of_memory("the weights"):
-        if config.load_format == "dummy":
-            return jax.block_until_ready(init_params(specs, dtype=dtype, mesh=mesh, seed=config.seed))
-        return load_weights(checkpoint.path, specs, dtype=dtype, mesh=mesh, progress=progress)
+        if plan.weights_seed is not None:
+            return jax.block_until_ready(init_params(plan.specs, dtype=dtype, mesh=mesh, seed=plan.weights_seed))
+        reading: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "progress": progress}
+        checkpoint = plan.checkpoint
+        if checkpoint.drafter.path is None:
+            return load_weights(checkpoint.path, plan.specs, **reading)
+        own = {name: spec for name, spec in plan.specs.items() if name != "drafter"}
+        return load_weights(checkpoint.path, own, **reading) | {
+            "drafter": load_weights(checkpoint.drafter.path, plan.specs["drafter"], **reading)
+        }
 
 
-def make_matchers(config: EngineConfig, checkpoint: Checkpoint, warmup: WarmUp) -> Matchers:
+def make_matchers(plan: ServingPlan) -> Matchers:
     """Make the Matchers, which prepare themselves in a thread meanwhile."""
     matchers = Matchers(
-        functools.partial(Tokenizer.load, config.tokenizer or checkpoint.path),
-        vocab_size=checkpoint.model_config.vocab_size,
-        eos_token_ids=checkpoint.eos,
+        functools.partial(Tokenizer.load, plan.tokenizer),
+        vocab_size=plan.checkpoint.model_config.vocab_size,
+        eos_token_ids=plan.checkpoint.eos,
     )
-    if warmup != "none":
+    if plan.warmup != "none":
         matchers.warm_up()
     return matchers
 
@@ -313,33 +339,42 @@ def compile_rest(runner: Runner, *, folder: pathlib.Path | None, shipped: Shippe
     runner.warm_up_rest(lowering, on_end=give_memory_back)
 
 
-def make_scheduler_for(config: EngineConfig, info: EngineInfo, builder: StepBuilder) -> Scheduler:
+def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:
     """Make the scheduler for an engine of these sizes."""
+    builder = plan.builder
+    speculation = builder.spec.speculation
+    drafts = NO_DRAFTS
+    if speculation is not None:  # drafts that are accepted by chance are there to be measured
+        cost = 0.0 if speculation.acceptance_rates else plan.devices.token_cost
+        drafting = builder.model.drafting
+        is_late = drafting is not None and drafting.drafter is not None
+        drafts = DraftPolicy(speculation.drafts_by_rows, cost, is_late=is_late)
     limits = SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
-        policy=config.scheduling_policy,
+        policy=plan.scheduling_policy,
         windows=builder.model.layout.windows,
-        drafts=() if builder.spec.speculation is None else builder.spec.speculation.drafts_by_rows,
+        drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
     )
     return make_scheduler(
-        config.scheduler,
+        plan.scheduler,
         limits,
-        enable_prefix_caching=config.enable_prefix_caching,
-        model_domain=f"{info.model} {info.kv_dtype} {config.load_format} {config.seed}".encode(),
+        enable_prefix_caching=plan.enable_prefix_caching,
+        model_domain=f"{info.model} {info.kv_dtype} {plan.weights_seed}".encode(),
     )
 
 
-def meter(info: EngineInfo, builder: StepBuilder, devices: Devices) -> BandwidthMeter:
+def meter(plan: ServingPlan, info: EngineInfo) -> BandwidthMeter:
     """Make what estimates how much of the memory's bandwidth steps use."""
+    model = plan.builder.model
     return BandwidthMeter(
         weight_bytes=round(info.expected_weight_bytes(1)),
-        bytes_per_position=builder.model.bytes_per_block // builder.model.block_size,
-        peak=devices.peak_bandwidth,
+        bytes_per_position=model.bytes_per_block // model.block_size,
+        peak=plan.devices.peak_bandwidth,
     )
 
 

@@ -81,14 +81,20 @@ def make_buckets(
 
 
 def make_verifying_buckets(
-    buckets: list[Bucket], *, num_columns: int, max_num_rows: int, block_size: int, num_groups: int
+    buckets: list[Bucket],
+    *,
+    num_columns: int,
+    max_num_rows: int,
+    block_size: int,
+    num_groups: int,
+    min_num_rows: int = 1,
 ) -> list[Bucket]:
     """Return the sizes of steps that verify drafts: those of steps with one token a row, with columns for the others,
-    as far as the largest step has room for their tokens.
+    from what holds `min_num_rows` on, as far as the largest step has room for their tokens.
     """
     limit = min(max_num_rows, buckets[-1].num_tokens // num_columns)
     sizes = [bucket.num_rows for bucket in buckets if bucket.num_rows == bucket.num_tokens]
-    num_rows = sorted({size for size in sizes if size < limit} | {min(limit, sizes[-1])} - {0})
+    num_rows = sorted({size for size in sizes if min_num_rows <= size < limit} | {min(limit, sizes[-1])} - {0})
     new_blocks = num_groups * (1 + num_columns // block_size)
     return [Bucket(rows * num_columns, rows, rows * new_blocks, num_columns) for rows in num_rows]
 
@@ -227,7 +233,7 @@ def make_batch(
     slot_ids = pieces["slots"]
     starts = slots.num_computed.at[slot_ids].get(mode="fill", fill_value=0)
     if num_columns:
-        tokens = _columns(pieces, slots, starts, num_columns)
+        tokens = _columns(pieces, slots, num_columns)
     else:
         tokens = _ragged(pieces, slots, starts, is_decode_only=is_decode_only)
     index = jnp.arange(tokens.positions.shape[0], dtype=jnp.int32)
@@ -295,20 +301,38 @@ def _ragged(pieces: dict[str, jax.Array], slots: Slots, starts: Int[Array, " B"]
     return _Tokens(token_ids, row, positions, is_written, query_starts, num_valid)
 
 
-def _columns(pieces: dict[str, jax.Array], slots: Slots, starts: Int[Array, " B"], num_columns: int) -> _Tokens:
+class ColumnRows(NamedTuple):
+    """The rows of a step that verifies drafts."""
+
+    is_row: Bool[Array, " B"]
+    starts: Int[Array, " B"]
+    last_tokens: Int[Array, " B"]
+    num_valid: Int[Array, " B"]
+    """Tokens of each row for which there are blocks, and that its request may still have."""
+
+
+def read_columns(pieces: dict[str, jax.Array], slots: Slots) -> ColumnRows:
+    """Return where the rows of a step that verifies drafts begin, and how far they may get. Runs inside a program."""
+    slot_ids = pieces["slots"]
+    is_row = jnp.arange(slot_ids.shape[0], dtype=jnp.int32) < pieces["header"][0]
+    starts = slots.num_computed.at[slot_ids].get(mode="fill", fill_value=0)
+    last = jnp.where(pieces["token_ids"] < 0, slots.last_tokens.at[slot_ids].get(mode="clip"), pieces["token_ids"])
+    limits = slots.max_total_tokens.at[slot_ids].get(mode="clip")
+    num_valid = jnp.minimum(pieces["num_tokens"], limits - 1 - starts)
+    return ColumnRows(is_row, starts, last, jnp.where(is_row, num_valid, 0))
+
+
+def _columns(pieces: dict[str, jax.Array], slots: Slots, num_columns: int) -> _Tokens:
     """Return the tokens of rows that verify drafts: each has `num_columns`, the last token of its sequence, its drafts,
     and padding, which is computed for nothing.
     """
     assert slots.drafts is not None
     slot_ids = pieces["slots"]
     num_rows = slot_ids.shape[0]
-    is_row = jnp.arange(num_rows, dtype=jnp.int32) < pieces["header"][0]
-    last = jnp.where(pieces["token_ids"] < 0, slots.last_tokens.at[slot_ids].get(mode="clip"), pieces["token_ids"])
+    is_row, starts, last, num_valid = read_columns(pieces, slots)
     drafts = slots.drafts.token_ids.at[slot_ids].get(mode="clip")[:, : num_columns - 1]
     num_drafts = slots.drafts.counts.at[slot_ids].get(mode="clip")
-    limits = slots.max_total_tokens.at[slot_ids].get(mode="clip")
-    num_valid = jnp.minimum(jnp.minimum(pieces["num_tokens"], 1 + num_drafts), limits - 1 - starts)
-    num_valid = jnp.where(is_row, num_valid, 0)
+    num_valid = jnp.minimum(num_valid, jnp.where(is_row, 1 + num_drafts, 0))
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     positions = jnp.where(is_row[:, None], starts[:, None] + column, 0)
     query_starts = num_columns * jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), pieces["header"][0])

@@ -80,6 +80,20 @@ def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayou
     )
 
 
+def kv_layout_with(
+    kv_specs: tuple[CacheSpec, ...], of_drafter: tuple[CacheSpec, ...], *, max_model_len: int
+) -> tuple[KVLayout, int]:
+    """Return the layout of a model's layers, and the group whose block tables a drafter's layers use, in pools of their
+    own: one that keeps all tokens to which they attend. If there is none, the model's layers keep all tokens.
+    """
+    layout = kv_layout(kv_specs, max_model_len=max_model_len)
+    needed = [_window(spec, max_model_len) for spec in of_drafter]
+    for group, window in enumerate(layout.windows):
+        if window is None or all(other is not None and other <= window for other in needed):
+            return layout, group
+    return kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len), 0
+
+
 def _without_window(spec: CacheSpec) -> CacheSpec:
     return spec if spec.sliding_window is None else dataclasses.replace(cast(Any, spec), sliding_window=None)
 

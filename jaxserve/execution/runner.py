@@ -33,7 +33,7 @@ from jaxserve.request import TokenLogprobs
 from jaxserve.sampling.features import Feature, features, has_extras
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import pack_extras
-from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.plan import Drafted, Row, StepPlan
 
 _LAUNCHING = threading.Lock()
 """Held while a program of several devices is launched. The devices wait for each other in such programs (see
@@ -72,6 +72,8 @@ class StepOutputs(NamedTuple):
 
     token_ids: Int[Array, "R columns"]
     """See `Drawn`."""
+    num_columns: int
+    """Number of tokens that a row may draw; of entries in `logprobs` for each."""
     logprobs: Logprobs | None
     """One entry for each column of each row."""
     prompt_logprobs: Logprobs | None
@@ -102,13 +104,14 @@ class PendingStep(NamedTuple):
     @property
     def num_columns(self) -> int:
         """Number of tokens that a row may draw; of entries in `logprobs` for each."""
-        return max(1, self.outputs.token_ids.shape[1] - 1)
+        return self.outputs.num_columns
 
-    def num_drafts(self) -> list[int]:
-        """Return how many drafts each row has verified."""
-        if self.num_columns == 1:
-            return [0] * len(self.plan.rows)
-        return np.asarray(self.outputs.token_ids)[: len(self.plan.rows), -1].tolist()
+    def drafted(self) -> list[Drafted] | None:
+        """Return what became of the drafts of each row, None without speculation."""
+        drafted = np.asarray(self.outputs.token_ids)[: len(self.plan.rows), self.num_columns :]
+        if not drafted.shape[1]:
+            return None
+        return [Drafted(verified, proposed[:count]) for verified, count, *proposed in drafted.tolist()]
 
     def logprobs(self) -> HostLogprobs | None:
         """Return the log probabilities, `num_columns` entries per row, if some row requested them."""
@@ -288,11 +291,11 @@ class Runner:
             for program, _ in self.steps.items():
                 jax.block_until_ready(self._run(program, *program.nothing(self.model)))
 
-    def dispatch(self, plan: StepPlan, *, masks: Callable[[], Masks] | None = None) -> PendingStep:
+    def dispatch(self, plan: StepPlan, *, masks: Callable[[int], Masks] | None = None) -> PendingStep:
         """Start a step; returns before the device has finished it.
 
-        `masks` gives the tokens that slots may draw from. It is called while the device runs the forward pass, which
-        does not depend on them, and may wait for the tokens of the step before.
+        `masks` gives the tokens that slots may draw from, in each of a number of columns. It is called while the device
+        runs the forward pass, which does not depend on them, and may wait for the tokens of the step before.
         """
         start = time.perf_counter()
         for row in plan.admitted:
@@ -311,9 +314,10 @@ class Runner:
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
+        num_columns = step.forward.bucket.num_columns or 1
         if masks is not None:
             assert step.draw is not None, "a mask is no part of plain rows"
-            self._write_masks(masks())
+            self._write_masks(masks(num_columns))
         masked = time.perf_counter()
         drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
         if not self.model.traits.leaves_tokens_on_host:  # else the program copies them
@@ -322,6 +326,7 @@ class Runner:
         self.seconds["dispatch"] += launched - built + time.perf_counter() - masked
         outputs = StepOutputs(
             drawn.token_ids,
+            num_columns,
             drawn.logprobs if needed & Feature.LOGPROBS else None,
             prompt_logprobs,
             embeddings,
@@ -401,7 +406,8 @@ class Runner:
         return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
-        program = self.builder.shapes.masks_for(len(masks.slots), is_ready=self._is_ready)
+        size, num_columns, _ = masks.words.shape
+        program = self.builder.shapes.masks_for(size, num_columns=num_columns, is_ready=self._is_ready)
         self._run(program, pack_masks(masks, num_rows=program.num_rows, num_slots=self.model.max_num_seqs))
 
     def _lower(self, program: Program) -> jax.stages.Lowered:

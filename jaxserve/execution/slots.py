@@ -6,6 +6,7 @@ length, and `draw` writes the sampled token, so that the next step needs neither
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, no_type_check
 
@@ -24,7 +25,10 @@ class Masks(NamedTuple):
     """The tokens that slots may sample next: token i is allowed if bit i % 32 of word i // 32 is set."""
 
     slots: Int32[np.ndarray, " R"]
-    words: UInt32[np.ndarray, "R W"]
+    words: UInt32[np.ndarray, "R Q W"]
+    """The masks of the next token and of those behind drafts."""
+    drafts: Int32[np.ndarray, "R width"]
+    """With speculation, how many drafts of each row have their masks, how many tokens are forced, and these."""
 
 
 ADMISSION_ROWS = 8
@@ -41,6 +45,13 @@ class Drafts:
 
     token_ids: Int[Array, "N k"]
     counts: Int[Array, " N"]
+    num_masked: Int[Array, " N"]
+    """How many of the drafts that a step verifies the next draw may accept: those for which it has masks, where a
+    grammar says what may follow.
+    """
+    forced: Int[Array, "N F"]
+    """The only tokens that a grammar allows from the next one on: better drafts than any."""
+    num_forced: Int[Array, " N"]
     proposer: Any
 
 
@@ -63,6 +74,11 @@ class Slots:
     """None without speculation."""
 
 
+def num_forced(num_drafts: int) -> int:
+    """Return how many forced tokens a slot keeps: those that one step may draw, and those that the next may verify."""
+    return 2 * num_drafts + 1
+
+
 def init_slots(
     *,
     num_slots: int,
@@ -77,6 +93,9 @@ def init_slots(
     drafts = proposer and Drafts(
         token_ids=jnp.zeros((num_slots, proposer.num_drafts), jnp.int32),
         counts=jnp.zeros(num_slots, jnp.int32),
+        num_masked=jnp.zeros(num_slots, jnp.int32),
+        forced=jnp.zeros((num_slots, num_forced(proposer.num_drafts)), jnp.int32),
+        num_forced=jnp.zeros(num_slots, jnp.int32),
         proposer=proposer.init_state(num_slots=num_slots, max_length=max_length),
     )
     return Slots(
@@ -85,7 +104,9 @@ def init_slots(
         num_prompt_tokens=jnp.zeros(num_slots, jnp.int32),
         max_total_tokens=jnp.zeros(num_slots, jnp.int32),
         block_tables=jnp.zeros((num_groups, num_slots, max_blocks), jnp.int32),
-        sampling=sampling_state.init_state(num_slots, vocab_size),
+        sampling=sampling_state.init_state(
+            num_slots, vocab_size, num_columns=1 if proposer is None else 1 + proposer.num_drafts
+        ),
         pooled=jnp.zeros((num_slots, hidden_size), jnp.float32),
         drafts=drafts,
     )
@@ -137,6 +158,8 @@ def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"]
     drafts = dataclasses.replace(
         slots.drafts,
         counts=slots.drafts.counts.at[slot].set(0, mode="drop"),
+        num_masked=slots.drafts.num_masked.at[slot].set(proposer.num_drafts, mode="drop"),
+        num_forced=slots.drafts.num_forced.at[slot].set(0, mode="drop"),
         proposer=proposer.admit(slots.drafts.proposer, slot, token_ids),
     )
     return dataclasses.replace(slots, drafts=drafts)
@@ -144,16 +167,33 @@ def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"]
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:
     """Return the upload of masks, padded to `num_rows` rows; padding rows have a slot that is out of range."""
-    packed = np.zeros((num_rows, 1 + masks.words.shape[1]), np.uint32)
+    size = len(masks.slots)
+    width = masks.drafts.shape[1]
+    num_words = math.prod(masks.words.shape[1:])
+    packed = np.zeros((num_rows, 1 + width + num_words), np.uint32)
     packed[:, 0] = num_slots
-    packed[: len(masks.slots), 0] = masks.slots
-    packed[: len(masks.slots), 1:] = masks.words
+    packed[:size, 0] = masks.slots
+    packed[:size, 1 : 1 + width] = masks.drafts
+    packed[:size, 1 + width :] = masks.words.reshape(size, num_words)
     return packed
 
 
 def allow(slots: Slots, packed: UInt32[Array, "rows width"]) -> Slots:
-    """Restrict slots to the tokens of their masks. Runs inside a program; `slots` is donated."""
-    extras = slots.sampling.extras
-    allowed_mask = extras.allowed_mask.at[packed[:, 0].astype(jnp.int32)].set(packed[:, 1:], mode="drop")
+    """Restrict slots to the tokens of their masks, of as many columns as the upload has. Runs inside a program; `slots`
+    is donated.
+    """
+    extras, drafts = slots.sampling.extras, slots.drafts
+    slot_ids, rest = packed[:, 0].astype(jnp.int32), packed[:, 1:]
+    if drafts is not None:
+        size = 2 + drafts.forced.shape[1]
+        numbers, rest = rest[:, :size].astype(jnp.int32), rest[:, size:]
+        drafts = dataclasses.replace(
+            drafts,
+            num_masked=drafts.num_masked.at[slot_ids].set(numbers[:, 0], mode="drop"),
+            num_forced=drafts.num_forced.at[slot_ids].set(numbers[:, 1], mode="drop"),
+            forced=drafts.forced.at[slot_ids].set(numbers[:, 2:], mode="drop"),
+        )
+    words = rest.reshape(rest.shape[0], -1, extras.allowed_mask.shape[2])
+    allowed_mask = extras.allowed_mask.at[slot_ids, : words.shape[1]].set(words, mode="drop")
     extras = dataclasses.replace(extras, allowed_mask=allowed_mask)
-    return dataclasses.replace(slots, sampling=dataclasses.replace(slots.sampling, extras=extras))
+    return dataclasses.replace(slots, sampling=dataclasses.replace(slots.sampling, extras=extras), drafts=drafts)

@@ -6,6 +6,7 @@ both in one program, for rows to which the host contributes nothing.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import Bucket, make_batch, unpack
+from jaxserve.execution.drafting import Drafting, draft, take_in
 from jaxserve.execution.pooling import pool
 from jaxserve.execution.slots import Drafts, Slots, admit
 from jaxserve.layers.batch import Batch, KVCache, Launch
@@ -25,7 +27,7 @@ from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
 from jaxserve.sampling.sampler import record, sample
 from jaxserve.sampling.state import unpack_rows
-from jaxserve.speculative import NewTokens, Proposer
+from jaxserve.speculative import NewTokens
 from jaxserve.speculative.verification import num_accepted, synthetic_num_accepted
 
 CORRUPTED = -1
@@ -87,8 +89,9 @@ class Drawn:
 
     token_ids: Int[Array, "R columns"]
     """A token in the first column, CORRUPTED where logits were no numbers. If rows verify drafts, one more for each
-    draft that was accepted, then NOTHING; and a last column with the numbers of these drafts. In memory of the host, if
-    the program is to copy them there.
+    draft that was accepted, then NOTHING. With speculation, further columns: the number of drafts that were verified,
+    the number of those that the next step may verify, and these. In memory of the host, if the program is to copy them
+    there.
     """
     logprobs: Logprobs | None
 
@@ -104,14 +107,6 @@ class Reading(NamedTuple):
     """If true, what rows of several tokens need is left out."""
     launch: Launch = "at once"
     """See `layers.launch`."""
-
-
-class Drafting(NamedTuple):
-    """How a program drafts and verifies."""
-
-    proposer: Proposer
-    acceptance_rates: tuple[float, ...] = ()
-    """See `Speculation`."""
 
 
 def step(
@@ -132,7 +127,7 @@ def step(
     """
     assert reading.is_decode_only or reading.bucket.num_columns
     kv_cache, slots, forwarded = forward(
-        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading
+        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading, drafting=drafting
     )
     slots, drawn = draw(
         slots,
@@ -158,15 +153,15 @@ def forward(
     family: Family,
     config: Any,
     reading: Reading,
+    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
     `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
     are static.
     """
+    static: dict[str, Any] = {"family": family, "config": config, "reading": reading, "drafting": drafting}
     span = range(config.num_layers)
-    kv_cache, slots, begun = begin(
-        params, kv_cache, slots, peers, packed, admissions, family=family, config=config, reading=reading, span=span
-    )
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, admissions, **static, span=span)
     kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
     return kv_cache, slots, forwarded
 
@@ -183,17 +178,31 @@ def begin(
     config: Any,
     reading: Reading,
     span: range,
+    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Begun]:
-    """Begin what `forward` does: with the layers of `span`, which are the first ones. Weights and pools of other layers
-    may be missing.
+    """Begin what `forward` does: with the layers of `span`, which are the first ones, and all if a drafter takes in
+    what they make. Weights and pools of other layers may be missing.
     """
     if admissions is not None:
         slots = admit(slots, admissions)
     sizes = {"block_size": kv_cache.block_size, "num_blocks": kv_cache.num_blocks}
+    slots = with_new_blocks(slots, packed, reading.bucket)
+    drafter = None if drafting is None else drafting.drafter
+    if drafter is not None and reading.bucket.num_columns:
+        assert drafting is not None
+        static: dict[str, Any] = {"drafting": drafting, "bucket": reading.bucket, "kernels": reading.kernels}
+        kv_cache, slots = draft(params, kv_cache, slots, peers, packed, **static)
     slots, batch, rows = read_plan(slots, packed, reading, **sizes)
     own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
     x = family.embed(params, config, own)
-    x, kv_cache = family.run(params, config, x, own, kv_cache, span)
+    tapped: list[Array] = []
+    bounds = [span.start, *(drafter.taps if drafter is not None else ()), span.stop]
+    for first, end in itertools.pairwise(bounds):
+        x, kv_cache = family.run(params, config, x, own, kv_cache, range(first, end)) if first < end else (x, kv_cache)
+        tapped.append(x)
+    if drafter is not None:
+        assert drafting is not None
+        kv_cache = take_in(params, kv_cache, own, tapped[:-1], x, drafting=drafting)
     return kv_cache, slots, Begun(x, batch, rows)
 
 
@@ -213,6 +222,18 @@ def finish(
     return kv_cache, Forwarded(logits, begun.rows, None if draws_from_all else x)
 
 
+def with_new_blocks(slots: Slots, packed: Int[Array, " packed"], bucket: Bucket) -> Slots:
+    """Return the slots with the plan's new blocks."""
+    pieces = unpack(packed, bucket)
+    block_tables = (
+        slots.block_tables.reshape(-1)
+        .at[pieces["new_block_index"]]
+        .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
+        .reshape(slots.block_tables.shape)
+    )
+    return dataclasses.replace(slots, block_tables=block_tables)
+
+
 def read_plan(
     slots: Slots,
     packed: Int[Array, " packed"],
@@ -221,17 +242,10 @@ def read_plan(
     block_size: int,
     num_blocks: int,
 ) -> tuple[Slots, Batch, DrawingRows]:
-    """Return the slots with the plan's new blocks and tokens, its Batch, without peers, and what `draw` must know of
-    its rows.
+    """Return the slots with the plan's tokens, its Batch, without peers, and what `draw` must know of its rows. The
+    slots have the plan's new blocks.
     """
     pieces = unpack(packed, reading.bucket)
-    block_tables = (
-        slots.block_tables.reshape(-1)
-        .at[pieces["new_block_index"]]
-        .set(pieces["new_block_ids"], mode="drop", unique_indices=True)
-        .reshape(slots.block_tables.shape)
-    )
-    slots = dataclasses.replace(slots, block_tables=block_tables)
     num_columns = reading.bucket.num_columns
     batch, (starts, num_valid) = make_batch(
         pieces,
@@ -283,7 +297,7 @@ def draw(
     requested from outside begins only when the host has learned that the program is done, a third of a millisecond
     later.
     """
-    slot_ids, counters = _of_columns(rows, num_columns=logits.shape[0] // rows.slots.shape[0])
+    slot_ids, counters, columns = _of_columns(rows, num_columns=logits.shape[0] // rows.slots.shape[0])
     with jax.named_scope("sample"):
         sampled = sample(
             logits,
@@ -291,6 +305,7 @@ def draw(
             slot_ids,
             counters,
             rows.features,
+            columns=columns,
             plain=is_plain,
             implementation=kernels,
         )
@@ -316,18 +331,19 @@ def draw(
     host_ids = jnp.where(sampled.is_corrupted, CORRUPTED, sampled.token_ids).reshape(token_ids.shape)
     if rows.drafts is None:
         counts, last_tokens = rows.draws.astype(jnp.int32), token_ids[:, 0]
+        num_verified = jnp.zeros_like(counts)
     else:
         assert drafting is not None
         assert rows.num_valid is not None
-        slots, counts = _verify(slots, token_ids, rows, drafting)
+        slots, num_verified, counts = _verify(slots, token_ids, rows, drafting)
         last_tokens = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         column = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         host_ids = jnp.where(column < counts[:, None], host_ids, NOTHING)
-        host_ids = jnp.concatenate([host_ids, jnp.maximum(rows.num_valid - 1, 0)[:, None]], axis=1)
     slots = dataclasses.replace(slots, last_tokens=slots.last_tokens.at[written].set(last_tokens, mode="drop"))
     if drafting is not None:
         lengths = rows.num_output_tokens + slots.num_prompt_tokens.at[rows.slots].get(mode="clip")
-        slots = _propose(slots, NewTokens(written, token_ids, counts, lengths), drafting)
+        slots, drafts, num_drafts = _propose(slots, NewTokens(written, token_ids, counts, lengths), drafting)
+        host_ids = jnp.concatenate([host_ids, num_verified[:, None], num_drafts[:, None], drafts], axis=1)
     token_ids = host_ids
     if has_tokens_on_host:
         # After everything else: XLA leaves copies to the host out of command buffers, and one in the middle would split
@@ -337,21 +353,24 @@ def draw(
     return slots, Drawn(token_ids, logprobs)
 
 
-def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"]]:
-    """Return the slot and the number of output tokens before each column of each row."""
-    if num_columns == 1:
-        return rows.slots, rows.num_output_tokens
+def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]]:
+    """Return the slot, the number of output tokens before, and the index in its row, of each column of each row."""
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
-    return jnp.repeat(rows.slots, num_columns), (rows.num_output_tokens[:, None] + column).reshape(-1)
+    if num_columns == 1:
+        return rows.slots, rows.num_output_tokens, jnp.zeros_like(rows.slots)
+    counters = (rows.num_output_tokens[:, None] + column).reshape(-1)
+    return jnp.repeat(rows.slots, num_columns), counters, jnp.tile(column[0], rows.slots.shape[0])
 
 
 def _verify(
     slots: Slots, drawn: Int[Array, "R Q"], rows: DrawingRows, drafting: Drafting
-) -> tuple[Slots, Int[Array, " R"]]:
-    """Return the slots as far as their rows got, and how many tokens each row has drawn."""
+) -> tuple[Slots, Int[Array, " R"], Int[Array, " R"]]:
+    """Return the slots as far as their rows got, how many drafts each row has verified, and tokens drawn."""
     assert rows.num_valid is not None
     assert rows.drafts is not None
-    num_drafts = jnp.maximum(rows.num_valid - 1, 0)
+    assert slots.drafts is not None
+    num_masked = slots.drafts.num_masked.at[rows.slots].get(mode="clip")
+    num_drafts = jnp.minimum(jnp.maximum(rows.num_valid - 1, 0), num_masked)
     if drafting.acceptance_rates:
         seed = unpack_rows(slots.sampling, rows.slots).seed
         accepted = synthetic_num_accepted(seed, rows.num_output_tokens, num_drafts, drafting.acceptance_rates)
@@ -359,22 +378,49 @@ def _verify(
         accepted = num_accepted(drawn, rows.drafts, num_drafts)
     counts = jnp.where(rows.draws, accepted + 1, 0)
     added = jnp.where(rows.draws, counts, jnp.maximum(rows.num_valid, 0))
-    return dataclasses.replace(slots, num_computed=slots.num_computed.at[rows.slots].add(added, mode="drop")), counts
+    slots = dataclasses.replace(slots, num_computed=slots.num_computed.at[rows.slots].add(added, mode="drop"))
+    return slots, num_drafts, counts
 
 
-def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> Slots:
-    """Write the drafts that follow the new tokens into their slots."""
+def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> tuple[Slots, Int[Array, "R k"], Int[Array, " R"]]:
+    """Write the drafts that follow the new tokens into their slots. Also returns the drafts of each row, and how many
+    there are.
+    """
     assert slots.drafts is not None
+    num_rows, num_drafts = new.slots.shape[0], drafting.proposer.num_drafts
+    is_written = new.slots < slots.last_tokens.shape[0]
     with jax.named_scope("propose"):
         proposer, token_ids, counts = drafting.proposer.propose(slots.drafts.proposer, new)
-    if drafting.acceptance_rates:
-        counts = jnp.full_like(counts, drafting.proposer.num_drafts)
-    drafts = Drafts(
+    if num_rows > drafting.max_rows:  # then XLA leaves out whatever does not change the proposer's state
+        token_ids, counts = jnp.zeros_like(token_ids), jnp.zeros_like(counts)
+    elif drafting.acceptance_rates:
+        counts = jnp.full_like(counts, num_drafts)
+    else:
+        token_ids, counts = _forced(slots.drafts, new, token_ids, counts)
+    drafts = dataclasses.replace(
+        slots.drafts,
         token_ids=slots.drafts.token_ids.at[new.slots].set(token_ids, mode="drop"),
         counts=slots.drafts.counts.at[new.slots].set(counts, mode="drop"),
         proposer=proposer,
     )
-    return dataclasses.replace(slots, drafts=drafts)
+    return dataclasses.replace(slots, drafts=drafts), token_ids, jnp.where(is_written, counts, 0)
+
+
+def _forced(
+    held: Drafts, new: NewTokens, token_ids: Int[Array, "R k"], counts: Int[Array, " R"]
+) -> tuple[Int[Array, "R k"], Int[Array, " R"]]:
+    """Replace the drafts of rows whose grammar forces more tokens than they have just drawn."""
+    forced, num_forced = (x.at[new.slots].get(mode="clip") for x in (held.forced, held.num_forced))
+    num_columns, num_drafts = new.token_ids.shape[1], token_ids.shape[1]
+    column = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    is_same = (new.token_ids == forced[:, :num_columns]) | (column >= new.counts[:, None])
+    num_left = jnp.where(jnp.all(is_same, axis=1), num_forced - new.counts, 0)
+    place = new.counts[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    following = jnp.take_along_axis(forced, place, axis=1, mode="clip")
+    is_forced = num_left > 0
+    return jnp.where(is_forced[:, None], following, token_ids), jnp.where(
+        is_forced, jnp.minimum(num_left, num_drafts), counts
+    )
 
 
 def prompt_logprobs(

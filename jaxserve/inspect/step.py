@@ -23,7 +23,7 @@ from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
 from jaxserve.local_model import LocalModel
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 NUM_MEASURED = 24
 """Steps that a measurement takes the median of."""

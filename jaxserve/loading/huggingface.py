@@ -45,11 +45,14 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOAT_TYPES = ("BF16", "F16", "F32")
+INTEGER_TYPES = ("I64", "I32")
+"""The types of the map of EAGLE-3 heads from their tokens to those of their targets, "d2t"."""
 ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 """Types that safetensors do not know as NumPy's."""
 
-# Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, and
-# an LM head that equals the embedding (otherwise the family declares it and it is not an extra).
+# Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, an LM
+# head that equals the embedding (otherwise the family declares it and it is not an extra), and which tokens EAGLE-3
+# heads have.
 KNOWN_EXTRAS = (
     "rotary_emb.inv_freq",
     "rotary_pos_emb.inv_freq",
@@ -59,6 +62,7 @@ KNOWN_EXTRAS = (
     ".attention.masked_bias",
     "lm_head.weight",
     "embed_out.weight",
+    "t2d",
 )
 STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
 """Ends of names of the scales of a whole layer's attention, for a KV cache of 8 bits: ours has a scale for each token
@@ -110,7 +114,7 @@ class _Stored:
         """Return why this is not a readable tensor of such a shape, or None if it is."""
         header = self.header()
         found, dtype = tuple(header.get_shape()), header.get_dtype()
-        if found == shape and dtype in FLOAT_TYPES:
+        if found == shape and dtype in (INTEGER_TYPES if self.name == "d2t" else FLOAT_TYPES):
             return None
         return f"is {dtype} {list(found)} and not a float of {list(shape)}"
 

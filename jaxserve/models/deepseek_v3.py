@@ -1,6 +1,6 @@
 """DeepSeek V3 and R1 (Liu et al. 2024, arXiv:2412.19437): V2 with sigmoid routing, balanced by a learned bias.
 
-The layers after the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
+The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """GLM 4.5, 4.6 and 4.7 (GLM Team 2025, arXiv:2508.06471): grouped heads, partial rotation, DeepSeek V3's experts.
 
-The layers after the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
+The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
 import dataclasses

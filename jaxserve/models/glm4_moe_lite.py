@@ -1,6 +1,6 @@
 """GLM 4.7 Flash (Z.ai 2026, huggingface.co/zai-org/GLM-4.7-Flash): DeepSeek V3 with other sizes.
 
-The layers after the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
+The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
 import dataclasses

@@ -45,13 +45,14 @@ def compile_ahead(
     prepare_compilers()
     num_blocks = sizes_of(engine).num_blocks
     _empty(folder)
-    tracing = StepBuilder(engine.builder.spec, settings_of(engine.builder).mesh.mesh())  # as the processes that lower
-    programs = programs_of(engine.builder, config.warmup or "background")
+    builder = engine.plan.builder
+    tracing = StepBuilder(builder.spec, settings_of(builder).mesh.mesh())  # as the processes that lower
+    programs = programs_of(builder, engine.plan.warmup)
     executables: list[Program] = []
     for program in programs:
         progress(name_of(program))
         exported = tracing.export(program, num_blocks)
-        write_lowered(folder / LOWERED, settings_of(engine.builder), Job(program, num_blocks), exported)
+        write_lowered(folder / LOWERED, settings_of(builder), Job(program, num_blocks), exported)
         if may_be_shipped(engine, program):
             compiled = compile_program(engine, program).compiled
             write_executable(folder, program, compiled)
@@ -60,7 +61,7 @@ def compile_ahead(
         folder,
         Manifest(
             model=name,
-            settings=settings_of(engine.builder),
+            settings=settings_of(builder),
             versions=known,
             num_blocks=num_blocks,
             executables=executables,
@@ -78,7 +79,7 @@ def may_be_shipped(engine: Absent, program: Program) -> bool:
     products there, and does not sort, for which it has no sizes without a device.
     """
     with_layers = isinstance(program, PlainDecode | Forward | Begin | Finish)
-    return with_layers and not engine.builder.is_tuned(program)
+    return with_layers and not engine.plan.builder.is_tuned(program)
 
 
 def _empty(folder: pathlib.Path) -> None:

@@ -140,7 +140,7 @@ def make_plan(
     }
     try:
         engine = declare(config, gpu, to_compile=to_compile)
-        sized = load.within(engine.checkpoint.max_model_len)
+        sized = load.within(engine.plan.checkpoint.max_model_len)
         sizes, num_requests = _sizes(engine, sized, compiling=compiling if to_compile else "none", progress=progress)
     except OutOfMemory as error:
         why_not = _named(str(error), config, name)
@@ -158,13 +158,13 @@ def make_plan(
     return Plan(
         **common,
         load=sized,
-        dtype=str(engine.builder.model.dtype),
-        kernels=engine.builder.model.kernels,
+        dtype=str(engine.plan.builder.model.dtype),
+        kernels=engine.plan.builder.model.kernels,
         fits=why_not is None,
         why_not=why_not,
         sizes=sizes,
         how_sized=_how_sized(sizes, gpu, compiling),
-        paths=tuple(engine.builder.describe_paths()) if engine.builder.model.has_kernels else (),
+        paths=tuple(engine.plan.builder.describe_paths()) if engine.plan.builder.model.has_kernels else (),
         num_requests=num_requests,
         speeds=speeds,
         chosen=chosen,
@@ -179,7 +179,7 @@ def _sizes(
         sizes = sizes_of(engine)
         return sizes, requests_at_once(engine, load, sizes.num_blocks)
     before = requests_at_once(engine, load, engine.num_blocks)
-    programs = engine.builder.shapes.programs if compiling == "all" else [decode_program(engine, max(1, before))]
+    programs = engine.plan.builder.shapes.programs if compiling == "all" else [decode_program(engine, max(1, before))]
     sizes = sizes_of(engine, compiled=programs, progress=progress)
     return sizes, requests_at_once(engine, load, sizes.num_blocks)
 
@@ -187,10 +187,10 @@ def _sizes(
 def requests_at_once(engine: Absent, load: SizedLoad, num_blocks: int) -> int:
     """Return how many requests of the load run at once in a KV cache of so many blocks."""
     total = load.input_len + load.output_len
-    if total > engine.checkpoint.max_model_len:
+    if total > engine.plan.checkpoint.max_model_len:
         return 0
     needs: BlockNeeds = engine.needs
-    return min(needs.num_requests(num_blocks, num_tokens=total), engine.builder.spec.max_num_seqs)
+    return min(needs.num_requests(num_blocks, num_tokens=total), engine.plan.builder.spec.max_num_seqs)
 
 
 def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed | None:
@@ -210,7 +210,7 @@ def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: i
 
 def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
     """Predict the times of so many requests at once."""
-    model, num_devices = engine.model, engine.config.tensor_parallel_size
+    model, num_devices = engine.model, engine.plan.devices.mesh.size
     kind = _kind(engine, model)
 
     def prefill(count: int) -> Estimate:
@@ -240,13 +240,13 @@ def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests:
 
 
 def _kind(engine: Absent, model: Model) -> Kind:
-    codes = {scheme.codes for scheme in schemes_of(engine.specs).values()}
+    codes = {scheme.codes for scheme in schemes_of(engine.plan.specs).values()}
     return Kind(
-        model_type=engine.checkpoint.fields["model_type"],
+        model_type=engine.plan.checkpoint.fields["model_type"],
         weights=_weights(codes),
-        num_devices=engine.config.tensor_parallel_size,
-        kernels=engine.builder.model.kernels,
-        has_experts=getattr(engine.checkpoint.model_config, "routing", None) is not None,
+        num_devices=engine.plan.devices.mesh.size,
+        kernels=engine.plan.builder.model.kernels,
+        has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
         num_layers=model.num_layers,
     )
 
@@ -279,7 +279,7 @@ def _split(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, replicas: i
         why_not = _named(str(error), config, name)
         return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
     info = engine.info(engine.num_blocks)
-    sized = load.within(engine.checkpoint.max_model_len)
+    sized = load.within(engine.plan.checkpoint.max_model_len)
     num_requests = requests_at_once(engine, sized, engine.num_blocks)
     speed = choose(engine, info, sized, num_requests=num_requests)
     if speed is None:

@@ -10,18 +10,16 @@ import jax
 import msgspec
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import Checkpoint, read_checkpoint
+from jaxserve.engine.checkpoint import read_checkpoint
 from jaxserve.engine.client import EngineInfo
-from jaxserve.engine.device import Devices
 from jaxserve.engine.report import make_info
+from jaxserve.engine.serving_plan import ServingPlan
 from jaxserve.engine.sizing import GPU_MEMORY_RESERVE
-from jaxserve.engine.startup import count_blocks, declare_steps, fit_context, size
-from jaxserve.execution.programs.builder import StepBuilder
+from jaxserve.engine.startup import count_blocks, fit_context, make_plan, size
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.memory import memory_of, memory_of_step
 from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import shard_bytes
-from jaxserve.layers.params import Params
 from jaxserve.planning.absent import absent_devices, usable_memory
 from jaxserve.planning.work import Model
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -88,41 +86,28 @@ class Absent:
     """An engine for GPUs that are not there, as far as it can be started.
 
     Attributes:
-        config: the options, with names resolved to paths.
         free: bytes of each device that the engine may use.
         num_blocks: KV blocks, as the engine counts them before it compiles.
     """
 
-    config: EngineConfig
-    checkpoint: Checkpoint
-    devices: Devices
+    plan: ServingPlan
     gpu: Gpu
-    builder: StepBuilder
-    specs: Params
     free: int
     num_blocks: int
 
     @property
     def model(self) -> Model:
         """The sizes of the model."""
-        return Model.of(self.checkpoint, self.builder.model, self.specs)
+        return Model.of(self.plan.checkpoint, self.plan.builder.model, self.plan.specs)
 
     @property
     def needs(self) -> BlockNeeds:
         """The blocks that requests need."""
-        return size(self.config, self.devices, self.builder).needs
+        return size(self.plan).needs
 
     def info(self, num_blocks: int) -> EngineInfo:
         """Return the sizes that an engine of so many blocks has."""
-        return make_info(
-            self.config,
-            self.checkpoint,
-            self.specs,
-            self.builder.model,
-            num_blocks=num_blocks,
-            needs=self.needs,
-            device=self.devices.description,
-        )
+        return make_info(self.plan, num_blocks=num_blocks, needs=self.needs)
 
 
 def declare(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Absent:
@@ -134,30 +119,19 @@ def declare(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Absent:
         options["kernels"] = "xla"  # what an engine chooses too, with a warning
     config = dataclasses.replace(config, **options)
     config, checkpoint = read_checkpoint(config, progress=False)
-    devices = absent_devices(config, gpu, to_compile=to_compile)
-    builder, specs = declare_steps(config, checkpoint, devices)
+    plan = make_plan(config, checkpoint, absent_devices(config, gpu, to_compile=to_compile))
     free = usable_memory(config, gpu)
     if config.max_model_len == "auto":
-        checkpoint, builder = fit_context(config, checkpoint, devices, builder, free=free)
-    num_blocks = count_blocks(size(config, devices, builder), checkpoint, builder, free=free)
-    return Absent(
-        config=config,
-        checkpoint=checkpoint,
-        devices=devices,
-        gpu=gpu,
-        builder=builder,
-        specs=specs,
-        free=free,
-        num_blocks=num_blocks,
-    )
+        plan = fit_context(plan, free=free)
+    return Absent(plan=plan, gpu=gpu, free=free, num_blocks=count_blocks(plan, size(plan), free=free))
 
 
 def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Callable[[str], object] = str) -> Sizes:
     """Return what an engine takes. With `compiled` programs, those that decide about memory and the largest decode
     program are compiled too, and say how much steps need. Raises OutOfMemory if they do not fit.
     """
-    builder, model = engine.builder, engine.builder.model
-    sizing = size(engine.config, engine.devices, builder)
+    builder, model = engine.plan.builder, engine.plan.builder.model
+    sizing = size(engine.plan)
     found: dict[Program, DevicelessExecutable] = {}
     num_blocks, needed = engine.num_blocks, builder.expected_step_memory
     if compiled:
@@ -197,7 +171,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
 
 def decode_program(engine: Absent, num_rows: int) -> Program:
     """Return the program that runs a decode step of so many rows that need nothing special."""
-    return engine.builder.shapes.step_for(
+    return engine.plan.builder.shapes.step_for(
         num_rows,
         is_plain=True,
         is_decode_only=True,
@@ -209,7 +183,7 @@ def decode_program(engine: Absent, num_rows: int) -> Program:
 
 def compile_program(engine: Absent, program: Program) -> DevicelessExecutable:
     """Compile one program as the engine would."""
-    builder = engine.builder
+    builder = engine.plan.builder
     return compile_lowered(
         lambda: builder.lower(program, engine.num_blocks), compiler_options=program.compiler_options(builder.model)
     )

@@ -4,11 +4,14 @@ logits.
 They run before the temperature, in the order of `process`, each only in a step in which some row needs it.
 """
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxserve.sampling.features import Feature
+from jaxserve.sampling.filters import filter_logits
 from jaxserve.sampling.state import NO_TOKEN, Extras, RowParams
 
 
@@ -18,6 +21,7 @@ def process(
     extras: Extras,
     *,
     slot_ids: Int32[Array, " B"],
+    columns: Int32[Array, " B"],
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
 ) -> Float[Array, "B V"]:
@@ -33,27 +37,30 @@ def process(
     def wants(feature: Feature) -> Bool[Array, "B 1"]:
         return (params.features & feature)[:, None] != 0
 
+    def allowed_tokens() -> Bool[Array, "B V"]:
+        masks = extras.allowed_mask.at[slot_ids, columns].get(mode="clip")
+        return unpack_mask(masks, logits.shape[1])
+
     def penalties(x: Array) -> Array:
-        return apply_penalties(x, of_rows(extras.prompt_mask), of_rows(extras.output_counts), params)
+        return apply_penalties(x, of_rows(extras.prompt_mask), of_rows(extras.output_counts), params.numbers)
 
     def bias(x: Array) -> Array:
         ids = jnp.where(wants(Feature.LOGIT_BIAS), of_rows(extras.bias_ids), x.shape[1])
         return apply_logit_bias(x, ids, of_rows(extras.bias_values))
 
     def allowed(x: Array) -> Array:
-        is_allowed = unpack_mask(of_rows(extras.allowed_mask), x.shape[1])
-        return jnp.where(wants(Feature.ALLOWED_TOKENS) & ~is_allowed, -jnp.inf, x)
+        return jnp.where(wants(Feature.ALLOWED_TOKENS) & ~allowed_tokens(), -jnp.inf, x)
 
     def bad_words(x: Array) -> Array:
         words = jnp.where(wants(Feature.BAD_WORDS)[:, :, None], of_rows(extras.bad_words), NO_TOKEN)
         return apply_bad_words(x, words, of_rows(extras.recent_tokens))
 
     def min_tokens(x: Array) -> Array:
-        too_early = wants(Feature.MIN_TOKENS) & (num_output_tokens < params.min_tokens)[:, None]
+        too_early = wants(Feature.MIN_TOKENS) & (num_output_tokens < params.numbers["min_tokens"])[:, None]
         return jnp.where(too_early & unpack_mask(of_rows(extras.stop_mask), x.shape[1]), -jnp.inf, x)
 
     def within_allowed(x: Array) -> Array:
-        is_allowed = unpack_mask(of_rows(extras.allowed_mask), x.shape[1])
+        is_allowed = allowed_tokens()
         is_allowed |= ~wants(Feature.ALLOWED_TOKENS) | ~jnp.any(is_allowed, axis=1, keepdims=True)
         return jnp.where(is_allowed, jnp.maximum(x, jnp.finfo(jnp.float32).min), -jnp.inf)
 
@@ -69,14 +76,22 @@ def process(
     # Penalties near zero can overflow; the draw needs a finite maximum.
     processed = jnp.minimum(processed, jnp.finfo(jnp.float32).max)
     is_empty = jnp.max(processed, axis=1, keepdims=True) == -jnp.inf
-    return lax.cond(jnp.any(is_empty), lambda x: jnp.where(is_empty, within_allowed(logits), x), lambda x: x, processed)
+    processed = lax.cond(
+        jnp.any(is_empty), lambda x: jnp.where(is_empty, within_allowed(logits), x), lambda x: x, processed
+    )
+    return lax.cond(
+        features & Feature.LOGIT_FILTERS != 0,
+        lambda x: filter_logits(x, params.numbers),
+        lambda x: x,
+        processed,
+    )
 
 
 def apply_penalties(
     logits: Float[Array, "B V"],
     prompt_mask: UInt32[Array, "B W"],
     output_counts: Int32[Array, "B V"],
-    params: RowParams,
+    values: Mapping[str, Float[Array, " B"]],
 ) -> Float[Array, "B V"]:
     """Penalize the tokens of prompt and output for repetition (Keskar et al. 2019, "CTRL"), then those of the output
     for frequency and presence (OpenAI API).
@@ -85,11 +100,11 @@ def apply_penalties(
     """
     has_output = output_counts > 0
     is_seen = has_output | unpack_mask(prompt_mask, logits.shape[1])
-    penalty = params.repetition_penalty[:, None]
+    penalty = values["repetition_penalty"][:, None]
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(is_seen, penalized, logits)
-    logits -= params.frequency_penalty[:, None] * output_counts.astype(jnp.float32)
-    return logits - params.presence_penalty[:, None] * has_output.astype(jnp.float32)
+    logits -= values["frequency_penalty"][:, None] * output_counts.astype(jnp.float32)
+    return logits - values["presence_penalty"][:, None] * has_output.astype(jnp.float32)
 
 
 def apply_logit_bias(

@@ -9,9 +9,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxserve.sampling.features import Feature
+from jaxserve.sampling.features import OF_NUMBER, Feature
 from jaxserve.sampling.processors import process
-from jaxserve.sampling.state import SamplingState, unpack_rows
+from jaxserve.sampling.state import DEFAULTS, SamplingState, unpack_rows
 from pallas_kernels import sampling as kernels
 
 
@@ -31,6 +31,7 @@ def sample(
     num_output_tokens: Int32[Array, " B"],
     features: Int32[Array, ""],
     *,
+    columns: Int32[Array, " B"] | None = None,
     plain: bool = False,
     implementation: kernels.Implementation = "xla",
 ) -> SampledTokens:
@@ -39,21 +40,22 @@ def sample(
     `num_output_tokens` counts the tokens generated before this one, including those the host has not seen yet. Together
     with the seed it determines the draw, so that a row's token does not depend on the other rows. `features` are the
     bits that some row needs (see `Feature`); parts that are not in it do not run. `plain` (static) leaves the
-    processors out of the program, for steps in which no row needs them.
+    processors out of the program, for steps in which no row needs them. Rows may be the `columns` of fewer sequences.
 
-    The order is that of Hugging Face transformers: processors, temperature, top-k, top-p, min-p. Greedy ties go to the
-    lowest id, and all tokens that tie at a filter's threshold are kept.
+    The order is that of Hugging Face transformers: processors, filters of logits, temperature, top-k, top-p, min-p.
+    Greedy ties go to the lowest id, and all tokens that tie at a filter's threshold are kept.
     """
     params = unpack_rows(state, slot_ids)
     processed = logits
     if not plain:
         processed = lax.cond(
-            features & Feature.PROCESSORS != 0,
+            features & (Feature.PROCESSORS | Feature.LOGIT_FILTERS) != 0,
             lambda x: process(
                 x,
                 params,
                 state.extras,
                 slot_ids=slot_ids,
+                columns=jnp.zeros_like(slot_ids) if columns is None else columns,
                 num_output_tokens=num_output_tokens,
                 features=features,
             ),
@@ -61,11 +63,12 @@ def sample(
             logits,
         )
 
-    def if_needed(feature: Feature, column: Array, otherwise: float) -> Array:
+    def if_needed(name: str) -> Array:
         """Neutralize a parameter that no row needs: padding rows carry the parameters of some slot, which must not cost
         work.
         """
-        return jnp.where(features & feature != 0, column, jnp.asarray(otherwise, column.dtype))
+        column, feature = params.numbers[name], OF_NUMBER[name]
+        return jnp.where(features & feature != 0, column, jnp.asarray(DEFAULTS[name], column.dtype))
 
     def draw(logits: Float[Array, "B V"], parameters: dict[str, Array]) -> tuple[Array, Array]:
         return kernels.sample(logits, **parameters, implementation=implementation)
@@ -77,10 +80,10 @@ def sample(
     token_ids, maximum = draw(
         processed,
         {
-            "temperature": if_needed(Feature.RANDOM, params.temperature, 0),
-            "top_k": if_needed(Feature.TOP_K, params.top_k, 0),
-            "top_p": if_needed(Feature.TOP_P, params.top_p, 1),
-            "min_p": if_needed(Feature.MIN_P, params.min_p, 0),
+            "temperature": jnp.where(features & Feature.RANDOM != 0, params.numbers["temperature"], 0.0),
+            "top_k": if_needed("top_k"),
+            "top_p": if_needed("top_p"),
+            "min_p": if_needed("min_p"),
             "uniform": uniforms(params.seed, num_output_tokens),
         },
     )

@@ -6,49 +6,47 @@ decide if a slot's extras are read, so that the extras of an earlier request hav
 """
 
 import dataclasses
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from jaxserve.request import (
+from jaxserve.request import EngineRequest
+from jaxserve.sampling.features import features, is_neutral
+from jaxserve.sampling.filters import LOGIT_FILTERS
+from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
-    EngineRequest,
+    SamplingParams,
 )
-from jaxserve.sampling.features import features
 
 # Below this, sampling is as good as an argmax; at it, logits / temperature is still far from overflow.
 MIN_TEMPERATURE = 1e-6
 
 NO_TOKEN = -1
 
+_PARAMETERS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("min_tokens", *LOGIT_FILTERS),
+)
+"""The parameters that are numbers, of which a step's rows have an array each."""
 
-class _Column(enum.IntEnum):
-    """The columns of a slot's scalars; floats are stored as their bits."""
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name in _PARAMETERS}
+"""The values with which they change nothing, but for the temperature."""
 
-    FEATURES = 0
-    TEMPERATURE = 1
-    TOP_K = 2
-    TOP_P = 3
-    MIN_P = 4
-    REPETITION_PENALTY = 5
-    FREQUENCY_PENALTY = 6
-    PRESENCE_PENALTY = 7
-    MIN_TOKENS = 8
-    SEED_LOW = 9
-    SEED_HIGH = 10
+_INTEGERS = frozenset(name for name, default in DEFAULTS.items() if isinstance(default, int))
+_COLUMNS = {name: index for index, name in enumerate(("features", *_PARAMETERS, "seed_low", "seed_high"))}
+"""The columns of a slot's scalars; floats are stored as their bits."""
 
-
-NUM_SCALARS = len(_Column)
+NUM_SCALARS = len(_COLUMNS)
 
 
 @no_type_check  # jax also rebuilds pytrees with leaves of other types
@@ -57,12 +55,13 @@ class Extras:
     """The data that only the processors and `logprob_token_ids` need: NumPy arrays of one request, or device arrays of
     all slots with a leading axis.
 
-    V is the vocabulary size. Sets of token ids are bit masks of W = ceil(V / 32) words: token i is bit i % 32 of word i
-    // 32. Token ids outside the vocabulary are omitted.
+    Q is the largest number of columns of a row, V the vocabulary size. Sets of token ids are bit masks of W = ceil(V /
+    32) words: token i is bit i % 32 of word i // 32. Token ids outside the vocabulary are omitted.
     """
 
     prompt_mask: UInt32[Any, "*N W"]
     allowed_mask: UInt32[Any, "*N W"]
+    """On the device [N, Q, W]: a mask for each column, as grammars have them."""
     stop_mask: UInt32[Any, "*N W"]
     output_counts: Int32[Any, "*N V"]
     bias_ids: Int32[Any, "*N biases"]
@@ -86,24 +85,24 @@ class SamplingState:
 
 
 class RowParams(NamedTuple):
-    """The scalars of a step's rows, by name. `features` are the bits of each row, `seed` its low and high word."""
+    """The scalars of a step's rows."""
 
     features: Int32[Array, " B"]
-    temperature: Float[Array, " B"]
-    top_k: Int32[Array, " B"]
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    repetition_penalty: Float[Array, " B"]
-    frequency_penalty: Float[Array, " B"]
-    presence_penalty: Float[Array, " B"]
-    min_tokens: Int32[Array, " B"]
+    """The bits of each row."""
     seed: UInt32[Array, "B 2"]
+    """Its low and high word."""
+    numbers: Mapping[str, Array]
+    """The parameters that are numbers, in an array of B each."""
 
 
-def init_state(num_slots: int, vocab_size: int) -> SamplingState:
-    """Return the state of `num_slots` empty slots. `vocab_size` is the width of the logits."""
-    empty = _empty_extras(vocab_size)
+def init_state(num_slots: int, vocab_size: int, *, num_columns: int = 1) -> SamplingState:
+    """Return the state of `num_slots` empty slots, of which steps draw up to `num_columns` tokens. `vocab_size` is the
+    width of the logits.
+    """
+    empty = empty_extras(vocab_size)
     extras = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots, *leaf.shape)), empty)
+    mask = jnp.broadcast_to(empty.allowed_mask, (num_slots, num_columns, len(empty.allowed_mask)))
+    extras = dataclasses.replace(extras, allowed_mask=mask)
     return SamplingState(scalars=jnp.zeros((num_slots, NUM_SCALARS), jnp.int32), extras=extras)
 
 
@@ -111,19 +110,14 @@ def pack_scalars(request: EngineRequest) -> Int32[np.ndarray, " scalars"]:
     """Pack a request's scalars into one row of words, to be uploaded and passed to `admit`."""
     params = request.params
     row = np.zeros(NUM_SCALARS, np.int32)
-    floats = row.view(np.float32)
-    row[_Column.FEATURES] = features(request)
-    floats[_Column.TEMPERATURE] = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
-    row[_Column.TOP_K] = max(params.top_k, 0)
-    floats[_Column.TOP_P] = params.top_p
-    floats[_Column.MIN_P] = params.min_p
-    floats[_Column.REPETITION_PENALTY] = params.repetition_penalty
-    floats[_Column.FREQUENCY_PENALTY] = params.frequency_penalty
-    floats[_Column.PRESENCE_PENALTY] = params.presence_penalty
-    row[_Column.MIN_TOKENS] = params.min_tokens
-    words = row.view(np.uint32)
-    words[_Column.SEED_LOW] = request.seed & 0xFFFFFFFF
-    words[_Column.SEED_HIGH] = (request.seed >> 32) & 0xFFFFFFFF
+    floats, words = row.view(np.float32), row.view(np.uint32)
+    row[_COLUMNS["features"]] = features(request)
+    for name, default in DEFAULTS.items():
+        value = getattr(params, name)
+        (row if name in _INTEGERS else floats)[_COLUMNS[name]] = default if is_neutral(name, value) else value
+    floats[_COLUMNS["temperature"]] = 0.0 if params.is_greedy else max(params.temperature, MIN_TEMPERATURE)
+    words[_COLUMNS["seed_low"]] = request.seed & 0xFFFFFFFF
+    words[_COLUMNS["seed_high"]] = (request.seed >> 32) & 0xFFFFFFFF
     return row
 
 
@@ -131,20 +125,15 @@ def unpack_rows(state: SamplingState, slot_ids: Int32[Array, " B"]) -> RowParams
     """Read the scalars of the rows' slots. Out-of-range slot ids, those of padding rows, read some slot's."""
     rows = state.scalars.at[slot_ids].get(mode="clip")
 
-    def number(column: _Column) -> Float[Array, " B"]:
-        return lax.bitcast_convert_type(rows[:, column], jnp.float32)
+    def number(name: str) -> Array:
+        column = rows[:, _COLUMNS[name]]
+        return column if name in _INTEGERS else lax.bitcast_convert_type(column, jnp.float32)
 
+    seed = rows[:, _COLUMNS["seed_low"] : _COLUMNS["seed_high"] + 1]
     return RowParams(
-        features=rows[:, _Column.FEATURES],
-        temperature=number(_Column.TEMPERATURE),
-        top_k=rows[:, _Column.TOP_K],
-        top_p=number(_Column.TOP_P),
-        min_p=number(_Column.MIN_P),
-        repetition_penalty=number(_Column.REPETITION_PENALTY),
-        frequency_penalty=number(_Column.FREQUENCY_PENALTY),
-        presence_penalty=number(_Column.PRESENCE_PENALTY),
-        min_tokens=rows[:, _Column.MIN_TOKENS],
-        seed=lax.bitcast_convert_type(rows[:, _Column.SEED_LOW : _Column.SEED_HIGH + 1], jnp.uint32),
+        features=rows[:, _COLUMNS["features"]],
+        seed=lax.bitcast_convert_type(seed, jnp.uint32),
+        numbers={name: number(name) for name in _PARAMETERS},
     )
 
 
@@ -159,7 +148,7 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
     `token_ids` are all its tokens, beginning with the prompt: the counts are rebuilt from them after a preemption.
     """
     params = request.params
-    extras = _empty_extras(vocab_size)
+    extras = empty_extras(vocab_size)
     output = np.asarray(token_ids[num_prompt_tokens:], np.int64)
     recent = output[-(MAX_BAD_WORD_TOKENS - 1) :]
     extras.recent_tokens[len(extras.recent_tokens) - len(recent) :] = recent
@@ -186,11 +175,14 @@ def pack_extras(request: EngineRequest, token_ids: Sequence[int], num_prompt_tok
 
 def admit_extras(state: SamplingState, slot_id: Int32[Array, ""], extras: Extras) -> SamplingState:
     """Write the extras of a newly admitted request into its slot. A slot id >= N is dropped."""
+    mask = jnp.broadcast_to(extras.allowed_mask, state.extras.allowed_mask.shape[1:])
+    extras = dataclasses.replace(extras, allowed_mask=mask)
     admitted = jax.tree.map(lambda held, new: held.at[slot_id].set(new, mode="drop"), state.extras, extras)
     return dataclasses.replace(state, extras=admitted)
 
 
-def _empty_extras(vocab_size: int) -> Extras:
+def empty_extras(vocab_size: int) -> Extras:
+    """Return the extras of a request that needs none of them."""
     num_words = -(-vocab_size // 32)
     return Extras(
         prompt_mask=np.zeros(num_words, np.uint32),

@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded, InvalidRequest
 from jaxserve.request import NO_BLOCK, EngineRequest, FinishReason, Request, RequestStatus
 from jaxserve.scheduling.block_needs import BlockNeeds
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
+from jaxserve.scheduling.plan import Drafted, StepPlan
 from jaxserve.scheduling.snapshot import BlocksSnapshot, RequestSnapshot, SchedulerSnapshot
 
 
@@ -32,10 +33,8 @@ class SchedulerLimits:
     policy: Literal["fcfs", "priority"] = "fcfs"
     windows: tuple[int | None, ...] = (None,)
     """The window of each KV group, see BlockNeeds."""
-    drafts: tuple[tuple[int, int], ...] = ()
-    """Drafts that each row may verify in a step, by the number of rows: pairs of a largest number of rows, ascending,
-    and a number of drafts. Steps of more rows verify none.
-    """
+    drafts: DraftPolicy = NO_DRAFTS
+    """How many drafts each row may verify in a step."""
     has_states: bool = False
     """True if layers keep states by slot: then no request, sibling or not, starts from what another has computed."""
 
@@ -170,7 +169,7 @@ class Scheduler(abc.ABC):
                 engine_request,
                 arrival=self._num_arrived,
                 num_groups=len(limits.windows),
-                takes_drafts=bool(limits.drafts) and engine_request.may_take_drafts,
+                takes_drafts=bool(limits.drafts.by_rows) and engine_request.may_take_drafts,
             )
             self._num_arrived += 1
             if not self._by_priority:
@@ -187,17 +186,26 @@ class Scheduler(abc.ABC):
         """
 
     def update(
-        self, plan: StepPlan, sampled_token_ids: Sequence[list[int]], ok: Sequence[bool] | None = None
+        self,
+        plan: StepPlan,
+        sampled_token_ids: Sequence[list[int]],
+        ok: Sequence[bool] | None = None,
+        drafted: Sequence[Drafted] | None = None,
     ) -> list[RowOutcome]:
         """Process the results of the oldest plan in flight; return one outcome per row.
 
         `sampled_token_ids` has a list for each row, ignored where a row does not sample: its tokens, one and one for
         each draft that was accepted, or none if the request had reached its last token before. A list is cut, in place,
-        after a stop token. `ok` says which rows' numbers were finite, None that all were. Requests finish here: at a
-        stop token ("stop"), at their last token ("length"), or because a row is not ok ("error").
+        after a stop token. `ok` says which rows' numbers were finite, None that all were. `drafted` says what became of
+        each row's drafts, if that is known. Requests finish here: at a stop token ("stop"), at their last token
+        ("length"), or because a row is not ok ("error").
         """
         oldest = self._in_flight.popleft()
         assert oldest is plan, "plans come back in the order they were made"
+        if drafted is not None:
+            for row, one, new in zip(plan.rows, drafted, sampled_token_ids, strict=True):
+                if row.samples and row.request.takes_drafts and row.request.slot == row.slot:
+                    self._limits.drafts.observe(row.request, row.num_drafts, one, new)
         failed = set() if ok is None or all(ok) else self._fail_rows(plan, ok)
         finished = RequestStatus.FINISHED
         chunk, one_token, last_token = RowOutcome.CHUNK, RowOutcome.TOKEN, RowOutcome.LAST_TOKEN

@@ -35,7 +35,7 @@ effect: attention lets nothing from outside a window into its result.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
 from typing import override
 
@@ -126,7 +126,7 @@ class ContinuousScheduler(Scheduler):
         rows = single_rows + step.chunk_rows
         if not rows:
             return None
-        if limits.drafts and not step.chunk_rows:
+        if limits.drafts.by_rows and not step.chunk_rows:
             rows = self._with_drafts(rows, step.budget)
         plan = StepPlan(rows, len(single_rows), limits.max_num_batched_tokens - step.budget, step.admitted)
         self._in_flight.append(plan)
@@ -213,9 +213,10 @@ class ContinuousScheduler(Scheduler):
         """Return rows of one token each with as many drafts as the number of rows, the budget, and each request's
         limits allow. A draft is worth a free block, but nobody else's.
         """
-        table = self._limits.drafts
-        index = bisect_left(table, len(rows), key=lambda entry: entry[0])
-        num_drafts = 0 if index == len(table) else min(table[index][1], budget // len(rows))
+        drafting = [row.request for row in rows if row.samples and row.request.takes_drafts]
+        num_drafts = min(self._limits.drafts.num_drafts(drafting, num_rows=len(rows)), budget // len(rows))
+        if not num_drafts:
+            return rows
         return [self._draft(row, num_drafts) if row.samples and row.request.takes_drafts else row for row in rows]
 
     def _draft(self, row: Row, num_drafts: int) -> Row:
@@ -257,6 +258,8 @@ class ContinuousScheduler(Scheduler):
         request.num_indexed_blocks = 0
         self._free_slots.append(request.slot)
         request.slot = -1
+        request.proposed = []
+        request.num_forced = 0
 
     @override
     def _finish(self, request: Request, reason: FinishReason) -> None:

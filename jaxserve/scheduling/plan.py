@@ -23,6 +23,15 @@ class Row(NamedTuple):
     num_drafts: int = 0
 
 
+class Drafted(NamedTuple):
+    """The result of a row besides its tokens, with speculation."""
+
+    num_verified: int
+    """Number of drafts that it verified."""
+    proposed: list[int]
+    """The drafts that the request's next row may verify."""
+
+
 class StepPlan(NamedTuple):
     """One step of the device.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import arguments_schema, make_grammar
 from jaxserve.structured.wire import AnswerJob, Broken, Job, Made, Refused, Result
 

@@ -6,6 +6,7 @@ undone when a request is preempted, and a request that ends costs nothing more.
 """
 
 import concurrent.futures
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -214,32 +215,63 @@ class Matchers:
         ]
 
     def masks(
-        self, requests: Sequence[Request], pending: Mapping[str, Sequence[int]]
-    ) -> tuple[UInt32[np.ndarray, "R W"], dict[Request, str]]:
-        """Return the mask of allowed tokens per request (token i: bit i % 32 of word i // 32), and the failed requests
-        with reasons.
+        self,
+        requests: Sequence[Request],
+        pending: Mapping[str, Sequence[int]],
+        drafts: Sequence[Sequence[int]] | None = None,
+        *,
+        num_columns: int = 1,
+    ) -> tuple[UInt32[np.ndarray, "R Q W"], list[int], dict[Request, str]]:
+        """Return the masks of allowed tokens per request (token i: bit i % 32 of word i // 32): of the next token, then
+        of those behind each of its `drafts`; for how many drafts there are masks; and the failed requests with reasons.
 
         `pending` are tokens that have been drawn for a request but are not in its `token_ids` yet. Rows of requests
         that these tokens end, or that have failed, are undefined.
         """
-        words = llguidance.numpy.allocate_token_bitmask(len(requests), self._vocab_size)
-        wanted = []
-        failed = {}
+        words = llguidance.numpy.allocate_token_bitmask(len(requests) * num_columns, self._vocab_size)
+        wanted: list[tuple[int, _Constraint]] = []
+        failed: dict[Request, str] = {}
+        num_masked = [0] * len(requests)
         for index, (request, constraint, is_followed) in enumerate(self._feed(requests, pending)):
             if is_followed:
                 wanted.append((index, constraint))
             elif is_followed is not None:
                 failed[request] = "the grammar cannot be followed further"
-        if wanted:
-            matchers = [(constraint.matcher, index) for index, constraint in wanted]
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for index, constraint in wanted if num_columns > 1 else ():
+            if not constraint.is_limited:
+                followed = _before_stop((drafts or ())[index], requests[index].request.stop_token_ids)
+                num_masked[index] = len(followed)
+                if followed:
+                    drafted.append((constraint.matcher, index * num_columns, followed))
+        if drafted:
+            llguidance.numpy.fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, words)
+        for index, constraint in wanted:
+            if num_masked[index] and constraint.matcher.is_error():  # which is final, but may be due to the drafts
+                num_masked[index] = 0
+                self._restore(requests[index], constraint, pending.get(requests[index].request_id, ()))
+        matchers = [(constraint.matcher, index * num_columns) for index, constraint in wanted if not num_masked[index]]
+        if matchers:
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, words)
-        masks = words.view(np.uint32)
+        masks = words.view(np.uint32).reshape(len(requests), num_columns, -1)
         for index, constraint in wanted:
             if constraint.matcher.is_error():
                 failed[requests[index]] = "the grammar has become too complex"
-            else:
-                self._narrow(masks[index], constraint, ignores_eos=requests[index].request.params.ignore_eos)
-        return masks, failed
+                continue
+            for mask in masks[index, : 1 + num_masked[index]]:
+                self._narrow(mask, constraint, ignores_eos=requests[index].request.params.ignore_eos)
+        return masks, num_masked, failed
+
+    def _restore(self, request: Request, constraint: _Constraint, pending: Sequence[int]) -> None:
+        """Replace the matcher of a request by a new one that has consumed the same tokens."""
+        again = _Constraint(with_deep_stack(lambda: self._matching(request.request.grammar)), None)
+        again.take([*request.token_ids[request.num_prompt_tokens :], *pending])
+        constraint.matcher = again.matcher
+
+    def forced(self, request: Request) -> list[int]:
+        """Return the only tokens that the grammar of a request allows from the next one on, after `masks`."""
+        constraint = self._constraints[request.request_id]
+        return [] if constraint.is_limited else constraint.matcher.compute_ff_tokens()
 
     def _feed(
         self, requests: Sequence[Request], pending: Mapping[str, Sequence[int]]
@@ -255,8 +287,8 @@ class Matchers:
             first = request.num_prompt_tokens + constraint.num_seen
             news = [*request.token_ids[first:], *pending.get(request.request_id, ())]
             is_followed = True
-            if news and news[-1] in request.request.stop_token_ids:
-                is_followed = None
+            if not request.request.stop_token_ids.isdisjoint(news):
+                is_followed = None  # with speculation, more tokens may have been drawn behind the last
             # the usual case: these are consumed together, on all cores
             elif len(news) == 1 and not constraint.is_limited:
                 constraint.num_seen += 1
@@ -332,6 +364,11 @@ class Matchers:
     def _wait_for_tokenizer(self) -> LLTokenizer:
         assert self._tokenizer is not None
         return self._tokenizer.result()
+
+
+def _before_stop(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> list[int]:
+    """Return the tokens up to the first that ends a request; what follows it does not matter."""
+    return list(itertools.takewhile(lambda token_id: token_id not in stop_token_ids, token_ids))
 
 
 def refusal(reason: str) -> InvalidRequest:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError, QueueFull
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import JsonOptions, schema_text
 from jaxserve.structured.wire import AnswerJob, ArgumentsJob, Broken, Job, Made, Parameters, Refused, Result
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import JsonOptions
 
 

@@ -5,7 +5,8 @@ import signal
 import pytest
 
 import jaxserve.llm
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 
 class FakeLLM:

@@ -15,7 +15,7 @@ from jaxserve import cli
 from jaxserve.config import ReasoningParser, ToolCallParser
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
 
 BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
 
@@ -115,20 +115,11 @@ def test_what_is_no_size_is_refused(text):
         parse_size(text)
 
 
-WITHOUT_FLAG = {
-    "detokenize": "the command prints texts",
-    "prompt_logprobs": "the command prints the log probabilities of what is generated",
-    "seed": "the engine's flag serves for both",
-    "speculative_decoding": "the engine drafts nothing without speculative_config",
-}
-"""Why a field of SamplingParams is no flag of its own."""
-
-
-def test_every_sampling_parameter_has_a_flag_or_a_reason():
-    flags = {action.dest for group, actions in cli._parser().command("generate").groups.items() for action in actions
-             if group in ("sampling", "output")}  # fmt: skip
-    assert flags | WITHOUT_FLAG.keys() == {*SamplingParams.__struct_fields__}
-    assert not flags & WITHOUT_FLAG.keys()
+def test_every_sampling_parameter_has_a_row_and_those_with_a_group_a_flag():
+    assert [*PARAMETERS] == [*SamplingParams.__struct_fields__]
+    groups = cli._parser().command("generate").groups
+    flags = {action.dest: group for group in ("sampling", "output") for action in groups[group]}
+    assert flags == {name: parameter.group for name, parameter in PARAMETERS.items() if parameter.group}
 
 
 def test_structured_outputs_are_json(llm, capsys):

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from jaxserve import cli
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 
 def test_chat_keeps_the_history(llm, capsys, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from depths import quick_first
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 CORRUPT_TOKEN = 122
 
@@ -62,7 +62,7 @@ def test_same_seed_same_text_in_any_company(model, params):
 def test_logprobs_are_those_of_the_model(model, wants_all):
     """Sampled tokens and the top, their ranks included, whatever the temperature and the penalties."""
     num_top = model.vocab_size if wants_all else 5
-    params = SamplingParams(temperature=0.8, logprobs=num_top, repetition_penalty=1.3)
+    params = SamplingParams(temperature=0.8, logprobs=num_top, repetition_penalty=1.3, top_n_sigma=2.0)
     prompt = prompt_of(model, 19, 2)
     company = neighbours(model, 4, SamplingParams(temperature=0.0), 70)
     result = run(model.engine(), [*company, request("it", prompt, 12, params, seed=9)])["it"]

@@ -9,7 +9,7 @@ from few_sizes import every_size
 
 from jaxserve.execution import runner, slots
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

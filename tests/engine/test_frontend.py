@@ -11,7 +11,7 @@ from tokenizers import decoders, models, processors
 
 from jaxserve.engine.frontend import sampling_defaults
 from jaxserve.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 

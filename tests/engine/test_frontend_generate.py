@@ -7,7 +7,7 @@ from fake_client import Script, collect, echo
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 TOO_COMPLEX = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
 

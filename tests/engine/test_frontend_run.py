@@ -10,7 +10,8 @@ from waiting import PATIENCE, until
 
 from jaxserve.engine.stream import LOGPROBS_A_TURN, PROMPTS_A_TURN, Dispatcher
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull, RequestFailed
-from jaxserve.request import EngineOutput, SamplingParams, TokenLogprobs
+from jaxserve.request import EngineOutput, TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
 
 
 def ignore(_index, _delta):

@@ -12,7 +12,7 @@ from jaxserve.layers import launch
 from jaxserve.llm import LLM
 from jaxserve.quantization import ggml
 from jaxserve.quantization.scheme import SCHEMES, Scheme
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
 SHAPES = {

@@ -25,7 +25,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.layers import launch
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 NAME = "llama_biases_linear_rope"
 SPEC = StepSpec(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.output import RequestGroup, StopChecker, logprob_entry
-from jaxserve.request import EngineOutput, EngineRequest, Logprob, SamplingParams, TokenLogprobs
+from jaxserve.request import EngineOutput, EngineRequest, Logprob, TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 

@@ -21,7 +21,8 @@ from jaxserve.errors import (
     RequestFailed,
     Unavailable,
 )
-from jaxserve.request import EngineOutput, EngineRequest, Refusal, SamplingParams, TokenLogprobs
+from jaxserve.request import EngineOutput, EngineRequest, Refusal, TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
 
 
 def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):

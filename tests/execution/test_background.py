@@ -14,7 +14,7 @@ from jaxserve.engine import device, startup
 from jaxserve.execution.programs.kinds import Embed, Forward, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(
     model=str(GOLDENS / "llama_untied"),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jaxserve.execution.batch import make_buckets, pack, unpack
 from jaxserve.execution.slots import admit, init_slots, pack_admissions
 from jaxserve.execution.step import Reading, read_plan
-from jaxserve.request import EngineRequest, Request, SamplingParams
+from jaxserve.request import EngineRequest, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import Row, StepPlan
 
 BLOCK_SIZE, MAX_BLOCKS, NUM_SLOTS, NUM_BLOCKS = 4, 8, 6, 50

@@ -17,7 +17,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import compile as compile_module
 from jaxserve.execution.programs.compile import CompiledSteps, enable_persistent_cache
 from jaxserve.execution.programs.mosaic import MosaicKernel
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
+from jaxserve.sampling_params import SamplingParams
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -65,7 +66,7 @@ def test_no_compile_after_warm_up():
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1),
         SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2),
-        SamplingParams(repetition_penalty=1.2, logit_bias={3: 2.0}, allowed_token_ids=list(range(50)), min_tokens=2),
+        SamplingParams(top_n_sigma=1.0, logit_bias={3: 2.0}, allowed_token_ids=list(range(50)), min_tokens=2),
     ]
     random = np.random.default_rng(0)
     with counted_compiles() as events:

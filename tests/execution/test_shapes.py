@@ -151,6 +151,7 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
                     assert bucket.num_tokens == bucket.num_rows * bucket.num_columns <= budget
                     assert bucket.num_new_blocks >= 2 * num_rows
                     used |= {program for program in step if program is not None}
+                    used.add(shapes.masks_for(num_rows, num_columns=bucket.num_columns))
                 else:  # no power of two, and too many columns for one more row
                     assert num_rows * num_columns > budget // 2
                 assert step.draw is None or step.draw.num_columns == bucket.num_columns

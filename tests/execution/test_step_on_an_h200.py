@@ -123,9 +123,10 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 3), (16, 4)])
 def test_step_that_verifies_drafts(num_rows, num_drafts):
     """It is one launch with its draws and the next drafts. The tokens of all requests stay in place."""
-    options = parse_speculation({"method": "ngram", "num_speculative_tokens": num_drafts}).up_to(64)
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": num_drafts}).up_to(80)
     builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 2}, speculation=options)
-    bucket = next(bucket for bucket in builder.model.verifying_buckets if bucket.num_rows == num_rows)
+    size = num_rows, 1 + num_drafts
+    bucket = next(one for one in builder.model.verifying_buckets if (one.num_rows, one.num_columns) == size)
     program = compile_program(builder, PlainDecode(bucket))
     assert {name: count for name, count in program.thunks.items() if name != "kCopy"} == DRAWING
     assert program.spill_bytes == 0

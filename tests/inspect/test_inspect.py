@@ -13,7 +13,7 @@ from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.inspect import Speed, find_collectives
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -23,7 +23,7 @@ from jaxserve.errors import (
     RequestFailed,
 )
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 

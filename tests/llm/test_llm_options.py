@@ -26,7 +26,8 @@ from jaxserve.errors import (
     InvalidRequest,
 )
 from jaxserve.llm import LLM
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.request import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 # In a process of its own: here calls are checked against their annotations before any code of ours runs.
 CALLS = """
@@ -37,7 +38,7 @@ import tiny_tokenizer
 from fake_client import FakeEngineClient
 from jaxserve.engine.frontend import Frontend
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 tokenizer = Tokenizer.load(tiny_tokenizer.byte_level(pathlib.Path(sys.argv[1])))
 llm = LLM.from_frontend(Frontend(FakeEngineClient(), tokenizer))

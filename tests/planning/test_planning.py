@@ -51,9 +51,11 @@ def test_sizes_are_those_of_a_real_start(tmp_path):
 @pytest.mark.parametrize("device", ["h200", "a100", "t4"])
 def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
     engine = absent_engine("llama-100m", tmp_path, device, dtype="float16")
-    assert engine.builder.model.kernels == ("sm90" if device == "h200" else "xla")
-    assert engine.builder.model.kernels == choose_kernels("auto", engine.devices.first, engine.builder.model.dtype)
-    assert engine.devices.description == GPUS[device].kind
+    assert engine.plan.builder.model.kernels == ("sm90" if device == "h200" else "xla")
+    assert engine.plan.builder.model.kernels == choose_kernels(
+        "auto", engine.plan.devices.first, engine.plan.builder.model.dtype
+    )
+    assert engine.plan.devices.description == GPUS[device].kind
 
 
 def test_bytes_of_weights_are_those_that_models_prints(tmp_path):
@@ -133,7 +135,7 @@ def options_of(batches):
 def test_rooflines_of_measured_steps(batches, tmp_path):
     engine = absent_engine(batches.shape, tmp_path, batches.gpu, **options_of(batches))
     info, model = engine.info(engine.num_blocks), engine.model
-    assert (model.num_layers, engine.config.tensor_parallel_size) == (batches.num_layers, batches.num_devices)
+    assert (model.num_layers, engine.plan.devices.mesh.size) == (batches.num_layers, batches.num_devices)
     for run in batches.runs:
         work = decode_work(model, info, num_rows=run.num_rows, context=run.input_len + run.output_len / 2)
         seconds = work.seconds(engine.gpu, num_devices=batches.num_devices)
@@ -233,8 +235,8 @@ def test_a_folder_of_programs_is_written(tmp_path):
     engine = declare(config, GPUS["h200"], to_compile=True)
     assert written.num_blocks == engine.num_blocks
     assert any(
-        may_be_shipped(engine, program) == (not engine.builder.is_tuned(program))
-        for program in engine.builder.shapes.programs
+        may_be_shipped(engine, program) == (not engine.plan.builder.is_tuned(program))
+        for program in engine.plan.builder.shapes.programs
         if isinstance(program, PlainDecode)
     )
     with pytest.raises(ConfigError, match="is not empty, and no folder of programs"):

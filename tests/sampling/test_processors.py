@@ -18,6 +18,7 @@ def jit_process(logits, state, slot_ids, num_output_tokens, features):
         unpack_rows(state, slot_ids),
         state.extras,
         slot_ids=slot_ids,
+        columns=jnp.zeros_like(slot_ids),
         num_output_tokens=num_output_tokens,
         features=features,
     )
@@ -113,6 +114,16 @@ class TestProcessors:
         request = make_request(stop_token_ids=stops, min_tokens=5, max_tokens=9)
         got = processed(request, logits, range(num_output_tokens), history=history)
         np.testing.assert_array_equal(got, want)
+
+    @pytest.mark.parametrize("n", [0.3, 1.0, 100.0, 0.0, -0.5])
+    @pytest.mark.parametrize("others", [{}, {"allowed_token_ids": range(40, 60), "logit_bias": {41: 9.0}}], ids=str)
+    def test_top_n_sigma(self, logits, history, others, n):
+        """The deviation is that of what other processors leave, to which a grammar's mask belongs."""
+        before = processed(make_request(**others), logits, history=history).astype(np.float64)
+        unmasked = before[before > -np.inf]
+        want = np.where(before >= unmasked.max() - n * unmasked.std(), before, -np.inf) if n > 0 else before
+        got = processed(make_request(top_n_sigma=n, **others), logits, history=history)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
     def test_nothing_asked_for(self, logits, history):
         np.testing.assert_array_equal(processed(make_request(), logits, history=history), logits)

@@ -67,9 +67,12 @@ def test_the_host_has_no_part_in_it_on_a_gpu():
     assert " sort(" not in plain.compiled.as_text()
 
 
-def numpy_distribution(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+def numpy_distribution(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0):
     """Compute the definition, by sorting, in float64."""
-    x = logits.astype(np.float64) / temperature
+    x = logits.astype(np.float64)
+    if top_n_sigma:
+        x = np.where(x >= x.max() - top_n_sigma * x[np.isfinite(x)].std(), x, -np.inf)
+    x = x / temperature
     keep = np.ones(len(x), bool)
     if top_k > 0:
         keep &= x >= np.sort(x)[::-1][min(top_k, len(x)) - 1]
@@ -96,6 +99,8 @@ DISTRIBUTIONS = [
     {"min_p": 1.0},
     {"temperature": 2.0, "top_k": 20, "top_p": 0.7},
     {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    {"top_n_sigma": 1.0},
+    {"temperature": 3.0, "top_n_sigma": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.2},
     {"temperature": 0.0},
 ]
 

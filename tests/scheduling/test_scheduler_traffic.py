@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, preco
 from scheduling_simulation import STOP, VOCAB, Simulation, make_limits, make_request
 
 from jaxserve.errors import CapacityExceeded
+from jaxserve.scheduling.drafting import NO_DRAFTS
 
 STEMS = [[1 + i * k % VOCAB for i in range(24)] for k in (1, 2, 3)]
 PROMPTS = st.builds(
@@ -56,7 +57,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def start(self, limits, enable_prefix_caching, kind):
         if kind == "static":
-            limits = dataclasses.replace(limits, num_blocks=32 * len(limits.windows), block_size=4, drafts=())
+            limits = dataclasses.replace(limits, num_blocks=32 * len(limits.windows), block_size=4, drafts=NO_DRAFTS)
         self.simulation = Simulation(limits, kind=kind, enable_prefix_caching=enable_prefix_caching)
         self.num_added = 0
 
@@ -137,8 +138,8 @@ def test_hypothesis_traffic():
 def test_saturating_traffic(policy, num_in_flight, num_blocks, windows, num_drafts):
     """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens."""
     rng = random.Random(f"{policy} {num_in_flight} {num_blocks}")
-    limits = make_limits(num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=12, policy=policy)
-    simulation = Simulation(dataclasses.replace(limits, windows=windows, drafts=((6, num_drafts),)))
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": 6, "max_num_batched_tokens": 12}
+    simulation = Simulation(make_limits(**sizes, policy=policy, windows=windows, drafts=((6, num_drafts),)))
     for index in range(120):
         if len(simulation.unfinished) < 12:
             prompt = rng.choice(STEMS)[: rng.randrange(17)] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]

@@ -14,7 +14,7 @@ from waiting import PATIENCE, wait_until
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.local import LocalEngineClient
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 LLAMA = {

@@ -1,17 +1,23 @@
 """With speculation the text is the same, token for token, whatever is accepted and whatever else the engine does."""
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 from depths import examples
 from drafting import Told, tell
-from engine_harness import MAX_MODEL_LEN, Model, Result, drain, request, run
+from engine_harness import MAX_MODEL_LEN, Model, Result, request, run
+from golden_folder import GOLDENS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_model import ascii_tokenizer
 
 from jaxserve import speculative
-from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.engine.output import RequestGroup
+from jaxserve.loading.huggingface import load_config
+from jaxserve.request import EngineOutput
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.speculation import parse_speculation
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
@@ -23,6 +29,15 @@ DRAFTS = {
     "num_speculative_tokens": 4,
     "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]],
 }
+GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
+EAGLE3 = {
+    "layer": {
+        "vocab_size": 123, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 96,
+    },
+    "taps": [0, 1, 2], "draft_vocab_size": 60, "target_hidden_size": None, "norm_before_residual": False,
+    "prefix": "midlayer", "has_embedding": False,
+}  # fmt: skip
 STEMS = [[1 + i * k % 9 for i in range(30)] for k in (1, 2, 4)]
 
 
@@ -39,19 +54,76 @@ def drafting():
 
 
 @pytest.fixture(scope="module")
+def matchers(plain):
+    matchers = Matchers(lambda: TOKENIZER, vocab_size=plain.vocab_size)
+    yield matchers
+    matchers.close()
+
+
+@pytest.fixture(scope="module")
 def texts():
     """The results without speculation, by all that they depend on: each request alone would have them."""
     return {}
 
 
+@pytest.fixture(scope="module")
+def models(plain, drafting):
+    """Return a function from the way in which tokens are drafted to a model without and one with it. A draft model is a
+    copy of its target; the others have random weights.
+    """
+
+    def with_weights(name, changes, drafter=None, **options):
+        options = DRAFTS | {"method": "mtp", "prompt_lookup_min": None} | options
+        speculation = parse_speculation({name: value for name, value in options.items() if value is not None})
+        return Model(name, changes=changes, speculation=speculation, drafter=drafter)
+
+    def draft_model():
+        model = with_weights(NAME, None, load_config(GOLDENS / NAME), method="draft_model", model="x",
+                             draft_sample_method="probabilistic")  # fmt: skip
+        model.runner.state["params"]["drafter"] = plain.params
+        return plain, model
+
+    @functools.cache
+    def plain_glm():
+        return Model(GLM, changes=GLM_CHANGES)
+
+    @functools.cache
+    def of(kind):
+        if kind == "told":
+            return plain, drafting
+        if kind == "draft model":
+            return draft_model()
+        if kind == "mtp":
+            return plain_glm(), with_weights(GLM, GLM_CHANGES)
+        return plain_glm(), with_weights(GLM, GLM_CHANGES, EAGLE3, method="eagle3", model="x")
+
+    return of
+
+
 PARAMS = st.one_of(
     st.just({"temperature": 0.0}),
     st.builds(lambda seed, more: {"temperature": 1.0, "seed": seed} | more, st.integers(0, 99), st.sampled_from([
-        {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"logprobs": 2}, {"frequency_penalty": 0.5},
-        {"logit_bias": {3: 4.0, 5: -9.0}}, {"allowed_token_ids": list(range(3, 40))}, {"min_tokens": 6},
+        {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_n_sigma": 1.0}, {"logprobs": 2},
+        {"frequency_penalty": 0.5}, {"logit_bias": {3: 4.0, 5: -9.0}}, {"min_tokens": 6},
+        {"allowed_token_ids": list(range(3, 40))},
         {"logprob_token_ids": [4, 9]}, {"prompt_logprobs": 1}, {"speculative_decoding": False},
     ])),
 )  # fmt: skip
+TOKENIZER = ascii_tokenizer()
+GRAMMARS = [
+    make_grammar(constraint)
+    for constraint in (
+        StructuredOutputs(regex="(ab|cd){2,9}-[0-9]{3}"),
+        StructuredOutputs(regex="(a word and [0-9] more of them; ){1,3}"),
+        StructuredOutputs(
+            json={
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 5}, "count": {"type": "integer", "maximum": 99}},
+                "required": ["name", "count"],
+            }
+        ),
+    )
+]
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
@@ -62,6 +134,8 @@ REQUESTS = st.lists(
             "params": PARAMS,
             "stops": st.sampled_from([(), (), (3, 7), tuple(range(40))]),
             "bad_word": st.sampled_from([(), (), (), (1, 2)]),
+            "grammar": st.sampled_from(["", "", "", *GRAMMARS]),
+            "stop": st.sampled_from([None, None, "1", ["!", "ab", "cd-"]]),
             "num_siblings": st.sampled_from([1, 1, 2]),
             "pooling": st.sampled_from([None] * 7 + ["last", "mean"]),
         }
@@ -76,7 +150,9 @@ def make_requests(asked):
     for index, ask in enumerate(asked):
         prompt = [*STEMS[ask["stem"]][: ask["length"] - 1], ask["last"]]
         for sibling in range(ask["num_siblings"]):
-            params = SamplingParams(**({"temperature": 0.0} if ask["pooling"] else ask["params"]))
+            fields = {"temperature": 0.0} if ask["pooling"] else ask["params"] | {"stop": ask["stop"]}
+            params = SamplingParams(**fields)
+            grammar = "" if ask["pooling"] else ask["grammar"]
             requests.append(
                 request(
                     f"{index}.{sibling}",
@@ -84,7 +160,8 @@ def make_requests(asked):
                     1 if ask["pooling"] else ask["max_tokens"],
                     params,
                     group_id=f"{index}.0",
-                    stop_token_ids=frozenset(ask["stops"]),
+                    stop_token_ids=frozenset([*ask["stops"], *(TOKENIZER.eos_token_ids if grammar else ())]),
+                    grammar=grammar,
                     bad_word_ids=(ask["bad_word"],) if ask["bad_word"] else (),
                     seed=(params.seed or 0) + sibling,
                     pooling=ask["pooling"],
@@ -94,7 +171,29 @@ def make_requests(asked):
 
 
 def key(one):
-    return repr((one.prompt_token_ids, one.params, one.max_tokens, one.stop_token_ids, one.seed, one.bad_word_ids))
+    fixed = one.prompt_token_ids, one.params, one.max_tokens, sorted(one.stop_token_ids), one.seed, one.bad_word_ids
+    return repr((*fixed, one.grammar))
+
+
+def group_of(one):
+    """Return the caller's side of a request: text and stop strings."""
+    return RequestGroup(one.request_id, None, [one], TOKENIZER)
+
+
+def seen(group):
+    """Return what the caller has in the end."""
+    output = group.result().outputs[0]
+    return output.text, output.token_ids, output.finish_reason, output.stop_reason
+
+
+def token_by_token(one, result):
+    """Return what the caller sees of a request whose tokens come one by one."""
+    group = group_of(one)
+    *first, last = ({"request_id": one.request_id, "new_token_ids": [token_id]} for token_id in result.token_ids)
+    for fields in (*first, last | {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}):
+        if group.push([EngineOutput(**fields)]):
+            break
+    return seen(group)
 
 
 def assert_same(result, expected, *, is_aborted=False):
@@ -114,47 +213,79 @@ def assert_same(result, expected, *, is_aborted=False):
 @given(
     asked=REQUESTS,
     errors=st.sampled_from([0, 0, 1, 2, 4, 8]),
+    token_cost=st.sampled_from([0.0, 0.0, 0.02]),
     overlap=st.booleans(),
     num_blocks=st.sampled_from([24, 30, 400]),
     budget=st.sampled_from([5, 16, 32]),
     enable_prefix_caching=st.booleans(),
     aborted=st.tuples(st.integers(0, 30), st.integers(0, 5)),
+    kind=st.sampled_from(["told", "told", "draft model", "mtp", "eagle3"]),
 )
 def test_any_requests(
-    plain, drafting, texts, asked, errors, overlap, num_blocks, budget, enable_prefix_caching, aborted
+    models,
+    matchers,
+    texts,
+    asked,
+    errors,
+    token_cost,
+    overlap,
+    num_blocks,
+    budget,
+    enable_prefix_caching,
+    aborted,
+    kind,
 ):
+    plain, drafting = models(kind)
+    texts = texts.setdefault(plain, {})
     requests = make_requests(asked)
     missing = [one for one in requests if key(one) not in texts]
-    for name, result in run(plain.engine(), missing, check=False).items():
+    for name, result in run(plain.engine(matchers=matchers), missing, check=False).items():
         texts[key(next(one for one in missing if one.request_id == name))] = result
-    tell(drafting.runner, [one.prompt_token_ids + texts[key(one)].token_ids for one in requests], errors=errors)
+    if kind == "told":
+        tell(drafting.runner, [one.prompt_token_ids + texts[key(one)].token_ids for one in requests], errors=errors)
     engine = drafting.engine(
         overlap=overlap,
+        matchers=matchers,
+        token_cost=token_cost,
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         enable_prefix_caching=enable_prefix_caching,
     )
     results = {one.request_id: Result() for one in requests}
+    groups = {one.request_id: group_of(one) for one in requests if not one.pooling}
     engine.add(requests)
     when, who = aborted
-    for _ in range(when):
+    is_aborted, is_stopped = {}, set()
+    for index in itertools.count():
+        if index == when and who < len(requests):
+            name = requests[who].request_id
+            is_aborted[name] = results[name].finish_reason is None
+            engine.abort([name])
+        if not engine.has_work:
+            break
         for output in engine.step():
-            results[output.request_id].add(output)
+            name = output.request_id
+            results[name].add(output)
+            if name in groups and groups[name].push([output]):
+                is_stopped.add(name)
+                engine.abort([name])
         engine.scheduler.check_integrity()
-    is_aborted = {}
-    if who < len(requests):
-        name = requests[who].request_id
-        is_aborted[name] = results[name].finish_reason is None
-        engine.abort([name])
-    drain(engine, results)
     for one in requests:
         if one.pooling is None:
-            name = one.request_id
-            assert_same(results[name], texts[key(one)], is_aborted=is_aborted.get(name, False))
+            name, expected = one.request_id, texts[key(one)]
+            is_cut = is_aborted.get(name, False)
+            assert_same(results[name], expected, is_aborted=is_cut or name in is_stopped)
+            if not is_cut:
+                assert seen(groups[name]) == token_by_token(one, expected)
     stats = engine.stats()
     assert stats.spec_decode_num_accepted_tokens <= stats.spec_decode_num_draft_tokens
     assert stats.kv_tokens_held == 0
-    if errors == 8:
+    metrics = [found for group in groups.values() if (found := group.result().metrics) is not None]
+    assert sum(one.spec_decode_num_draft_tokens for one in metrics) <= stats.spec_decode_num_draft_tokens
+    for one in metrics:
+        assert one.spec_decode_num_accepted_tokens == sum(one.spec_decode_num_accepted_tokens_per_pos)
+        assert one.spec_decode_num_drafts >= max(one.spec_decode_num_accepted_tokens_per_pos)
+    if kind == "told" and errors == 8:
         assert stats.spec_decode_num_accepted_tokens <= stats.spec_decode_num_draft_tokens / 4
 
 
@@ -175,27 +306,56 @@ def test_right_drafts_are_all_accepted(plain, drafting, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_rows_with_a_grammar_beside(plain, drafting, overlap):
-    """They have no drafts, and those beside them do."""
-    tokenizer = ascii_tokenizer()
-    (eos,) = tokenizer.eos_token_ids
-    grammar = make_grammar(StructuredOutputs(regex="(ab|cd){2,9}-[0-9]{3}"))
+def test_a_copy_of_the_model_is_always_right(models, overlap):
+    """A draft model takes in texts in chunks, cached prefixes, most likely tokens and drawn ones."""
+    plain, drafting = models("draft model")
+    sampled = SamplingParams(temperature=1.0, seed=3, top_p=0.9)
     requests = [
-        request("free", STEMS[0][:9], 50),
-        request("bound", [1, 2], 24, SamplingParams(temperature=0.0), grammar=grammar, stop_token_ids=frozenset([eos])),
+        request("a", STEMS[0], 40),
+        request("b", STEMS[1][:5], 30, sampled),
+        request("c", [*STEMS[0][:21], 7], 30, sampled),
     ]
-    results = []
-    for model in (plain, drafting):
-        matchers = Matchers(lambda: tokenizer, vocab_size=model.vocab_size)
-        bare = model.engine(overlap=overlap)
-        if results:
-            tell(model.runner, [requests[0].prompt_token_ids + results[0]["free"].token_ids], errors=1)
-        engine = Engine(bare.scheduler, model.runner, overlap=overlap, matchers=matchers)
-        results.append(run(engine, requests))
-        matchers.close()
-    for name in ("free", "bound"):
-        assert_same(results[1][name], results[0][name])
-    assert engine.stats().spec_decode_num_accepted_tokens > 10
+    expected = run(plain.engine(), requests)
+    engine = drafting.engine(overlap=overlap, num_blocks=30, max_num_batched_tokens=16)
+    for _ in range(2):
+        results = run(engine, requests)
+        assert [results[name].token_ids for name in "abc"] == [expected[name].token_ids for name in "abc"]
+    assert results["c"].num_cached_tokens >= 20
+    stats = engine.stats()
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 80
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_grammar_forces_is_accepted(plain, drafting, matchers, overlap):
+    """Nobody has told the proposer these texts."""
+    stops = frozenset(TOKENIZER.eos_token_ids)
+    requests = [request(str(i), [1, 2], 60, grammar=GRAMMARS[i], stop_token_ids=stops) for i in (1, 2)]
+    expected = run(plain.engine(matchers=matchers), requests)
+    tell(drafting.runner, [], errors=0)
+    engine = drafting.engine(overlap=overlap, matchers=matchers, token_cost=0.02)
+    results = run(engine, requests)
+    for name, result in results.items():
+        assert_same(result, expected[name])
+    assert engine.stats().spec_decode_num_accepted_tokens > 40
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("errors", "least", "most"), [(8, 1, 60), (0, 60, 120)])
+def test_drafts_that_do_not_pay_are_not_verified(plain, drafting, overlap, errors, least, most):
+    """A batch in which nobody drafts takes steps of one token a row."""
+    requests = [request("a", STEMS[0][:9], 61), request("b", STEMS[1][:5], 60)]
+    expected = run(plain.engine(), requests)
+    told = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
+    tell(drafting.runner, told, errors=errors)
+    engine = drafting.engine(overlap=overlap, token_cost=0.02)
+    plans = []
+    engine.on_plan = plans.append
+    results = run(engine, requests)
+    assert [results[name].token_ids for name in "ab"] == [expected[name].token_ids for name in "ab"]
+    assert least <= engine.stats().spec_decode_num_draft_tokens <= most
+    drafting_steps = [index for index, plan in enumerate(plans) if any(row.num_drafts for row in plan.rows)]
+    assert (len(drafting_steps) > 10) == (errors == 0)
+    assert errors == 0 or max(drafting_steps) < 12
 
 
 def test_a_text_as_long_as_the_context(plain, drafting):

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 from tiny_model import ascii_tokenizer
 
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import ANSWER, MAX_OWN_ITEMS_IN_ROW, compose, make_grammar, parser_limits
 from jaxserve.structured.vocabulary import grammar_tokenizer
 

@@ -11,7 +11,7 @@ from hostile_grammars import SLOW
 from waiting import PATIENCE, wait_until
 
 from jaxserve.errors import InvalidRequest, JaxserveError, QueueFull
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured import pool as pools
 from jaxserve.structured.grammar import JsonOptions
 from jaxserve.structured.pool import GrammarPool

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.reasons import in_our_words
 

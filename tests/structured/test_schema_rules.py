@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import JsonOptions, arguments_schema, make_grammar, parser_limits
 from jaxserve.structured.schemas import followable
 

@@ -18,7 +18,7 @@ from depths import examples
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.structured.grammar import make_grammar
 
 NUM_GENERATED = 250

@@ -20,7 +20,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.programs.kinds import Draw, Forward
 from jaxserve.execution.runner import PendingStep
-from jaxserve.request import SamplingParams, StructuredOutputs
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
@@ -209,7 +209,7 @@ def events(llama, monkeypatch):
 
     def record(owner, name, event):
         original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: events.append(event) or original(*arguments))
+        monkeypatch.setattr(owner, name, lambda *args, **named: events.append(event) or original(*args, **named))
 
     monkeypatch.setattr(llama.runner, "steps", RecordedPrograms(llama.runner.steps, events))
     record(Matchers, "masks", "m")

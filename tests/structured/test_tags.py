@@ -6,7 +6,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import make_grammar, parser_limits
 
 BYTES = LLTokenizer("byte")

@@ -15,8 +15,11 @@ from jaxserve.execution.runner import Runner
 from jaxserve.layers.random_params import init_params
 from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.models import get_family, with_context
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
+from jaxserve.speculative import make_drafter
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_MODEL_LEN = 96
@@ -25,7 +28,8 @@ MAX_MODEL_LEN = 96
 class Model:
     """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
-    With `changes` to its config, which are all of it if there is no checkpoint, the weights are random.
+    With `changes` to its config, which are all of it if there is no checkpoint, the weights are random. `drafter` is
+    the config of a drafter with a checkpoint of its own, whose weights are random.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Model:
         traits=ON_CPU,
         changes=None,
         speculation=None,
+        drafter=None,
         kv_cache_dtype="auto",
     ):
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
@@ -54,6 +59,9 @@ class Model:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
         else:
             self.params = load_params(GOLDENS / name, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+        self.drafter = make_drafter(speculation, fields, drafter, context=MAX_MODEL_LEN)
+        if self.drafter is not None:
+            self.params["drafter"] = init_params(self.drafter.specs(), dtype=np.dtype("float32"), mesh=mesh, seed=1)
         if corrupt_token is not None:
             self.params["embed"] = corrupted(self.params["embed"], corrupt_token)
         spec = StepSpec(
@@ -68,6 +76,7 @@ class Model:
             has_peers=False,
             max_logprobs=-1,
             speculation=speculation,
+            drafter=drafter,
             kv_cache_dtype=kv_cache_dtype,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
@@ -75,7 +84,16 @@ class Model:
         self.runner.allocate()
         self._naive = functools.cache(self._naive_greedy)
 
-    def engine(self, *, overlap=True, kind="continuous", enable_prefix_caching=True, **limits):
+    def engine(
+        self,
+        *,
+        overlap=True,
+        kind="continuous",
+        enable_prefix_caching=True,
+        token_cost=0.0,
+        matchers=None,
+        **limits,
+    ):
         """Return a new engine on this model's runner; `limits` override those of the scheduler."""
         limits = {
             "num_blocks": self.runner.num_blocks,
@@ -84,13 +102,17 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
-            "drafts": () if self.speculation is None else self.speculation.drafts_by_rows,
+            "drafts": DraftPolicy(
+                () if self.speculation is None else self.speculation.drafts_by_rows,
+                token_cost,
+                is_late=self.drafter is not None,
+            ),
             "has_states": self.runner.layout.num_states > 0,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"
         )
-        return Engine(scheduler, self.runner, overlap=overlap)
+        return Engine(scheduler, self.runner, overlap=overlap, matchers=matchers)
 
     def naive(self, prompt, num_tokens):
         """Greedy tokens by a full forward pass each."""

@@ -16,7 +16,8 @@ from waiting import wait_until
 
 from jaxserve.engine.client import EngineClient, EngineInfo, EngineSnapshot, EngineStats, KVKind, OutputSink
 from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError
-from jaxserve.request import DEFAULT_MAX_LOGPROBS, EngineOutput, EngineRequest, Refusal, TokenLogprobs
+from jaxserve.request import EngineOutput, EngineRequest, Refusal, TokenLogprobs
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.snapshot import RequestSnapshot
 
 HIDDEN_SIZE = 4

@@ -34,7 +34,8 @@ def flat(*lists):
     return list(itertools.chain(*lists))
 
 
-NUMBERS = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "min_p", "repetition_penalty"]
+NUMBERS = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"]
+NUMBERS += ["top_n_sigma"]
 INTEGERS = ["max_tokens", "n", "seed", "top_k", "min_tokens", "priority", "truncate_prompt_tokens"]
 GOOD_JSON = json.dumps(GOOD[COMPLETIONS]).encode()
 
@@ -51,6 +52,7 @@ BODIES = {
         *fields("frequency_penalty", 9),
         *fields("min_p", -1),
         *fields("top_k", -5),
+        *fields("top_n_sigma", -2, 101),
         *fields("truncate_prompt_tokens", 0, -2),
     ],
     "not a number": [

@@ -3,7 +3,7 @@
 import json
 import random
 
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 
 NUMBERS = [
     *("-9223372036854775808", "-9223372036854775807", "9223372036854775807", "9223372036854775808"),

@@ -14,7 +14,7 @@ from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 FLOAT32 = np.dtype(np.float32)
 VOCABULARY = 96

@@ -12,7 +12,8 @@ from waiting import PATIENCE
 
 from jaxserve.engine.process import EngineServer
 from jaxserve.engine.remote import RemoteEngineClient
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
+from jaxserve.sampling_params import SamplingParams
 
 
 class Engine:

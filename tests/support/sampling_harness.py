@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest
 from jaxserve.sampling import admit, admit_extras, features, has_extras, pack_extras, pack_scalars, record, sample
+from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 77
 NUM_SLOTS = 6

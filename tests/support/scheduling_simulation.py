@@ -12,8 +12,10 @@ import itertools
 import zlib
 from collections import deque
 
-from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus, SamplingParams
+from jaxserve.request import NO_BLOCK, EngineRequest, Request, RequestStatus
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.continuous import ContinuousScheduler
+from jaxserve.scheduling.drafting import DraftPolicy
 from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.prefix_cache import domain_hash, pack_tokens
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler, SchedulerLimits, make_scheduler
@@ -46,7 +48,7 @@ def make_limits(**changes):
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
     }
-    return SchedulerLimits(**(defaults | changes))
+    return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
 
 
 def next_token(tokens: list[int], seed: int) -> int:

@@ -26,6 +26,7 @@ from jaxserve.execution.step import (
     prompt_logprobs,
 )
 from jaxserve.sampling.logprobs import Logprobs
+from jaxserve.sampling.state import empty_extras
 
 
 class Draw(Kind, frozen=True, tag=True):
@@ -173,8 +174,7 @@ class AdmitExtras(_WritesSlots, frozen=True, tag=True):
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
-        held = model.slots.sampling.extras
-        return np.int32(model.max_num_seqs), jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), held)
+        return np.int32(model.max_num_seqs), jax.tree.map(np.zeros_like, empty_extras(model.vocab_size))
 
 
 class AdmitTokens(_WritesSlots, frozen=True, tag=True):
@@ -196,11 +196,12 @@ class AdmitTokens(_WritesSlots, frozen=True, tag=True):
 
 
 class Allow(_WritesSlots, frozen=True, tag=True):
-    """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample."""
+    """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample, in `num_columns`."""
 
     write: ClassVar[Callable[..., Slots]] = staticmethod(allow)
 
     num_rows: int
+    num_columns: int = 1
 
     @property
     @override
@@ -209,7 +210,8 @@ class Allow(_WritesSlots, frozen=True, tag=True):
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
-        masks = Masks(np.zeros(0, np.int32), np.zeros((0, math.ceil(model.vocab_size / 32)), np.uint32))
+        words = np.zeros((0, self.num_columns, math.ceil(model.vocab_size / 32)), np.uint32)
+        masks = Masks(np.zeros(0, np.int32), words, model.no_drafts(0))
         return (pack_masks(masks, num_rows=self.num_rows, num_slots=model.max_num_seqs),)
 
 

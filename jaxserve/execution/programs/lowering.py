@@ -54,6 +54,7 @@ CODE = (
     "loading/model_types.py",
     "loading/multimodal.py",
     "request.py",
+    "sampling_params.py",
     "unsupported.py",
     "values.py",
     "cpus.py",

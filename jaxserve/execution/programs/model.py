@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.execution.batch import Bucket, make_buckets, make_verifying_buckets
+from jaxserve.execution.drafting import Drafting
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes, slot_bytes
-from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.execution.kv_layout import kv_layout_with
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
-from jaxserve.execution.step import Drafting
 from jaxserve.layers import launch
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import KV_DTYPES, hold_in
@@ -24,7 +25,7 @@ from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
 from jaxserve.models import get_family, with_context
-from jaxserve.speculative import make_proposer
+from jaxserve.speculative import make_drafter, make_proposer
 
 MIN_BYTES_IN_PROGRAMS = 6e9
 """Smallest weights of a device for which a forward pass is launched as two programs, in bytes: fewer are read in the
@@ -58,7 +59,9 @@ class StepModel:
         self.kv_dtype = KV_DTYPES.get(spec.kv_cache_dtype, self.dtype)
         # Weights are declared for the context that the model was made for; from here on it is the one that is served,
         # which decides how some rotations stretch.
-        specs = with_schemes(family.param_specs(config), spec.schemes, dtype=self.dtype)
+        drafter = make_drafter(spec.speculation, spec.model, spec.drafter, context=spec.max_model_len)
+        specs = family.param_specs(config) | ({} if drafter is None else {"drafter": drafter.specs()})
+        specs = with_schemes(specs, spec.schemes, dtype=self.dtype)
         self.params = abstract_params(specs, dtype=self.dtype, mesh=mesh)
         self.config = with_context(config, spec.max_model_len)
         self.mesh = mesh
@@ -72,7 +75,9 @@ class StepModel:
         self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
         kept = hold_in(family.kv_specs(self.config), KV_DTYPES.get(spec.kv_cache_dtype))
-        self.layout = kv_layout(kept, max_model_len=spec.max_model_len)
+        of_drafter = () if drafter is None else hold_in(drafter.cache_specs, KV_DTYPES.get(spec.kv_cache_dtype))
+        self.layout, drafter_group = kv_layout_with(kept, of_drafter, max_model_len=spec.max_model_len)
+        pool_specs = (*self.layout.pool_specs, *of_drafter)
         num_groups = len(self.layout.windows)
         speculation = spec.speculation
         self.max_model_len = spec.max_model_len
@@ -94,24 +99,35 @@ class StepModel:
                 raise ConfigError(
                     "speculative_config: this model has layers that keep a state, which rejected drafts would change"
                 )
-            self.drafting = Drafting(make_proposer(speculation), speculation.acceptance_rates)
+            largest = max(rows for rows, num_drafts in speculation.drafts_by_rows if num_drafts)
+            # Steps of one token a row run in the sizes of buckets.
+            drafting_rows = min([size for bucket in self.buckets if (size := bucket.num_rows) >= largest] or [largest])
+            self.drafting = Drafting(
+                make_proposer(speculation),
+                speculation.acceptance_rates,
+                drafting_rows,
+                drafter=drafter,
+                group=drafter_group,
+                is_coupled=speculation.is_coupled,
+            )
             self.verifying_buckets = [
                 bucket
                 for width in widths
                 for bucket in make_verifying_buckets(
                     self.buckets,
                     num_columns=width,
+                    min_num_rows=speculation.min_rows(width),
                     max_num_rows=speculation.max_rows(width),
                     block_size=spec.block_size,
                     num_groups=num_groups,
                 )
             ]
         pools = {"dtype": self.dtype, "mesh": mesh}
-        self.bytes_per_block = block_bytes(self.layout.pool_specs, block_size=spec.block_size, **pools)
-        self._slot_bytes = slot_bytes(self.layout.pool_specs, num_slots=spec.max_num_seqs, **pools)
+        self.bytes_per_block = block_bytes(pool_specs, block_size=spec.block_size, **pools)
+        self._slot_bytes = slot_bytes(pool_specs, num_slots=spec.max_num_seqs, **pools)
         self._kv_cache = functools.partial(
             abstract_kv_cache,
-            self.layout.pool_specs,
+            pool_specs,
             pool_of_layer=self.layout.pool_of_layer,
             block_size=spec.block_size,
             num_slots=spec.max_num_seqs,
@@ -139,7 +155,8 @@ class StepModel:
         """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
         """
-        if not self.has_kernels:
+        has_drafter = self.drafting is not None and self.drafting.drafter is not None
+        if not self.has_kernels or has_drafter:  # which takes in what all layers make
             return False
         pools = self.layout.pool_of_layer
         weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
@@ -169,6 +186,11 @@ class StepModel:
             proposer=None if self.drafting is None else self.drafting.proposer,
             max_length=self.max_model_len,
         )
+
+    def no_drafts(self, num_rows: int) -> np.ndarray:
+        """Return what masks say of drafts if there are none, [num_rows, width] int32; nothing without speculation."""
+        drafts = self.slots.drafts
+        return np.zeros((num_rows, 0 if drafts is None else 2 + drafts.forced.shape[1]), np.int32)
 
     def replicate(self, x: Any) -> jax.ShapeDtypeStruct:
         """Return the shape of an array that every device has a copy of."""

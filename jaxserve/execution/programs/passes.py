@@ -105,6 +105,7 @@ class Forward(_WithLayers, frozen=True, tag=True):
             family=model.family,
             config=model.config,
             reading=self.reading(model, is_decode_only=self.is_decode_only, launch=launch),
+            drafting=model.drafting,
         )
 
     @override

@@ -91,7 +91,12 @@ class StepShapes:
         self._max_tokens_of_two = MAX_TOKENS_IN_PROGRAMS if may_be_two_programs else 0
         self._has_lean_programs = has_lean_programs
         max_num_rows = buckets[-1].num_rows
-        self._masks = [Allow(size) for size in (1, 8, 64) if size < max_num_rows] + [Allow(max_num_rows)]
+        max_rows = {bucket.num_columns: bucket.num_rows for bucket in self._verifying} | {1: max_num_rows}
+        self._masks = [
+            Allow(size, width)
+            for width, most in max_rows.items()
+            for size in [*(size for size in (1, 8, 64) if size < most), most]
+        ]
         self._plain: list[Bucket] = []
         self._decode: list[Bucket] = []
         self._mixed = self._with_hidden = buckets
@@ -169,10 +174,11 @@ class StepShapes:
         # If plain rows have no programs of their own, a single request decodes in a small forward pass.
         general = [bucket for bucket in self._mixed if bucket.num_tokens >= SMALLEST_GENERAL]
         small = self._programs_of_prompts(general[:1])
+        largest_masks = {masks.num_columns: masks for masks in self._masks}.values()
         phases = [
             Phase("any step", self._with_draws(self._programs_of_prompts([largest])), is_first=True),
             Phase("hidden states", [PromptLogprobs(largest), Embed(largest)], is_first=True),
-            Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, self._masks[-1]], is_first=True),
+            Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, *largest_masks], is_first=True),
             Phase("decode", plain[-1:] or self._with_draws(small), is_first=True),
             Phase("tuned on the device", tuned, is_first=True),
             Phase("verification of drafts", verifying),
@@ -251,9 +257,12 @@ class StepShapes:
     def _admits_tokens(self) -> list[AdmitTokens]:
         return [AdmitTokens()] if self._drafts else []
 
-    def masks_for(self, num_rows: int, *, is_ready: Callable[[Program], bool] = lambda _: True) -> Allow:
-        """Return the program that writes the masks of `num_rows` rows."""
-        return next(masks for masks in self._masks if masks.num_rows >= num_rows and is_ready(masks))
+    def masks_for(
+        self, num_rows: int, *, num_columns: int = 1, is_ready: Callable[[Program], bool] = lambda _: True
+    ) -> Allow:
+        """Return the program that writes the masks of `num_rows` rows in so many columns."""
+        of_width = (masks for masks in self._masks if masks.num_columns == num_columns)
+        return next(masks for masks in of_width if masks.num_rows >= num_rows and is_ready(masks))
 
     def _with_draws(self, forwards: Iterable[Forward | Begin | Finish]) -> list[Program]:
         """Return forward passes, each with the draws of its rows."""

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.layers.context import Kernels
 from jaxserve.quantization.scheme import Scheme
-from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.speculation import Speculation
 
 
@@ -67,6 +67,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
             for all tokens.
         schemes: how quantized weights are stored, by path in the tree of weights.
         speculation: how tokens are drafted; None: not at all.
+        drafter: the config.json of a drafter that is a checkpoint of its own.
     """
 
     model: dict[str, Any]
@@ -82,6 +83,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     schemes: dict[str, Scheme] = {}
     kv_cache_dtype: str = "auto"
     speculation: Speculation | None = None
+    drafter: dict[str, Any] | None = None
 
 
 class MeshSpec(msgspec.Struct, frozen=True):

@@ -7,27 +7,8 @@ from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import BeamSearchParams, SamplingParams
+from jaxserve.sampling_params import PARAMETERS, BeamSearchParams, SamplingParams
 from jaxserve.server.protocol.common import GenerationRequest
-
-_NEUTRAL = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "min_tokens": (0,),
-    "stop": ([],),
-    "temperature": (0, 1),
-    "logprobs": (False,),
-    "logprob_token_ids": ([],),
-    "prompt_logprobs": (),
-}
-"""Fields that beams do not follow, with the values that ask for nothing."""
 
 
 def beam_params(body: GenerationRequest) -> BeamSearchParams | None:
@@ -37,12 +18,12 @@ def beam_params(body: GenerationRequest) -> BeamSearchParams | None:
             if (value := getattr(body, name)) is not None and value != neutral:
                 raise InvalidRequest(f"{name} needs use_beam_search", param=name)
         return None
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"use_beam_search does not follow {name}, got {value!r:.100}", param=name)
     if body.constraint_field is not None:
         raise InvalidRequest(f"use_beam_search does not follow {body.constraint_field}", param=body.constraint_field)
+    for name, parameter in PARAMETERS.items():
+        value = getattr(body, name, None)
+        if value is not None and parameter.neutral is not None and value not in parameter.neutral:
+            raise InvalidRequest(f"use_beam_search does not follow {name}, got {value!r:.100}", param=name)
     try:
         return BeamSearchParams(
             beam_width=1 if body.n is None else body.n,

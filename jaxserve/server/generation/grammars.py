@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from jaxserve.answers.tools.tool import Tool
 from jaxserve.errors import InvalidRequest, QueueFull
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.server.protocol.structured import blame
 from jaxserve.server.wire.streaming import while_wanted
 from jaxserve.structured.grammar import JsonOptions

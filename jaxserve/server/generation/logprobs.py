@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.request import Logprob, SamplingParams
+from jaxserve.request import Logprob
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from jaxserve.server.protocol.completions import CompletionLogprobs
 from jaxserve.server.wire.body import EncodedList, in_turns

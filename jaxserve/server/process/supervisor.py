@@ -24,7 +24,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
 from jaxserve.engine import process
@@ -126,25 +126,21 @@ class Supervisor:
         check_access(self._config)  # the workers would find out only after the engine has been loaded
         with self._hearing_signals(), self._listeners() as listeners, _private_folder() as self._folder:
             self.address = listeners[0].getsockname()[:2]
-            self._workers = workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
+            self._workers = [_Worker(index, listener) for index, listener in enumerate(listeners)]
             try:
                 for engine in self._engines:
                     _, engine.folder = await self._start(engine)
-                await asyncio.gather(*map(self._start_worker, workers))
+                await asyncio.gather(*map(self._start_worker, self._workers))
                 if not await self._all_ready():
                     return 128 + self._signals[0]
-                await _open(workers)  # a signal from now on is for a running server
-                first, *_ = workers
-                assert first.child is not None
-                first.child.tell("announce")
+                await self._open()  # a signal from now on is for a running server
+                _children(self._workers)[0].tell("announce")
                 self.serving.set()
-                return await self._watch(workers)
+                return await self._watch()
             finally:
-                for worker in workers:
-                    if worker.child is not None:
-                        await worker.child.end(timeout=0)
-                engines = [engine.child for engine in self._engines if engine.child is not None]
-                await asyncio.gather(*(engine.end(timeout=END_TIMEOUT) for engine in engines))
+                for worker in _children(self._workers):
+                    await worker.end(timeout=0)
+                await asyncio.gather(*(engine.end(timeout=END_TIMEOUT) for engine in _children(self._engines)))
 
     async def run_last(self) -> int:
         """Run as the last act of this process: later signals do not change its exit code."""
@@ -157,7 +153,7 @@ class Supervisor:
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the API workers."""
-        return [worker.child.pid for worker in self._workers if worker.child is not None]
+        return [child.pid for child in _children(self._workers)]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Drain and end; called again, end now, as for signals. Call it in the event loop."""
@@ -206,7 +202,7 @@ class Supervisor:
         """Wait for all processes. False if a signal came first. Raises StartupError with the first error of one that
         failed.
         """
-        children = [each.child for each in (*self._engines, *self._workers) if each.child is not None]
+        children = _children(self._engines) + _children(self._workers)
         pending = {asyncio.create_task(child.is_ready()): child for child in children}
         signalled = asyncio.create_task(self._signalled.wait())
         while pending:
@@ -220,29 +216,38 @@ class Supervisor:
         signalled.cancel()
         return True
 
-    async def _watch(self, workers: list[_Worker]) -> int:
+    async def _open(self) -> None:
+        """Let the workers accept requests now that everything is ready, and wait until they do. One that has ended will
+        be replaced.
+        """
+        children = _children(self._workers)
+        for child in children:
+            child.tell("open")
+        await asyncio.gather(*(child.is_ready() for child in children))
+
+    async def _watch(self) -> int:
         """Replace workers and engines that die, until there is a reason to end. Returns the exit code."""
         signalled = asyncio.create_task(self._signalled.wait())
         reports: set[asyncio.Task[None]] = set()
         while True:
-            ends = {worker.child.ended: worker for worker in workers if worker.child is not None}
+            ends = {worker.child.ended: worker for worker in self._workers if worker.child is not None}
             engines = {engine.child.ended: engine for engine in self._engines if engine.child is not None}
             await asyncio.wait([signalled, *engines, *ends], return_when=asyncio.FIRST_COMPLETED)
             if len(lost := [engine for ended, engine in engines.items() if ended.done()]) == len(engines):
-                return await self._lose_engines(workers)
+                return await self._lose_engines()
             if signalled.done():
-                return await self._drain(workers)
+                return await self._drain()
             for engine in lost:
                 assert engine.child is not None
                 logger.error("%s", await how_child_ended(engine.child))
                 engine.child = engine.folder = None
-                reports.add(asyncio.create_task(self._replace(engine, workers)))
+                reports.add(asyncio.create_task(self._replace(engine)))
             for ended, worker in ends.items():
                 if not ended.done():
                     continue
                 if ended.result() == ENGINE_DIED:  # its process exists, but no longer responds
-                    return await self._lose_engines(workers)
-                for child in [engine.child for engine in self._engines if engine.child is not None]:
+                    return await self._lose_engines()
+                for child in _children(self._engines):
                     child.tell(f"gone {worker.client}")
                 logger.error("API worker %d has ended with code %d", worker.index, ended.result())
                 if not self._restarts.may_follow(time.monotonic()):
@@ -252,9 +257,9 @@ class Supervisor:
                 assert worker.child is not None
                 reports.add(asyncio.create_task(self._report(worker.child)))
 
-    async def _replace(self, engine: _Engine, workers: list[_Worker]) -> None:
+    async def _replace(self, engine: _Engine) -> None:
         """Start an engine again that has ended while others serve."""
-        await self._tell(workers, f"engine {engine.index} died")
+        await self._tell(f"engine {engine.index} died")
         if not engine.restarts.may_follow(time.monotonic()):
             logger.error("engine %d has ended too often and stays away", engine.index)
             return
@@ -264,7 +269,7 @@ class Supervisor:
             return
         engine.folder = folder  # not before: workers that start meanwhile would wait for it
         logger.info("engine %d is there again", engine.index)
-        await self._tell(workers, f"engine {engine.index} started {folder}")
+        await self._tell(f"engine {engine.index} started {folder}")
 
     async def _report(self, child: Child) -> None:
         if not await child.is_ready():
@@ -272,43 +277,43 @@ class Supervisor:
             return
         logger.info("%s is there again", child.name)
 
-    async def _drain(self, workers: list[_Worker]) -> int:
+    async def _drain(self) -> int:
         """Let running requests finish; a second signal or the end of all engines stops the wait."""
-        for worker in workers:
+        for worker in self._workers:
             worker.listener.close()
-        await self._tell(workers, "drain")
+        await self._tell("drain")
         self._signalled.clear()
         if len(self._signals) > 1:
             self._signalled.set()
         signalled = asyncio.create_task(self._signalled.wait())
-        all_ended = asyncio.create_task(_ends(worker.child for worker in workers if worker.child is not None))
-        engines = [engine.child for engine in self._engines if engine.child is not None]
-        no_engine = asyncio.create_task(_ends(engines))
+        all_ended = asyncio.create_task(_ends(_children(self._workers)))
+        no_engine = asyncio.create_task(_ends(_children(self._engines)))
         limit = self._config.shutdown_timeout + 2 * FLUSH_TIMEOUT + END_TIMEOUT
         await asyncio.wait([all_ended, signalled, no_engine], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if no_engine.done():
-            return await self._lose_engines(workers)
+            return await self._lose_engines()
         no_engine.cancel()
         if signalled.done():
-            await self._tell(workers, "stop")
+            await self._tell("stop")
         signalled.cancel()
         await asyncio.wait([all_ended], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
         return 0
 
-    async def _lose_engines(self, workers: list[_Worker]) -> int:
+    async def _lose_engines(self) -> int:
         """Let the workers report the death of all engines to their clients, and end; the last lines say why."""
         lost = [(engine.index, engine.child) for engine in self._engines if engine.child is not None]
         for index, _ in lost:
-            await self._tell(workers, f"engine {index} died")
-        children = [worker.child for worker in workers if worker.child is not None]
-        await asyncio.wait([asyncio.create_task(_ends(children))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT)
+            await self._tell(f"engine {index} died")
+        await asyncio.wait(
+            [asyncio.create_task(_ends(_children(self._workers)))], timeout=2 * FLUSH_TIMEOUT + END_TIMEOUT
+        )
         for _, child in lost:
             logger.error("%s", await how_child_ended(child))
         return 1
 
-    async def _tell(self, workers: list[_Worker], command: str) -> None:
+    async def _tell(self, command: str) -> None:
         """Send a command to the workers that serve; end those that are still starting."""
-        for worker in workers:
+        for worker in self._workers:
             assert worker.child is not None
             if worker.child.is_up:
                 worker.child.tell(command)
@@ -362,14 +367,9 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     return asyncio.run(supervisor.run_last())
 
 
-async def _open(workers: list[_Worker]) -> None:
-    """Let the workers accept requests now that everything is ready, and wait until they do. One that has ended will be
-    replaced.
-    """
-    children = [worker.child for worker in workers if worker.child is not None]
-    for child in children:
-        child.tell("open")
-    await asyncio.gather(*(child.is_ready() for child in children))
+def _children(owners: Sequence[_Worker | _Engine]) -> list[Child]:
+    """Return the processes that they have now."""
+    return [owner.child for owner in owners if owner.child is not None]
 
 
 def _device_environments(num_engines: int, num_devices: int) -> list[dict[str, str]]:

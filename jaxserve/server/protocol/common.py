@@ -6,13 +6,14 @@ here.
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
 
 from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import MAX_INT32, MAX_N, SamplingParams, TruncationSide
+from jaxserve.request import TruncationSide
+from jaxserve.sampling_params import MAX_INT32, MAX_N, PARAMETERS, SamplingParams
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.names import UnknownName, unknown_names
@@ -60,40 +61,33 @@ class Reasoning(msgspec.Struct, kw_only=True):
     summary: str | None = None
 
 
-class AnswerRequest(RequestBody, kw_only=True):
-    """Fields common to completions, chat and responses."""
+if TYPE_CHECKING:
+    _Sampled = RequestBody
+else:  # ranges are checked by SamplingParams, by the same rules as in Python
+    _kinds = get_type_hints(SamplingParams)
+    _fields = [(name, _kinds[name] | None, None) for name, parameter in PARAMETERS.items() if parameter.is_field]
+    _Sampled = msgspec.defstruct("_Sampled", _fields, bases=(RequestBody,), kw_only=True)
+
+
+class AnswerRequest(_Sampled, kw_only=True):
+    """Fields common to completions, chat and responses: all that `PARAMETERS` says are fields, and these."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    seed: int | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     return_tokens_as_token_ids: bool | None = None
-    logprob_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    speculative_decoding: bool | None = None
 
 
 class GenerationRequest(AnswerRequest, kw_only=True):

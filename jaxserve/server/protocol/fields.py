@@ -1,14 +1,16 @@
 """The table of request fields: which routes follow a field, and the message with which others refuse it.
 
-Every field that some route knows has a row here. Requests are checked against it before they are decoded; the fields of
-`SamplingParams` and those that /v1/responses passes on to a chat are taken from it; and docs/fields.md is generated
-from it. A field without a row is unknown: it is ignored, counted, and logged once.
+Every field that some route knows has a row here; those of sampling parameters come from `PARAMETERS`. Requests are
+checked against the table before they are decoded. The fields of `SamplingParams` and those that /v1/responses passes on
+to a chat are taken from it, and docs/fields.md is generated from it. A field without a row is unknown: it is ignored,
+counted, and logged once.
 """
 
 import enum
 import functools
 from typing import Literal, NamedTuple, get_args
 
+from jaxserve.sampling_params import PARAMETERS
 from jaxserve.unsupported import CONSTRAINT, CONSTRAINTS, EMPTY, EVERYWHERE, UNLESS_NULL, Refused
 
 Route = Literal["completions", "chat", "responses", "embeddings", "tokenize"]
@@ -61,31 +63,13 @@ def _everywhere(name: str, meaning: str, cell: Refused = _NOT) -> Field:
     return Field(name, meaning, cell, cell, cell, cell, cell)
 
 
-def _sampling(name: str, meaning: str) -> Field:
-    return Field(name, meaning, *_ANSWERS, is_sampling=True)
-
-
 FIELDS: tuple[Field, ...] = (
-    # How tokens are chosen.
-    _sampling("temperature", "0 always takes the most likely token"),
-    _sampling("top_p", "draw among the most likely tokens that have this probability together"),
-    _sampling("top_k", "draw among so many tokens; 0 or -1: all"),
-    _sampling("min_p", "draw among tokens with this fraction of the highest probability"),
-    _sampling("presence_penalty", "taken off tokens that the answer has already"),
-    _sampling("frequency_penalty", "taken off for each time that the answer has a token already"),
-    _sampling("repetition_penalty", "divides the logits of tokens that prompt or answer have already"),
-    _sampling("logit_bias", "token id to what is added to its logit, -100 to 100"),
-    _sampling("allowed_token_ids", "nothing but these tokens is drawn"),
-    _sampling("bad_words", "texts that the answer must not have"),
-    _sampling("seed", "the same seed gives the same text"),
-    # When an answer ends.
-    _sampling("stop", "texts that end the answer"),
-    _sampling("stop_token_ids", "tokens that end the answer"),
-    _sampling("include_stop_str_in_output", "show the text that has ended the answer"),
-    _sampling("ignore_eos", "the model's end of sequence does not end the answer"),
-    _sampling("min_tokens", "the answer does not end before it has so many tokens"),
-    _sampling("skip_special_tokens", "leave special tokens out of the text"),
-    _sampling("speculative_decoding", "false: verify no drafts for this request; the text is the same"),
+    # How tokens are chosen, and when an answer ends.
+    *(
+        Field(name, parameter.meaning, *_ANSWERS, is_sampling=True)
+        for name, parameter in PARAMETERS.items()
+        if parameter.is_field
+    ),
     Field("max_tokens", "the answer ends after so many tokens", *_ANSWERS),
     Field("max_completion_tokens", "another name for max_tokens", *_ANSWERS),
     Field(
@@ -130,9 +114,6 @@ FIELDS: tuple[Field, ...] = (
         Refused("a response has no prompt_logprobs", UNLESS_NULL),
     ),
     Field("return_token_ids", "token ids beside the text", FOLLOWED, FOLLOWED, Refused("a response has no token ids")),
-    _sampling(
-        "logprob_token_ids", "log probabilities of these tokens in place of the most likely ones, without logprobs too"
-    ),
     Field("return_tokens_as_token_ids", "tokens of log probabilities are written as 'token_id:5'", *_ANSWERS),
     Field(
         "echo",

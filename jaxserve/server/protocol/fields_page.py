@@ -12,6 +12,10 @@ change by it. *400*: it is refused; the second table has the word that comes wit
 everywhere. A field that is in neither table is ignored, counted in `jaxserve:unknown_request_fields_total`, and logged
 once; so is an unknown field of an object within a request, such as `stream_options.include_usag`.
 
+Parameters of sampling act in one order, whatever the order in the body: penalties, `logit_bias`, `allowed_token_ids`
+and masks of constraints, `bad_words`, `min_tokens`, then `top_n_sigma` on what these leave, `temperature`, `top_k`,
+`top_p`, `min_p`. Log probabilities are those before all of this.
+
 This page is printed from the table that requests are checked against: `jaxserve/server/protocol/fields.py`.
 """
 

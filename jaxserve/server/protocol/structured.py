@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import JsonOptions, json_options
 
 

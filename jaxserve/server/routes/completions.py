@@ -12,7 +12,8 @@ from starlette.responses import Response
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.generation.beams import beam_params, for_beams, set_beams
 from jaxserve.server.generation.logprobs import Candidates, CompletionLogprobsBuilder, shown
 from jaxserve.server.generation.reading import unique

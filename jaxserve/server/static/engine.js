@@ -73,10 +73,21 @@ export class EngineView {
     $("waiting").textContent = stats.num_waiting;
     $("usage").textContent = percent(stats.kv_cache_usage);
     $("hits").textContent = stats.prefix_cache_queries ? percent(stats.prefix_cache_hits / stats.prefix_cache_queries) : "–";
+    this.#drawDrafts(stats);
     this.#drawRate();
     this.#drawLanes();
     this.#drawRequests();
     this.#drawBlocks();
+  }
+
+  /** What share of all drafts was accepted, and in what share of steps at least so many. Hidden without speculation. */
+  #drawDrafts(stats) {
+    const perPosition = stats.spec_decode_num_accepted_tokens_per_pos;
+    const { spec_decode_num_drafts: count, spec_decode_num_draft_tokens: tokens, spec_decode_num_accepted_tokens: accepted } = stats;
+    $("drafts").hidden = !perPosition.length;
+    if (!perPosition.length) return;
+    const shares = count ? `by position: ${perPosition.map((number) => percent(number / count)).join(", ")}` : "";
+    $("accepted").replaceChildren(tokens ? percent(accepted / tokens) : "–", make("small", { class: "caption" }, ` ${shares}`));
   }
 
   #drawRate() {

@@ -16,7 +16,7 @@ from jaxserve.answers.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.answers.tools.tool import Tool
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.request import StructuredOutputs
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.structured.grammar import limit_of, make_grammar
 from jaxserve.structured.vocabulary import grammar_tokenizer
 from jaxserve.tokenizer import Tokenizer

@@ -3,9 +3,11 @@
 import json
 import pathlib
 
+import msgspec
 import pytest
 from serving import assert_error
 
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.generation.unknown_fields import UnknownFields
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.completions import CompletionRequest
@@ -27,14 +29,15 @@ STRUCTS = (CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest, T
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 # A value of each field that SamplingParams gets, which is not the one it has without.
+NUMBERS = {
+    field.name: field.default
+    for field in msgspec.structs.fields(SamplingParams)
+    if isinstance(field.default, (int, float))
+}
 SAMPLES = {
-    "temperature": 0.5,
+    **{name: not default if isinstance(default, bool) else default + 1 for name, default in NUMBERS.items()},
     "top_p": 0.5,
-    "top_k": 5,
     "min_p": 0.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
     "logit_bias": {"65": 1.5},
     "logprob_token_ids": [65, 70],
     "allowed_token_ids": [65, 66],
@@ -42,12 +45,6 @@ SAMPLES = {
     "seed": 5,
     "stop": ["x"],
     "stop_token_ids": [70],
-    "include_stop_str_in_output": True,
-    "ignore_eos": True,
-    "min_tokens": 1,
-    "skip_special_tokens": False,
-    "speculative_decoding": False,
-    "n": 2,
 }
 NAMED = [70, 65, 70]
 

@@ -1,0 +1,249 @@
+"""What drafters with weights draft, compared with the published mathematics on whole sequences, and how their
+checkpoints are read.
+"""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_harness import Model, Result, request
+from naive import DenseKV, DenseLatent, one_sequence
+from safetensors.numpy import save_file
+
+from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.execution.programs.kinds import Forward
+from jaxserve.layers.batch import KVCache
+from jaxserve.loading.eagle3 import is_head, read_head
+from jaxserve.loading.huggingface import load_params
+from jaxserve.speculation import parse_speculation
+from jaxserve.speculative import make_drafter
+
+K = 3
+LENGTH = 24
+TARGET = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+HEAD = TARGET | {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3, "rope_theta": 100.0}
+DRAFT_VOCAB = 12
+IDS = np.sort(np.random.default_rng(3).permutation(32)[:DRAFT_VOCAB])
+PROMPT = [1, 5, 3, 2, 9, 17, 30]
+
+
+def tensors(prefix, *, has_embedding=False, has_map=True):
+    """Return a head's tensors by their published names."""
+    rng, size, head_dim = np.random.default_rng(0), 24, 6
+    vocab = DRAFT_VOCAB if has_map else 32
+    shapes = {
+        "fc": (size, 3 * size), "norm": (size,), "lm_head": (vocab, size),
+        f"{prefix}.input_layernorm": (size,), f"{prefix}.hidden_norm": (size,),
+        f"{prefix}.post_attention_layernorm": (size,),
+        f"{prefix}.self_attn.q_proj": (6 * head_dim, 2 * size), f"{prefix}.self_attn.k_proj": (3 * head_dim, 2 * size),
+        f"{prefix}.self_attn.v_proj": (3 * head_dim, 2 * size), f"{prefix}.self_attn.o_proj": (size, 6 * head_dim),
+        f"{prefix}.mlp.gate_proj": (20, size), f"{prefix}.mlp.up_proj": (20, size),
+        f"{prefix}.mlp.down_proj": (size, 20),
+    }  # fmt: skip
+    if has_embedding:
+        shapes["embed_tokens"] = (32, size)
+    found = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) * 0.4 for name, shape in shapes.items()}
+    if has_map:
+        found |= {"d2t": IDS - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(32), IDS)}
+    return found
+
+
+def write_head(directory, style, **changes):
+    """Write a head in one of the published formats; returns its tensors."""
+    fields = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    if style == "speculators":
+        fields |= {
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": {},
+            "transformer_layer_config": HEAD, "norm_before_residual": True,
+        }  # fmt: skip
+    else:
+        fields |= HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
+    own = tensors("layers.0" if style == "speculators" else "midlayer", has_embedding=style == "speculators")
+    (directory / "config.json").write_text(json.dumps(fields | changes))
+    save_file(own, directory / "model.safetensors")
+    return own
+
+
+def norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weight
+
+
+def head_of(own, embedding, *, adds_normed):
+    """Return a function from token ids and features to the last hidden state and the most likely next token: the layer
+    of EAGLE-3 on a whole sequence, in float64.
+    """
+    weights = {name.removesuffix(".weight").replace("layers.0.", "midlayer."): w for name, w in own.items()}
+    table = weights.get("embed_tokens", embedding)
+
+    def layer(name):
+        return weights[f"midlayer.{name}"].astype(np.float64)
+
+    def rotated(x):
+        angles = np.arange(len(x))[:, None] * 100.0 ** -(np.arange(3) / 3)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        a, b = x[..., :3], x[..., 3:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def run(token_ids, features):
+        feature = norm(features, layer("hidden_norm"))
+        stream = feature if adds_normed else features
+        x = np.concatenate([norm(table[token_ids], layer("input_layernorm")), feature], axis=-1)
+        q, k, v = ((x @ layer(f"self_attn.{name}_proj").T).reshape(len(x), -1, 6) for name in "qkv")
+        q, k, v = rotated(q), np.repeat(rotated(k), 2, axis=1), np.repeat(v, 2, axis=1)
+        scores = np.einsum("qhd,khd->hqk", q, k) * 6**-0.5
+        scores = np.where(np.tril(np.ones((len(x), len(x)), bool)), scores, -np.inf)
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = np.einsum("hqk,khd->qhd", scores / scores.sum(axis=-1, keepdims=True), v)
+        stream = stream + attended.reshape(len(x), -1) @ layer("self_attn.o_proj").T
+        y = norm(stream, layer("post_attention_layernorm"))
+        gate = y @ layer("mlp.gate_proj").T
+        stream = stream + (gate / (1 + np.exp(-gate)) * (y @ layer("mlp.up_proj").T)) @ layer("mlp.down_proj").T
+        return stream[-1], IDS[np.argmax(norm(stream[-1], weights["norm"]) @ weights["lm_head"].T)]
+
+    return run
+
+
+def padded(values):
+    return np.pad(values, [(0, LENGTH - len(values)), *[(0, 0)] * (np.ndim(values) - 1)])
+
+
+def one_pool(config):
+    dense = DenseLatent() if hasattr(config, "latent_heads") else DenseKV()
+    return KVCache(pools=(dense,), num_blocks=1, block_size=1, pool_of_layer=(0,) * config.num_layers)
+
+
+def streams_of(model, *layers):
+    """Return a function from token ids to the residual streams before these layers of a model, or behind all."""
+    family, config = model.family, model.config
+
+    @jax.jit
+    def run(params, token_ids):
+        batch = one_sequence(token_ids)
+        x, found = family.embed(params, config, batch), []
+        for first, end in itertools.pairwise((0, *layers)):
+            x = family.run(params, config, x, batch, one_pool(config), range(first, end))[0] if first < end else x
+            found.append(x)
+        return jnp.concatenate(found, axis=1)
+
+    def of(token_ids):
+        with model.runner.model.on_mesh():
+            return np.asarray(run(model.params, padded(np.array(token_ids, np.int32))))[: len(token_ids)]
+
+    return of
+
+
+def chain(run, token_ids, features):
+    """Return K drafts behind a sequence: each feature goes with the token after it, then with the draft after it."""
+    pairs, features, drafts = list(token_ids[1:]), list(features[: len(token_ids) - 1]), []
+    for _ in range(K):
+        hidden, draft = run(np.array(pairs), np.array(features))
+        drafts.append(int(draft))
+        pairs, features = [*pairs, drafts[-1]], [*features, hidden]
+    return drafts
+
+
+def verified(model, monkeypatch, prompt=PROMPT, num_tokens=10, **limits):
+    """Yield the known tokens before each step that verifies drafts, and these drafts."""
+    runner, seen = model.runner, []
+    run = runner._run
+
+    def spying(program, *arguments):
+        made = run(program, *arguments)
+        if isinstance(program, Forward) and program.bucket.num_columns:
+            seen.append(np.asarray(made.rows.drafts)[0].tolist())
+        return made
+
+    monkeypatch.setattr(runner, "_run", spying)
+    engine, result = model.engine(overlap=False, **limits), Result()
+    engine.add([request("a", prompt, num_tokens)])
+    steps = []
+    while engine.has_work:
+        before, num_seen = prompt + result.token_ids, len(seen)
+        for output in engine.step():
+            result.add(output)
+        if len(seen) > num_seen:
+            steps.append((before, seen[-1]))
+    monkeypatch.undo()
+    assert len(steps) >= 4
+    return steps
+
+
+@pytest.mark.parametrize("style", ["original", "speculators"])
+def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
+    own = write_head(tmp_path, style)
+    speculation = parse_speculation({"method": "eagle3", "model": "x", "num_speculative_tokens": K})
+    model = Model(None, changes=TARGET, speculation=speculation.up_to(1), drafter=read_head(str(tmp_path)))
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    specs = model.drafter.specs()
+    model.params["drafter"] = load_params(tmp_path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
+    run = head_of(own, np.asarray(model.params["embed"].values), adds_normed=style == "speculators")
+    streams = streams_of(model, 0, 1, 3)
+    # Twice: the second one begins with blocks of the first, and its last features.
+    for prompt in (PROMPT, [*PROMPT[:5], 8, 8, 7]):
+        for token_ids, drafts in verified(model, monkeypatch, prompt, max_num_batched_tokens=4):
+            assert drafts == chain(run, token_ids, streams(token_ids) @ own["fc.weight"].T)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_qk_norm", "deepseek_v3_groups"])
+def test_a_further_layer_drafts(monkeypatch, name):
+    speculation = parse_speculation({"method": "deepseek_mtp", "num_speculative_tokens": K})
+    model = Model(name, speculation=speculation.up_to(1))
+    own, config, drafter = model.params["drafter"], model.config, model.drafter
+    streams, layer = streams_of(model, config.num_layers), drafter._layer
+
+    @jax.jit
+    def last(params, token_ids, features, index):
+        hidden, _ = drafter.run(params, one_sequence(token_ids), features, one_pool(config))
+        return hidden[index], layer.norm(hidden[index], own["norm"]) @ own["lm_head"].values.T
+
+    def run(token_ids, features):
+        arguments = padded(token_ids.astype(np.int32)), padded(features.astype(np.float32)), len(features) - 1
+        with model.runner.model.on_mesh():
+            hidden, logits = last(model.params, *arguments)
+        return np.asarray(hidden), np.argmax(logits)
+
+    for token_ids, drafts in verified(model, monkeypatch):
+        assert drafts == chain(run, token_ids, streams(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"norm_before_fc": True}, "norm_before_fc is not supported"),
+        ({"shiny": 1}, "shiny is not supported"),
+        ({"speculators_model_type": "peagle"}, "'peagle' is not eagle3"),
+        ({"transformer_layer_config": HEAD | {"num_hidden_layers": 2}}, "num_hidden_layers must be 1"),
+        ({"transformer_layer_config": HEAD | {"model_type": "qwen3"}}, "'qwen3' is not supported"),
+        ({"transformer_layer_config": HEAD | {"vocab_size": 20}}, "outside the vocabulary of 20"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size must be a positive integer"),
+    ],
+)
+def test_heads_that_are_refused(tmp_path, changes, complaint):
+    write_head(tmp_path, "speculators", **changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_head(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "changes", "complaint"),
+    [
+        ("eagle3", {"num_hidden_layers": 3}, {}, "must be three of the 3"),
+        ("eagle3", {"hidden_size": 32}, {}, "is for a hidden size of 24, but .* has 32"),
+        ("eagle3", {"vocab_size": 40}, {}, "is for a vocabulary of 32 tokens, but .* has 40"),
+        ("mtp", {}, {}, "not supported for a llama model"),
+        ("mtp", {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, {}, "num_nextn_predict_layers is 0"),
+    ],
+)
+def test_drafters_of_other_models_are_refused(tmp_path, method, target, changes, complaint):
+    write_head(tmp_path, "original", **changes)
+    assert is_head(json.loads((tmp_path / "config.json").read_text()))
+    speculation = parse_speculation({"method": method, "model": "x", "num_speculative_tokens": 1})
+    with pytest.raises(ConfigError, match=complaint):
+        make_drafter(speculation, TARGET | target, read_head(str(tmp_path)), context=96)
