@@ -109,11 +109,6 @@ PARTS = {
 }
 
 # Modules, or whole packages, in which jax is never loaded.
-QUANTIZATION = (
-    *("awq", "bitsandbytes", "common", "declared", "expected", "ggml", "gptq"),
-    *("mxfp4", "nvfp4", "packed", "plain", "scheme", "stored"),
-)
-
 NO_JAX = (
     "jaxserve.__main__",
     "jaxserve.answers",
@@ -182,7 +177,7 @@ NO_JAX = (
     "jaxserve.planning.measured",
     "jaxserve.planning.times",
     "jaxserve.progress",
-    *(f"jaxserve.quantization.{name}" for name in QUANTIZATION),
+    "jaxserve.quantization",
     "jaxserve.request",
     "jaxserve.sampling_params",
     "jaxserve.scheduling",

@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
-
-from jaxserve.layers.params import Params, ParamSpec
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -45,6 +42,11 @@ def fuses(activation: str | Gate) -> bool:
     return callable(activation) or activation in FUSED_ACTIVATIONS
 
 
+def why_not_activation(activation: str | Gate) -> str:
+    """Return why a matmul does not include an activation."""
+    return f"no matmul has the activation {activation}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedSwiGLU:
     """The Gate of GPT-OSS. Two with the same numbers are equal, so that what is compiled for one is used for the
@@ -58,33 +60,3 @@ class ClampedSwiGLU:
         """(up + 1) * gate * sigmoid(alpha * gate); gate is at most `limit`, and up within it on both sides."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class XIELU:
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), whose slopes are weights: a parabola above 0, below it an
-    exponential. Each layer has its own numbers, which no kernel takes.
-    """
-
-    def specs(self, prefix: str) -> Params:
-        """Declare the weights, in float32; `prefix` names the activation's module in the checkpoint."""
-        shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-        return {
-            name: ParamSpec(
-                shape=(1,),
-                axes=(None,),
-                dtype=np.float32,
-                source=(f"{prefix}.{name}",),
-                source_shapes=(shape,),
-                init_scale=0.0,
-            )
-            for name, shape in shapes.items()
-        }
-
-    def __call__(self, x: Array, weights: Params) -> Array:
-        """Return the activations of x, computed in float32."""
-        wide, beta = x.astype(jnp.float32), weights["beta"][0]
-        above = jax.nn.softplus(weights["alpha_p"][0])
-        below = beta + jax.nn.softplus(weights["alpha_n"][0])
-        decayed = jnp.expm1(jnp.minimum(wide, weights["eps"][0])) - wide
-        return (jnp.where(wide > 0, above * wide * wide, below * decayed) + beta * wide).astype(x.dtype)

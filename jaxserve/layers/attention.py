@@ -270,10 +270,6 @@ class Attention:
         """The factor of the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
-        return not self.out_bias and params["out"].is_split
-
     @property
     def why_not_fused(self) -> str | None:
         """Why no kernel multiplies by both projections and what is around them, or None if some do."""

@@ -20,7 +20,7 @@ from jaxserve.layers.decode_layer import run_fused_layer
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
 from jaxserve.layers.layer import Layer
-from jaxserve.layers.linear import Consumer, linear_of_few_rows
+from jaxserve.layers.linear import Consumer, linear
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, add_update
@@ -157,7 +157,7 @@ def run_paths(
             else:
                 if qkv is None or index - 1 not in paths:
                     x, y = layer.norm.of_sum(x, update, own["attention_norm"], context)
-                    qkv = linear_of_few_rows(y, own["attention"]["qkv"], context=context)
+                    qkv = linear(y, own["attention"]["qkv"], context=context, of_few_rows=True)
                 if path.passes_on_qkv:
                     after = weights[index + 1]["attention"]["qkv"], weights[index + 1]["attention_norm"]
                 else:

@@ -265,10 +265,6 @@ class DeltaNet:
         """Return None: two weights are multiplied by the block's input."""
         return None
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result."""
-        return params["out"].is_split
-
     def run(
         self,
         params: Params,

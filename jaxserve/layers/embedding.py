@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, Kernels, StepContext, result
-from jaxserve.layers.linear import linear_of_few_rows
+from jaxserve.layers.linear import linear
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.parts import gather_part, sum_part
 from jaxserve.layers.sharding import partition_specs
@@ -80,7 +80,7 @@ def unembed(
     with jax.named_scope("lm_head"):
         float32 = jnp.dtype(jnp.float32)
         bias = None if bias is None else bias.astype(float32)
-        return linear_of_few_rows(hidden, table, bias, context=context, name="LM head", output_dtype=float32)
+        return linear(hidden, table, bias, context=context, name="LM head", output_dtype=float32, of_few_rows=True)
 
 
 def gathered(

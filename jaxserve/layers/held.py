@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.layers.context import Kernels
+from jaxserve.layers.context import Kernel, Kernels, StepContext
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.schemes import with_divisible_codes
 from jaxserve.quantization.scheme import Scheme
-from pallas_kernels import grouped_codes, quantized_matmuls
+from pallas_kernels import quantized_matmuls
 
 
 def why_not_held(
@@ -57,10 +57,8 @@ def _why_no_kernel(
         return "a byte of two codes would be on two devices"
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
     row = jax.ShapeDtypeStruct((1, math.prod(weight.shape[weight.ndim - num_inputs :])), jnp.dtype(dtype))
-    is_expert = expert_size is not None
-    codes = jax.eval_shape(
-        lambda weight: weight.quantized_entries() if is_expert else weight.quantized_matrix(num_inputs), weight
-    )
-    if codes is None:
-        return f"no kernel converts {scheme}"
-    return grouped_codes.why_not(row, codes) if is_expert else quantized_matmuls.why_not(row, codes)
+    if expert_size is not None:
+        part = weight.product(row, StepContext("sm90"), of_groups=True).part
+        return part.reason if part.kernel == Kernel.XLA else None
+    codes = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
+    return f"no kernel converts {scheme}" if codes is None else quantized_matmuls.why_not(row, codes)

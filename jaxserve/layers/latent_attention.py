@@ -276,10 +276,6 @@ class LatentAttention:
         sharpness = self.rope.scaling.score_factor if isinstance(self.rope.scaling, YarnScaling) else 1.0
         return sharpness * (self.heads.plain_size + self.heads.rotated_size) ** -0.5
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
-        return not self.has_bias and params["out"].is_split
-
     @property
     def why_not_fused(self) -> str:
         """Why no kernel of a whole layer has this block."""

@@ -57,10 +57,6 @@ class Mixer(Protocol):
         """Return the only weight that is multiplied by the block's input as it is; None if there is none."""
         ...
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
-        ...
-
     def run(
         self, params: Params, x: Any, cache: Any, batch: Batch, rotation: Rotation | None, *, consumer: Consumer
     ) -> tuple[Any, Any]:

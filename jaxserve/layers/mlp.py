@@ -1,25 +1,54 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, XIELU, Gate, gate_of
+from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, Gate, gate_of, why_not_activation
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
-from jaxserve.layers.linear import Consumer, gated_linear_of_codes, linear, residual_update
+from jaxserve.layers.context import PLAIN, StepContext, result
+from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import KERNELS_OF_CODES, gate_up_part, why_not_activation
-from jaxserve.layers.rounded import gated_linear_unit_of_rounded, rows_of
+from jaxserve.layers.quantized import rows_of
 from jaxserve.layers.weight import Weight
-from pallas_kernels import gated_linear_unit as fused
 from pallas_kernels.row_quantization import QuantizedRows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class XIELU:
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), whose slopes are weights: a parabola above 0, below it an
+    exponential. Each layer has its own numbers, which no kernel takes.
+    """
+
+    def specs(self, prefix: str) -> Params:
+        """Declare the weights, in float32; `prefix` names the activation's module in the checkpoint."""
+        shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        return {
+            name: ParamSpec(
+                shape=(1,),
+                axes=(None,),
+                dtype=np.float32,
+                source=(f"{prefix}.{name}",),
+                source_shapes=(shape,),
+                init_scale=0.0,
+            )
+            for name, shape in shapes.items()
+        }
+
+    def __call__(self, x: Array, weights: Params) -> Array:
+        """Return the activations of x, computed in float32."""
+        wide, beta = x.astype(jnp.float32), weights["beta"][0]
+        above = jax.nn.softplus(weights["alpha_p"][0])
+        below = beta + jax.nn.softplus(weights["alpha_n"][0])
+        decayed = jnp.expm1(jnp.minimum(wide, weights["eps"][0])) - wide
+        return (jnp.where(wide > 0, above * wide * wide, below * decayed) + beta * wide).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +120,6 @@ class FeedForward:
         assert not isinstance(self.activation, XIELU)
         return gated_mlp(params, x, self.activation, batch.context, consumer)
 
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device has a partial sum of the result, and nothing of the sum is the same on all."""
-        return not self.has_bias and params["down"].is_split
-
     @property
     def why_not_fused(self) -> str | None:
         """Why no kernel of a whole layer has this block, or None if some do."""
@@ -128,29 +153,18 @@ def _gated_linear_unit(
     params: Params, x: Float[Array, "T E"] | QuantizedRows, activation: str | Gate, context: StepContext
 ) -> Float[Array, "T F"] | QuantizedRows:
     """Return the input of `params["down"]`: as codes if it rounds its rows to some, and a kernel gives them."""
-    weight, bias, kernels = params["gate_up"], params.get("gate_up_bias"), context.kernels
-    part = gate_up_part(x, weight, activation, kernels=kernels, has_bias=bias is not None)
-    kernel = context.choose("gate_up", part)
-    if part.reason is not None:
+    weight, bias = params["gate_up"], params.get("gate_up_bias")
+    product = weight.product(x, context, activation=activation, has_bias=bias is not None)
+    context.choose("gate_up", product.part)
+    if product.part.reason is not None:
         gate_up = linear(x, weight, bias, context=context)
         return gate_of(activation)(gate_up[:, 0], gate_up[:, 1])
-    assert isinstance(activation, str)
-    function = ACTIVATIONS[activation]
-    mesh = weight.mesh
-    out_spec = PartitionSpec() if mesh.empty else PartitionSpec(None, weight.spec[1])
-    makes = result((len(x), weight.shape[1]), x.dtype, NamedSharding(mesh, out_spec))
-    if kernel == Kernel.SCALED_MATMUL:
-        code = params["down"].rounds_to(len(x), 1)
-        makes = makes if code is None else rows_of(makes, code)
-        options: dict[str, Any] = {"code": code, "by_xla": kernels == "xla"}
-        return context.call(gated_linear_unit_of_rounded, makes, x, weight, function, **options)
-    assert not isinstance(x, QuantizedRows)
-    if kernel in KERNELS_OF_CODES:
-        return context.call(gated_linear_of_codes, makes, x, weight, activation, kernel)
-    run = functools.partial(fused.gated_linear_unit, activation=function, implementation=kernels)
-    if not mesh.empty:
-        run = jax.shard_map(run, in_specs=(PartitionSpec(), weight.spec), out_specs=out_spec, check_vma=False)
-    return context.call(run, makes, x, weight.array())
+    out_spec = PartitionSpec() if weight.mesh.empty else PartitionSpec(None, weight.spec[1])
+    makes = result((len(x), weight.shape[1]), x.dtype, NamedSharding(weight.mesh, out_spec))
+    if product.rounds_to is None:
+        return context.call(product.run, makes, x)
+    code = params["down"].product(makes, context).rounds_to
+    return context.call(product.run, makes if code is None else rows_of(makes, code), x, code)
 
 
 def mlp(

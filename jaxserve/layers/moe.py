@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.activations import Gate
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
-from jaxserve.layers.linear import Consumer, linear, linear_of_groups, norm_adds_partial_sums
+from jaxserve.layers.linear import Consumer, linear, norm_adds_partial_sums
 from jaxserve.layers.mlp import FeedForward, gated_mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.parts import experts_part, routing_part
+from jaxserve.layers.parts import routing_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
@@ -116,10 +116,6 @@ class Experts:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
         num_tokens = batch.query_starts[batch.num_rows]
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer)
-
-    def leaves_partial_sums(self, params: Params) -> bool:
-        """Return true if each device along one mesh axis has a partial sum of the result."""
-        return _has_partial_sums(params)
 
     @property
     def why_not_fused(self) -> str:
@@ -250,10 +246,10 @@ def _run_local_experts(
     num_choices, num_experts = len(x) * routing.num_experts_per_token, experts["down"].shape[0]
     routed_by = context.choose("routing", routing_part(len(x), routing, kernels=context.kernels))
     # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
-    is_of_codes = {}
+    products, is_of_codes = {}, {}
     for name, after in (("gate_up", activation), ("down", None)):
-        part = experts_part(experts[name], after, dtype=x.dtype, kernels=context.kernels)
-        is_of_codes[name] = context.choose("experts", part) == Kernel.GROUPED_CODES
+        products[name] = experts[name].product(x, context, activation=after, of_groups=True)
+        is_of_codes[name] = context.choose("experts", products[name].part) == Kernel.GROUPED_CODES
     has_tiles_of_codes = all(is_of_codes.values())
 
     def run() -> tuple[Array, Array]:
@@ -268,19 +264,12 @@ def _run_local_experts(
             implementation=context.kernels if routed_by == Kernel.EXPERT_ROUTING else "xla",
         )
 
-        def multiply(rows: Array, name: str, activation: str | Gate | None = None) -> Array:
-            return linear_of_groups(
-                rows,
-                experts[name],
-                experts.get(f"{name}_bias"),
-                routed.group_sizes,
-                activation=activation,
-                tiles=routed.tiles if is_of_codes[name] == has_tiles_of_codes else None,
-                context=context,
-            )
+        def multiply(rows: Array, name: str) -> Array:
+            tiles = routed.tiles if is_of_codes[name] == has_tiles_of_codes else None
+            return products[name].run(rows, routed.group_sizes, experts.get(f"{name}_bias"), tiles)
 
         rows = x[routed.token]
-        y = multiply(multiply(rows, "gate_up", activation), "down")
+        y = multiply(multiply(rows, "gate_up"), "down")
         has_row = routed.row < len(rows)
         y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
         # After the last group y may be NaN.

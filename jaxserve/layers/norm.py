@@ -14,7 +14,7 @@ from jaxserve.layers.context import Kernel, Part, StepContext
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import norm_part, update_norm_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.rounded import rows_of
+from jaxserve.layers.quantized import rows_of
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
@@ -178,13 +178,14 @@ def add_rms_norm(
     these are added up through `context.peers`.
     """
     kernels = context.kernels
+    code = None if reader is None else reader.product(x, context).rounds_to
 
     def run_fused(x: Array, update: Array, weight: Array, gain: Array | None = None, *, scale: float = 1.0) -> Any:
         options: dict[str, Any] = {"eps": eps, "update_scale": scale, "implementation": kernels}
         return fused.add_rms_norm(x, update, weight, update_gain=gain, **options)
 
     if isinstance(update, PendingUpdate):
-        norm, part = update.norm, update_norm_part(x, reader, kernels=kernels)
+        norm, part = update.norm, update_norm_part(x, code, kernels=kernels)
         if norm is not None:
             context.choose(update.name, part if norm.kind == "rms" else LAYER_NORM, is_product=False)
         is_rms = norm is None or (norm.kind == "rms" and norm.eps == eps)
@@ -194,7 +195,7 @@ def add_rms_norm(
             return context.call(_on_each_device, (x, x), run, x, update.value, weight, update.weights)
         update = update.finished()
     unreduced = frozenset() if isinstance(update, UnscaledProduct) else jax.typeof(update).sharding.spec.unreduced
-    part = norm_part(x, reader, kernels=kernels, has_partial_sums=bool(unreduced))
+    part = norm_part(x, code, kernels=kernels, has_partial_sums=bool(unreduced))
     kernel = context.choose(name, part, is_product=False)
     if kernel == Kernel.ALL_REDUCE:
         assert not isinstance(update, UnscaledProduct)
@@ -210,8 +211,6 @@ def add_rms_norm(
             )
             return context.call(island, (x, x), x, update, weight, context.peers)
     if kernel == Kernel.ROW_QUANTIZATION:
-        assert reader is not None
-        code = reader.rounds_to(len(x), 1)
         assert code is not None
         run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
         return context.call(_on_each_device, (x, rows_of(x, code)), run, x, update, weight)

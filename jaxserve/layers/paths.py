@@ -115,10 +115,10 @@ def why_not_fused(layer: LayerShape, qkv: Weight | None, x: Any, context: StepCo
     weights = matrices_of(layer.weights)
     if _is_quantized(layer):
         return _why_not_codes(layer, qkv, x, context)
-    if qkv is not None and (reason := qkv.why_not_plain()) is not None:
+    if qkv is not None and (reason := qkv.stored_as) is not None:
         return f"the next qkv: {reason}"
     for name, weight in weights.items():
-        if (reason := weight.why_not_plain() or _why_not_matmul(name, weight, x)) is not None:
+        if (reason := weight.stored_as or _why_not_matmul(name, weight, x)) is not None:
             return f"{name}: {reason}"
     return _why_no_sums(layer, x, context)
 
@@ -139,19 +139,21 @@ def _why_sums_between(layer: LayerShape) -> str | None:
 
 def _is_quantized(layer: LayerShape) -> bool:
     """Return true if every matrix of the layer is quantized."""
-    return all(weight.why_not_plain() is not None for weight in matrices_of(layer.weights).values())
+    return all(weight.stored_as is not None for weight in matrices_of(layer.weights).values())
 
 
 def _why_not_codes(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> str | None:
     """Return why kernels do not convert the codes of all weights of the layer, or None if they do."""
     weights = matrices_of(layer.weights)
     num_rows = x.shape[0]
-    if any(weight.rounds_to(num_rows, weight.ndim - 1 if name == "o" else 1) for name, weight in weights.items()):
+    inputs = {name: weight.shape[1 if name == "o" else -1 :] for name, weight in weights.items()}
+    rows = {name: jax.ShapeDtypeStruct((num_rows, *shape), x.dtype) for name, shape in inputs.items()}
+    if any(weight.product(rows[name], context).rounds_to for name, weight in weights.items()):
         return f"{num_rows} rows are rounded to 8 bits"
     shards = {name: weight.on_one_device() for name, weight in weights.items()}
     matrices = jax.eval_shape(quantized_matrices, shards, None if qkv is None else qkv.on_one_device())
     if matrices is None:
-        kinds = {weight.why_not_plain() for weight in (*weights.values(), *([] if qkv is None else [qkv]))}
+        kinds = {weight.stored_as for weight in (*weights.values(), *([] if qkv is None else [qkv]))}
         return "no kernel converts what all weights hold: " + "; ".join(sorted(map(str, kinds)))
     heads = jax.ShapeDtypeStruct((num_rows, matrices.o.depth), x.dtype)
     if _why_sums_between(layer) is None:

@@ -2,21 +2,28 @@
 
 The interface, and the weight that is stored as its values; `quantized` has the one that is stored as codes. A Weight is
 a pytree node. Its leaves are the arrays on the devices, or what stands for them: shapes, layouts, arrays on the host,
-partition specs. Layers call its methods, such as `multiply` and `take`, and never look at the leaves.
+partition specs. Layers call its methods, such as `product` and `take`, and never look at the leaves.
 """
 
 import abc
 import dataclasses
-from typing import Any, override
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, Gate, fuses, gate_of, why_not_activation
+from jaxserve.layers.context import NO_KERNELS, PLAIN, Kernel, Kernels, Part, StepContext
 from jaxserve.layers.sharding import names_of
+from pallas_kernels import gated_linear_unit, small_matmul
+from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
-from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
+from pallas_kernels.row_quantization import UnscaledProduct
 
 
 class Weight(abc.ABC):
@@ -54,55 +61,41 @@ class Weight(abc.ABC):
     def entry(self, index: Int[Array, ""]) -> "Weight":
         """Return the entry of the first axis at an index, such as one of the experts, as a weight of its own."""
 
-    def with_one_output_axis(self) -> "Weight":
-        """Return a weight [X, *outputs, K] as [X, outputs, K]; as plain values where a format has no way of its own."""
-        values = self.array()
-        return Dense(values.reshape(values.shape[0], -1, values.shape[-1]))
+    @property
+    def stored_as(self) -> str | None:
+        """What kernels for plain matrices do not read, such as "it is stored as int4"; None for plain values."""
+        return "it is not stored as its values"
 
-    @abc.abstractmethod
-    def why_not_plain(self) -> str | None:
-        """Return why kernels for plain matrices do not multiply by this weight, or None if they may read `array`."""
+    def product(
+        self,
+        x: Any,  # noqa: ARG002 (for formats)
+        context: StepContext,
+        *,
+        reason: str | None = None,
+        activation: str | Gate | None = None,
+        has_bias: bool = False,
+        of_few_rows: bool = False,
+        of_groups: bool = False,
+    ) -> "Product":
+        """Return how rows like `x` [T, *inputs] are multiplied: by XLA, where a format has nothing better.
+
+        `x` is an array, QuantizedRows, or the type of either; `reason` is against faster kernels. With an `activation`
+        the weight is gate and up [2, F, E], and so are the entries of one `of_groups`. `has_bias` tells that a bias is
+        added to the product, and `of_few_rows` that there are rarely many of the rows: XLA's kernels for them are up to
+        2% faster, but XLA tries out dozens for each shape, which was most of the compilation at the start of an 8B
+        model. `of_groups` means a weight of experts, local to a device, of which each row has one.
+        """
+        if of_groups:
+            return Product(Part(Kernel.XLA, self.stored_as), self._multiply_groups(activation))
+        reason = reason or why_not_fused(activation, context, has_bias=has_bias, of_few_rows=of_few_rows)
+        return Product(Part(Kernel.XLA, reason or self.stored_as), self._multiply)
 
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
-        """Return codes and scales as kernels for quantized matrices take them, or None if it has none.
+        """Return codes and scales as kernels of several weights take them, or None if it has none.
 
         The last `num_inputs` axes are its columns. Outputs of two axes whose first has a size of 2 are gate and up.
         """
         return None
-
-    def quantized_entries(self) -> QuantizedMatrix | None:
-        """Return codes and scales of all entries of the first axis as kernels for groups of rows take them, or None if
-        there are none.
-        """
-        return None
-
-    def matrix_of_rounded(self, num_rows: int, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
-        """Return what `quantized_matrix` does if so many rows are rounded to 8 bits before they are multiplied.
-
-        None if they are multiplied as they are.
-        """
-        return None
-
-    def rounds_to(self, num_rows: int, num_inputs: int) -> Code | None:  # noqa: ARG002 (for formats)
-        """Return the codes that so many rows are rounded to before they are multiplied, or None."""
-        return None
-
-    def multiply_rounded(self, x: QuantizedRows, *, output_dtype: jnp.dtype) -> Float[Array, " T *outputs"]:
-        """Multiply rows that were rounded to the codes of `rounds_to`. Raises NotImplementedError if that is None."""
-        raise NotImplementedError("no rows are rounded for this weight")
-
-    def unscaled_product(
-        self,
-        x: Float[Array, " T *inputs"] | QuantizedRows,  # noqa: ARG002 (for formats)
-    ) -> UnscaledProduct | None:
-        """Return the product of rounded rows as XLA leaves it on a GPU; None if rows are not rounded, or a kernel
-        multiplies them.
-        """
-        return None
-
-    def aligned(self, x: Float[Array, " T *inputs"]) -> "tuple[Float[Array, ' T *inputs'], Weight]":
-        """Return activations in the order in which the weight has its inputs, and the weight in that order."""
-        return x, self
 
     @property
     def ndim(self) -> int:
@@ -141,18 +134,15 @@ class Weight(abc.ABC):
 
         return jax.tree.map(shard, self)
 
-    def multiply(
-        self, x: Float[Array, " T *inputs"], *, output_dtype: jnp.dtype, leaves_partial_sums: bool = False
+    def _multiply(
+        self, x: Float[Array, " T *inputs"], *, output_dtype: Any = None, leaves_partial_sums: bool = False
     ) -> Float[Array, " T *outputs"]:
-        """Contract all axes of `x` but the first with the last axes of the weight, by XLA.
+        """Contract all axes of `x` but the first with the last axes of the weight, by XLA; see `Product.run`.
 
-        Contracting a sharded axis ends in an all-reduce and a replicated result, otherwise the output is sharded as the
-        weight is. With `leaves_partial_sums` there is no all-reduce: the result is "unreduced" over the axis, and each
-        device has a partial sum. float32 operands are multiplied in full float32, even if the hardware rounds them by
-        default.
+        float32 operands are multiplied in full float32, even if the hardware rounds them by default.
         """
-        num_inputs = x.ndim - 1
-        outputs = self.shape[: self.ndim - num_inputs]
+        output_dtype = output_dtype or x.dtype
+        outputs = self.shape[: self.ndim - (x.ndim - 1)]
         weight = self.array()
         out_sharding = output_sharding(self.sharding, len(outputs), leaves_partial_sums=leaves_partial_sums)
         if not self.is_split:
@@ -182,6 +172,56 @@ class Weight(abc.ABC):
         else:
             y = product(x, weight)
         return y if y.shape[1:] == outputs else y.reshape(x.shape[0], *outputs)
+
+    def _multiply_groups(self, activation: str | Gate | None) -> Callable[..., Array]:
+        """Return `Product.run` of groups by XLA: it makes floats of those that have rows only, of one at a time."""
+
+        def run(x: Array, group_sizes: Array, bias: Array | None, tiles: Plan | None) -> Array:
+            del tiles
+
+            def multiply(rows: Array, group: Array) -> Array:
+                entry = self.entry(group)
+                return entry.product(rows, PLAIN).run(rows).reshape(len(rows), -1)
+
+            y = multiply_used_groups(x, group_sizes, multiply, num_outputs=math.prod(self.shape[1:-1]))
+            return finished(y, group_sizes, bias=bias, activation=None if activation is None else gate_of(activation))
+
+        return run
+
+
+class Product(NamedTuple):
+    """How rows are multiplied by a weight: `Weight.product` chooses, while a program is traced."""
+
+    part: Part
+    """The kernel, and why there is no faster one. If there is a reason, an activation that was asked for is left out,
+    but for groups."""
+    run: Callable[..., Any]
+    """(x, output_dtype=None, leaves_partial_sums=False) -> [T, *outputs], in x's dtype by default.
+
+    Contracting a sharded axis ends in an all-reduce and a replicated result, otherwise the output is sharded as the
+    weight is. With `leaves_partial_sums` there is no all-reduce: the result is "unreduced" over the axis, and each
+    device has a partial sum. With an activation it is (x) -> [T, F], or if `rounds_to` is not None, (x, code) ->
+    QuantizedRows if `code` is not None. For groups, (x, group sizes, bias, tiles) -> [T, outputs]: bias and activation
+    are included, and `tiles` are those of the kernel, or None."""
+    rounds_to: Code | None = None
+    """What rows are rounded to before they are multiplied; None if they are not. `run` takes rows of such codes."""
+    unscaled: Callable[[Any], UnscaledProduct] | None = None
+    """(x) -> the product as XLA leaves it on a GPU; None if rows are not rounded, or a kernel multiplies them."""
+
+
+def why_not_fused(
+    activation: str | Gate | None, context: StepContext, *, has_bias: bool, of_few_rows: bool
+) -> str | None:
+    """Return why no kernel computes a product with its activation, or one of few rows, whatever the weight is."""
+    if of_few_rows:
+        return NO_KERNELS if context.kernels == "xla" else "it has a bias" if has_bias else None
+    if activation is None:
+        return None
+    if has_bias:
+        return "it has a bias"
+    if not isinstance(activation, str) or activation not in FUSED_ACTIVATIONS:
+        return why_not_activation(activation)
+    return NO_KERNELS if context.kernels == "xla" else None
 
 
 def output_sharding(
@@ -232,6 +272,97 @@ class Dense(Weight):
     def entry(self, index: Int[Array, ""]) -> "Dense":
         return Dense(jax.lax.dynamic_index_in_dim(self.values, index, keepdims=False))
 
+    @property
     @override
-    def why_not_plain(self) -> None:
+    def stored_as(self) -> None:
         return None
+
+    @override
+    def product(
+        self,
+        x: Any,
+        context: StepContext,
+        *,
+        reason: str | None = None,
+        activation: str | Gate | None = None,
+        has_bias: bool = False,
+        of_few_rows: bool = False,
+        of_groups: bool = False,
+    ) -> Product:
+        """Choose kernels for plain matrices.
+
+        For matrices of 16 bits XLA's kernels are the fastest with many rows, and tried out for each shape.
+        """
+        if of_groups:
+            return self._product_of_groups(activation, context)
+        reason = reason or why_not_fused(activation, context, has_bias=has_bias, of_few_rows=of_few_rows)
+        if reason is None and of_few_rows:
+            reason = self._why_not_few_rows(x)
+            if reason is None:
+                return Product(Part(Kernel.SMALL_MATMUL), functools.partial(self._multiply_few_rows, context.kernels))
+        elif reason is None and isinstance(activation, str):
+            reason = gated_linear_unit.why_not(x, self.shard)
+            if reason is None:
+                run = functools.partial(self._gated_linear_unit, ACTIVATIONS[activation], context.kernels)
+                return Product(Part(Kernel.GATED_LINEAR_UNIT), run)
+        return Product(Part(Kernel.XLA, reason), self._multiply)
+
+    def _why_not_few_rows(self, x: Any) -> str | None:
+        shard = self.shard
+        if shard.shape[-1] != self.shape[-1]:
+            return "devices have parts of its inputs"
+        matrix = jax.ShapeDtypeStruct((math.prod(shard.shape[:-1]), shard.shape[-1]), shard.dtype)
+        return small_matmul.why_not(x, matrix)
+
+    def _multiply_few_rows(
+        self, kernels: Kernels, x: Array, *, output_dtype: Any = None, leaves_partial_sums: bool = False
+    ) -> Array:
+        del leaves_partial_sums  # devices have all inputs
+
+        def multiply(x: Array, weight: Array) -> Array:
+            matrix = weight.reshape(-1, weight.shape[-1])
+            y = small_matmul.matmul(x, matrix, output_dtype=output_dtype, implementation=kernels)
+            return y.reshape(len(x), *weight.shape[:-1])
+
+        return self._on_each_device(multiply, PartitionSpec(None, *self.spec[:-1]))(x, self.values)
+
+    def _gated_linear_unit(self, activation: Callable[[Array], Array], kernels: Kernels, x: Array) -> Array:
+        run = functools.partial(gated_linear_unit.gated_linear_unit, activation=activation, implementation=kernels)
+        out_spec = PartitionSpec() if self.mesh.empty else PartitionSpec(None, self.spec[1])
+        return self._on_each_device(run, out_spec)(x, self.values)
+
+    def _on_each_device(self, run: Callable[..., Array], out_specs: PartitionSpec) -> Callable[..., Array]:
+        """Return a kernel of all rows and each device's shard of the weight."""
+        if self.mesh.empty:
+            return run
+        # A kernel call does not say over which axes its outputs vary.
+        return jax.shard_map(run, in_specs=(PartitionSpec(), self.spec), out_specs=out_specs, check_vma=False)
+
+    def _product_of_groups(self, activation: str | Gate | None, context: StepContext) -> Product:
+        kernels, gate = context.kernels, None if activation is None else gate_of(activation)
+        part = Part(Kernel.XLA, NO_KERNELS)
+        if kernels != "xla":
+            part = Part(Kernel.GROUPED_MATMUL, why_not_in_groups(activation))
+
+        def run(x: Array, group_sizes: Array, bias: Array | None, tiles: Plan | None) -> Array:
+            def multiply(weight: Array, bias: Array | None, gate: Gate | None) -> Array:
+                return grouped_matmul(
+                    x, weight, group_sizes, bias=bias, activation=gate, tiles=tiles, implementation=kernels
+                )
+
+            if gate is None or part.kernel == Kernel.XLA or part.reason is None:
+                return multiply(self.values, bias, gate)
+            halves = multiply(self.values.reshape(len(self.values), -1, self.shape[-1]), with_one_axis(bias), None)
+            return gate(*jnp.split(halves, 2, axis=1))
+
+        return Product(part, run)
+
+
+def why_not_in_groups(activation: str | Gate | None) -> str | None:
+    """Return why kernels for groups of rows leave out an activation, or None if they do not."""
+    return None if activation is None or fuses(activation) else why_not_activation(activation)
+
+
+def with_one_axis(bias: Array | None) -> Array | None:
+    """Return the biases of gate and up of each group in one axis."""
+    return None if bias is None else bias.reshape(len(bias), -1)

@@ -10,7 +10,7 @@ from jaxserve.loading.huggingface import SourceWeight
 from jaxserve.loading.json_files import read_config
 from jaxserve.loading.quantization_files import expected_schemes
 from jaxserve.loading.tied_head import is_head
-from jaxserve.quantization.expected import Expected
+from jaxserve.quantization.method import Expected
 from jaxserve.quantization.scheme import Scheme
 
 

@@ -35,12 +35,11 @@ from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
-from jaxserve.loading.quantized import StoredMatrix, join_parts
 from jaxserve.loading.stored_forms import in_declared_form
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import Format
+from jaxserve.quantization.stored import Format, StoredMatrix, join_parts
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.multimodal import TEXT_OF, stored_names
-from jaxserve.quantization.declared import formats_of
-from jaxserve.quantization.expected import Expected
+from jaxserve.quantization import METHODS, formats_of
+from jaxserve.quantization.method import Expected
 from jaxserve.quantization.stored import Format
 
 FILES = {
@@ -63,7 +63,7 @@ def expected_schemes(directory: pathlib.Path, fields: Mapping[str, Any]) -> Expe
     """
     stored_formats(directory, fields)
     for method, content in _declared(directory, fields).values():
-        return Expected(method, content, stored_names if TEXT_OF in fields else None)
+        return Expected(METHODS[method], content, stored_names if TEXT_OF in fields else None)
     return None
 
 

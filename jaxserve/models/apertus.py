@@ -5,10 +5,10 @@ activation is learned.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.layers.activations import XIELU
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
+from jaxserve.layers.mlp import XIELU
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization.method import Config, Method, integers, require
 from jaxserve.quantization.scheme import Scheme
-from jaxserve.quantization.stored import Codes, Header, scheme_of_groups, unpack
+from jaxserve.quantization.stored import Codes, Format, Header, scheme_of_groups, unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index, from the lowest bits on, of each of eight outputs in a word."""
@@ -52,3 +53,20 @@ class AWQ:
 def _unpack(words: np.ndarray) -> np.ndarray:
     codes = unpack(words, 4, axis=1).reshape(len(words), -1, 8)[:, :, ORDER]
     return codes.reshape(len(words), -1).T
+
+
+def _formats(config: Config, where: str) -> tuple[Format, ...]:
+    bits = "w_bit" if "w_bit" in config else "bits"
+    version = config.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise CheckpointError(f"{where}: version {version!r:.100} is not supported, only gemm")
+    require(config, where, zero_point=(None, True), **{bits: (4,)})
+    return (AWQ(),)
+
+
+def _scheme(config: Config, module: str) -> Scheme:  # noqa: ARG001 (all are alike)
+    size = config.get("group_size") or config.get("q_group_size") or 128
+    return integers(4, is_symmetric=False, size=size if size > 0 else None, scale_dtype="float16")
+
+
+METHOD = Method(formats=_formats, scheme=_scheme)

@@ -16,8 +16,9 @@ from jaxtyping import Float, Float32, Int8, UInt8
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import swapped, unpack_pairs
+from jaxserve.quantization.method import Config, Method, require
 from jaxserve.quantization.scheme import KINDS, CodeName, Parts, Scheme
-from jaxserve.quantization.stored import Header
+from jaxserve.quantization.stored import Format, Header
 
 STATE = "weight.quant_state.bitsandbytes__"
 """The prefix of the JSON's leaf; the kind of codes follows."""
@@ -96,7 +97,7 @@ class FourBits:
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> "Blocks":
         """Return codes and scales. Raises CheckpointError if the table is not one of bitsandbytes'."""
-        headers = {name: Header("", tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()}
+        headers = {name: Header("", tensor.shape, tensor.view) for name, tensor in tensors.items()}
         state = _state(module, {name: header for name, header in headers.items() if name.startswith(STATE)})
         table = np.array(KINDS[state.codes].values, np.float32)
         if not np.allclose(tensors["weight.quant_map"], table, rtol=0, atol=1e-6):
@@ -146,7 +147,7 @@ def _state(module: str, headers: Mapping[str, Header]) -> _State:
     try:
         if others:
             raise ValueError("there are several")
-        found = json.loads(headers[name].content or b"")
+        found = json.loads(headers[name].content)
         nested = "nested_blocksize" in found
         state = _State(
             codes=kind,
@@ -212,3 +213,22 @@ class Magnitudes:
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the codes as they are, with scales."""
         return Parts(self.codes, (self.largest * np.float32(1 / 127))[:, None])
+
+
+def _formats(config: Config, where: str) -> tuple[Format, ...]:
+    four, eight = (bool(config.get(name, config.get(f"_{name}"))) for name in ("load_in_4bit", "load_in_8bit"))
+    if four == eight:
+        raise CheckpointError(f"{where}: one of load_in_4bit and load_in_8bit must be true")
+    if four:
+        require(config, where, bnb_4bit_quant_type=(None, "nf4", "fp4"))
+        return (FourBits(),)
+    return (EightBits(),)
+
+
+def _scheme(config: Config, module: str) -> Scheme:  # noqa: ARG001 (all are alike)
+    if config.get("load_in_8bit") or config.get("_load_in_8bit"):
+        return Scheme(codes="int8")
+    return Scheme(codes=config.get("bnb_4bit_quant_type") or "fp4", group_size=64)
+
+
+METHOD = Method(formats=_formats, scheme=_scheme)

@@ -128,7 +128,7 @@ def _repeated(entries: np.ndarray, count: int) -> np.ndarray:
 
 
 def values_of(scheme: Scheme, parts: Parts) -> Float32[np.ndarray, "N K"]:
-    """Return the values of a matrix [outputs, inputs], as `values.dequantize` computes them on devices."""
+    """Return the values of a matrix [outputs, inputs], as `layers.codes_by_xla.dequantize` computes them on devices."""
     kind, groups = scheme.kind, parts.scales.shape[-1]
     codes = parts.codes if kind.per_byte == 1 else unpack_pairs(parts.codes)
     if kind.values is not None:

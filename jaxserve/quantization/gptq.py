@@ -7,14 +7,17 @@ codes are symmetric, the zero point is the middle whatever the file says: labels
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization.method import Config, Method, group_of, integers, require
 from jaxserve.quantization.scheme import Scheme
-from jaxserve.quantization.stored import Codes, Header, scheme_of_integers, unpack
+from jaxserve.quantization.stored import Codes, Format, Header, scheme_of_integers, unpack
 
 _REQUIRED = ("qweight", "qzeros", "scales", "g_idx")
+BITS = (2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,3 +100,71 @@ class GPTQ:
                 raise CheckpointError(f"{module}.qzeros: codes are said to be symmetric, and zero points are not")
             stored = np.full_like(stored, middle)
         return Codes(values=unpack(tensors["qweight"], bits, axis=0).T, scales=scales, zeros=stored, groups=groups)
+
+
+def _formats(config: Config, where: str) -> tuple[Format, ...]:
+    label = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    require(config, where, bits=BITS, **{label: (None, "gptq", "gptq_v2")})
+    is_symmetric = _flag(config, "sym", True, where)
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"{where}: dynamic must be objects by pattern, got {dynamic!r:.100}")
+    overrides = [
+        _override(pattern, said, f"dynamic of {where}: {pattern:.100}", config["bits"], is_symmetric)
+        for pattern, said in dynamic.items()
+    ]
+    is_version_2 = config.get(label) == "gptq_v2"
+    return (
+        GPTQ(bits=config["bits"], is_symmetric=is_symmetric, is_version_2=is_version_2, overrides=tuple(overrides)),
+    )
+
+
+def _override(pattern: str, said: Any, where: str, bits: int, is_symmetric: bool) -> Override:
+    """Return an entry of `dynamic` as an Override: patterns after "-:" leave modules as floats, others change them."""
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{where} must be an object, got {said!r:.100}")
+    try:
+        re.compile(_expression(pattern))
+    except re.error as error:
+        raise CheckpointError(f"{where} is no regular expression that Python knows: {error}") from error
+    if pattern.startswith("-:"):
+        return Override(pattern=_expression(pattern), bits=0, is_symmetric=is_symmetric)
+    require(said, where, bits=(None, *BITS))
+    for name in said.keys() & {"format", "checkpoint_format", "method", "quant_method", "pack_dtype"}:
+        raise CheckpointError(f"{where}: {name} is not supported, only other bits, groups and symmetry")
+    return Override(
+        pattern=_expression(pattern),
+        bits=said.get("bits") or bits,
+        is_symmetric=_flag(said, "sym", is_symmetric, where),
+    )
+
+
+def _expression(pattern: str) -> str:
+    """Return the regular expression of an entry of `dynamic`, without its sign."""
+    return pattern.removeprefix("-:").removeprefix("+:")
+
+
+def _flag(config: Config, name: str, default: bool, where: str) -> bool:
+    found = config.get(name, default)
+    if not isinstance(found, bool):
+        raise CheckpointError(f"{where}: {name} must be true or false, got {found!r:.100}")
+    return found
+
+
+def _entry(config: Config, module: str) -> str | None:
+    """Return the first pattern of `dynamic` that matches a module."""
+    return next((each for each in config.get("dynamic") or {} if re.match(_expression(each), module)), None)
+
+
+def _scheme(config: Config, module: str) -> Scheme:
+    pattern = _entry(config, module)
+    said = {**config, **({} if pattern is None else config["dynamic"][pattern])}
+    size = group_of(said.get("group_size"))
+    return integers(said["bits"], is_symmetric=said.get("sym", True), size=size, scale_dtype="float16")
+
+
+def _leaves(config: Config, module: str) -> bool:
+    return (_entry(config, module) or "").startswith("-:")
+
+
+METHOD = Method(formats=_formats, scheme=_scheme, leaves=_leaves)

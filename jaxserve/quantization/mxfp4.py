@@ -12,6 +12,7 @@ from jaxtyping import BFloat16, Float32, UInt8
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import values_of
+from jaxserve.quantization.method import Config, Method
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import UNUSED, Header
 
@@ -64,3 +65,11 @@ class Pairs:
     def parts(self, scheme: Scheme) -> Parts:  # noqa: ARG002 (there is one)
         """Return the arrays as they are."""
         return Parts(self.codes, self.scales.view(ml_dtypes.float8_e8m0fnu))
+
+
+def _scheme(config: Config, module: str) -> Scheme | None:  # noqa: ARG001 (it is always the same)
+    return SCHEME if ".experts." in module else None
+
+
+METHOD = Method(formats=None, scheme=_scheme)
+"""GPT-OSS, whose experts are found by the names of their tensors."""

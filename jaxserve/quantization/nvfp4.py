@@ -16,6 +16,8 @@ from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import UNUSED, Header
 
 GROUP = 16
+SCHEME = Scheme(codes="e2m1", group_size=GROUP, scale_dtype="float8_e4m3fn", factor_dtype="float32")
+"""Scales are held in two levels, as they are stored."""
 _UNUSED = (*UNUSED, "input_global_scale")
 
 
@@ -52,7 +54,7 @@ class NVFP4:
 
     def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:  # noqa: ARG002 (there is one)
         """Return the scheme of codes whose scales are stored in two levels, as here."""
-        return Scheme(codes="e2m1", group_size=GROUP, scale_dtype="float8_e4m3fn", factor_dtype="float32")
+        return SCHEME
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> "FloatPairs":
         """Return codes and the scales of both levels."""

@@ -41,7 +41,7 @@ class Packed:
         groups = scales.shape[1]
         if inputs % groups:
             raise CheckpointError(f"{module}: {inputs} inputs are not in {groups} equal groups")
-        described = tuple(np.frombuffer(headers["weight_shape"].content or b"", np.int64).tolist())
+        described = tuple(np.frombuffer(headers["weight_shape"].content, np.int64).tolist())
         if described != (outputs, inputs):
             raise CheckpointError(f"{module}.weight_shape {list(described)} is not {[outputs, inputs]}")
         expected = {"weight_zero_point": (-(-outputs // (32 // self.bits)), groups), "weight_g_idx": (inputs,)}

@@ -12,9 +12,11 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import regrouped
+from jaxserve.quantization.method import Config, Method, block_of, require
 from jaxserve.quantization.scheme import ScaleName, Scheme
-from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Header
+from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Format, Header
 
+MXFP8 = Scheme(codes="fp8", group_size=32, scale_dtype="bfloat16")
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
 SCALE_TYPES: dict[str, ScaleName] = {**SCALE_NAMES, "F8_E8M0": "bfloat16", "U8": "bfloat16"}
@@ -88,3 +90,17 @@ class Plain:
         if len(scales) == 2 and scales[0] == outputs and scales[1] and inputs % scales[1] == 0:
             return 1, inputs // scales[1]
         return None
+
+
+def _formats(config: Config, where: str) -> tuple[Format, ...]:
+    require(config, where, fmt=(None, "e4m3", "float8_e4m3fn"), activation_scheme=(None, "dynamic", "static"))
+    return (Plain(block=block_of(config.get("weight_block_size"), where)),)
+
+
+def _scheme(config: Config, module: str) -> Scheme:  # noqa: ARG001 (all are alike)
+    block = config.get("weight_block_size")
+    return Scheme(codes="fp8", group_size=block[1] if block else None)
+
+
+FP8 = Method(formats=_formats, scheme=_scheme)
+FBGEMM_FP8 = Method(formats=lambda *_: (Plain(),), scheme=lambda *_: Scheme(codes="fp8"))

@@ -59,8 +59,9 @@ class Halves(Weight):
     def entry(self, index):
         return Halves(self.high[index], self.low[index])
 
+    @property
     @override
-    def why_not_plain(self):
+    def stored_as(self):
         return "it is stored as halves"
 
 

@@ -80,7 +80,7 @@ def test_what_stands_around_the_kernels(monkeypatch, activation):
         return jax.jit(function)(params, x, 13)
 
     want = run("xla")
-    monkeypatch.setattr("jaxserve.layers.linear.grouped_matmul", without_kernel(grouped_matmul))
+    monkeypatch.setattr("jaxserve.layers.weight.grouped_matmul", without_kernel(grouped_matmul))
     monkeypatch.setattr("jaxserve.layers.moe.expert_routing", without_kernel(expert_routing))
     np.testing.assert_allclose(run("sm90"), want, rtol=1e-4, atol=1e-4)
 

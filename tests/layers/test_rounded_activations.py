@@ -9,7 +9,7 @@ import pytest
 from depths import quick_first
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.context import Kernel, Part, StepContext
+from jaxserve.layers.context import PLAIN, StepContext
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward, gated_mlp
 from jaxserve.layers.norm import Norm, add_rms_norm, rms_norm
@@ -51,12 +51,13 @@ def test_many_rows_are_rounded_and_few_are_not(name, kernels, min_rows):
     assert isinstance(weight, Quantized)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((min_rows, 4, 16)), jnp.float32)
     exact = np.einsum("thd,ehd->te", x, weight.array())
-    few, many = (np.asarray(weight.multiply(rows, output_dtype=DTYPE)) for rows in (x[:-1], x))
+    few, many = (np.asarray(weight.product(rows, PLAIN).run(rows)) for rows in (x[:-1], x))
     np.testing.assert_allclose(few, exact[:-1], rtol=1e-4, atol=1e-4)
     error = np.linalg.norm(many - exact) / np.linalg.norm(exact)
     assert 1e-3 < error < 0.04
     # What is rounded is the activations alone, each row by itself.
-    alone = np.asarray(weight.multiply(jnp.concatenate([x[-1:], 100 * x[:-1]]), output_dtype=DTYPE))[0]
+    others = jnp.concatenate([x[-1:], 100 * x[:-1]])
+    alone = np.asarray(weight.product(others, PLAIN).run(others))[0]
     np.testing.assert_allclose(alone, many[-1], rtol=1e-3, atol=1e-3)
 
 
@@ -76,8 +77,9 @@ def test_which_weights_round_activations(spec, codes, is_rounded):
     assert (found.scheme is not None and found.scheme.rounds_activations is not None) == is_rounded
     assert found.scheme is None or found.scheme.stored == spec.scheme
     if found.scheme is not None:
-        matrix = weight_of(found).matrix_of_rounded(65, 2)
-        assert (matrix is not None) == is_rounded
+        rows = jax.ShapeDtypeStruct((65, *spec.shape[1:]), jnp.bfloat16)
+        code = weight_of(found).product(rows, StepContext("sm90")).rounds_to
+        assert (code is not None) == is_rounded
 
 
 def matrix(shape, *, min_rows=65):
@@ -99,8 +101,8 @@ def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch,
     """On a GPU; here XLA computes what its kernels do."""
     monkeypatch.setattr("pallas_kernels.row_quantization.op._is_sm90", lambda _: False)
     monkeypatch.setattr("jaxserve.layers.norm.fused.add_rms_norm", pretend_to_fuse)
-    monkeypatch.setattr("jaxserve.layers.mlp.gate_up_part", part_without_kernels)
-    monkeypatch.setattr("jaxserve.layers.linear.linear_part", part_without_kernels)
+    for kernel in ("quantized_matmuls", "grouped_codes"):
+        monkeypatch.setattr(f"jaxserve.layers.quantized.{kernel}.why_not", lambda *_: "this is not a GPU")
     rng = np.random.default_rng(2)
     x, update = jnp.asarray(rng.standard_normal((2, num_rows, 128)), jnp.bfloat16)
     gain, params = jnp.ones(128, jnp.bfloat16), {"gate_up": matrix((2, 256, 128)), "down": matrix((128, 256))}
@@ -118,12 +120,6 @@ def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch,
 def pretend_to_fuse(x, update, weight, *, eps, update_gain, update_scale, implementation):
     assert (update_gain, update_scale, implementation) == (None, 1.0, "sm90")
     return x + update, rms_norm(x + update, weight, eps)
-
-
-def part_without_kernels(x, weight, *args, kernels, **options):
-    del args, kernels, options
-    is_rounded = weight.rounds_to(x.shape[0], 1) is not None
-    return Part(Kernel.SCALED_MATMUL) if is_rounded else Part(Kernel.XLA, "this is not a GPU")
 
 
 @pytest.mark.parametrize(("min_rows", "reason"), [(65, None), (64, "64 rows are rounded to 8 bits")])

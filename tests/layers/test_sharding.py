@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers import sharding
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import embed, gathered, unembed
-from jaxserve.layers.linear import linear, linear_of_few_rows
+from jaxserve.layers.linear import linear
 from jaxserve.layers.peers import abstract_peers, allocate_peers
 from jaxserve.layers.weight import Dense
 from pallas_kernels import all_gather, all_reduce, small_matmul
@@ -140,9 +140,9 @@ def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
         shapes.append(weight.shape)
         return plain(x, weight, output_dtype=output_dtype)
 
-    monkeypatch.setattr("jaxserve.layers.linear.small_matmul.matmul", matmul, raising=True)
+    monkeypatch.setattr("jaxserve.layers.weight.small_matmul.matmul", matmul, raising=True)
     want = linear(x, Dense(weight), output_dtype=output_dtype)
-    run = jax.jit(lambda x, w: linear_of_few_rows(x, w, context=StepContext("sm90"), output_dtype=output_dtype))
+    run = jax.jit(lambda x, w: linear(x, w, context=StepContext("sm90"), output_dtype=output_dtype, of_few_rows=True))
     if spec is None:
         got = run(x, Dense(weight))
     else:
@@ -158,10 +158,10 @@ def test_few_rows_by_the_kernel(monkeypatch, mesh, spec, output_dtype):
 @pytest.mark.parametrize("size", [252, 256])
 def test_few_rows_that_the_kernel_does_not_take(monkeypatch, size):
     """The inputs are not a multiple of 64, or are in float32."""
-    monkeypatch.delattr("jaxserve.layers.linear.small_matmul.matmul")
+    monkeypatch.delattr("jaxserve.layers.weight.small_matmul.matmul")
     dtype = jnp.bfloat16 if size % 64 else jnp.float32
     x, weight = jnp.ones((3, size), dtype), Dense(jnp.ones((64, size), dtype))
-    np.testing.assert_array_equal(linear_of_few_rows(x, weight, context=StepContext("sm90")), linear(x, weight))
+    np.testing.assert_array_equal(linear(x, weight, context=StepContext("sm90"), of_few_rows=True), linear(x, weight))
 
 
 def test_linear_without_a_mesh_and_in_bfloat16():

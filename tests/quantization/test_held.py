@@ -1,5 +1,6 @@
 """Codes that an engine holds: shards of them, matrices of mixed formats, GGUF files, and GPT-OSS's experts."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -16,12 +17,11 @@ from depths import quick_only
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxserve.layers.context import Kernel, StepContext
+from jaxserve.layers.context import PLAIN, Kernel, StepContext
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import layouts, num_bytes
-from jaxserve.layers.linear import gated_linear_of_codes, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.params import ParamSpec
-from jaxserve.layers.parts import linear_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of, with_divisible_codes
@@ -74,6 +74,10 @@ def random_parts(scheme, outputs, inputs, seed=0):
     )
 
 
+def multiplied(weight, x):
+    return weight.product(x, PLAIN).run(x)
+
+
 @pytest.mark.parametrize("num_devices", quick_only([1, 2, 3, 8], 8))
 @pytest.mark.parametrize("name", HELD)
 def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
@@ -96,7 +100,7 @@ def test_shards_of_inputs_multiply_as_the_whole(name, num_devices):
     x = np.random.default_rng(1).normal(size=(5, inputs)).astype(np.float32)
     on = NamedSharding(mesh, PartitionSpec(None, "tensor" if num_devices > 1 else None))
     with jax.set_mesh(mesh):
-        multiply = jax.jit(lambda weight, x: (weight.array(), weight.multiply(x, output_dtype=jnp.dtype(jnp.float32))))
+        multiply = jax.jit(lambda weight, x: (weight.array(), multiplied(weight, x)))
         array, y = multiply(weight, jax.device_put(x, on))
     np.testing.assert_allclose(np.asarray(array), values, rtol=2**-21, atol=2**-20)  # XLA may fuse a product and a sum
     np.testing.assert_allclose(np.asarray(y), x @ values.T, rtol=1e-4, atol=1e-4 * np.abs(values).max())
@@ -150,7 +154,9 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
 
     def run(weight, x):
         if len(axes) == 3:
-            return gated_linear_of_codes(x, weight, "silu", Kernel.QUANTIZED_MATMUL)
+            product = weight.product(x, context, activation="silu")
+            assert product.part == (Kernel.QUANTIZED_MATMUL, None)
+            return product.run(x)
         y = linear(x, weight, context=context)
         parts = linear(x, weight, context=context, leaves_partial_sums=True)
         assert jax.typeof(parts).sharding.spec.unreduced == ({"tensor"} if on.spec[1] is not None else set())
@@ -190,13 +196,13 @@ def test_inputs_in_an_order_of_their_own(name, num_rows):
     np.testing.assert_allclose(weight.array().reshape(40, 768), values, rtol=2**-21, atol=2**-20)
     np.testing.assert_array_equal(weight.take(jnp.array([3, 0])), weight.array()[jnp.array([3, 0])])
     x = jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, 12, 64)), jnp.float32)
-    y = weight.multiply(x, output_dtype=jnp.dtype(jnp.float32))
+    y = multiplied(weight, x)
     expected = np.asarray(x).reshape(num_rows, 768) @ values.T
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(values).max())
     assert weight.quantized_matrix(2) is None
-    columns, stored = weight.aligned(x)
-    np.testing.assert_array_equal(columns.reshape(num_rows, 768), x.reshape(num_rows, 768)[:, order])
-    np.testing.assert_allclose(stored.multiply(columns, output_dtype=y.dtype), y, rtol=1e-5, atol=1e-4)
+    columns = x.reshape(num_rows, 768)[:, order].reshape(x.shape)
+    stored = dataclasses.replace(weight, order=None)
+    np.testing.assert_allclose(multiplied(stored, columns), y, rtol=1e-5, atol=1e-4)
 
 
 def test_devices_do_not_share_inputs_in_an_order_of_their_own():
@@ -214,7 +220,7 @@ def test_kernels_multiply_by_inputs_in_an_order_of_their_own():
     )
     weight = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), spec.leaves)
     x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
-    assert linear_part(x, weight, kernels="sm90") == (Kernel.QUANTIZED_MATMUL, None)
+    assert weight.product(x, StepContext("sm90")).part == (Kernel.QUANTIZED_MATMUL, None)
     assert "order" in why_not_held(
         spec,
         scheme,

@@ -5,8 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxserve.layers.codes_by_xla import dequantize
 from jaxserve.quantization.scheme import KINDS, SCHEMES, Parts, Scheme, pack
-from jaxserve.quantization.values import dequantize
 
 
 def on_device(parts):
