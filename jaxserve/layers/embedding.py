@@ -50,7 +50,12 @@ def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
 
 
 def _embed_shard(
-    rows: Weight, token_ids: Int[Array, " T"], peers: PeerBuffers | None, *, axis: str, kernels: Kernels
+    rows: Weight,
+    token_ids: Int[Array, " T"],
+    peers: PeerBuffers | None,
+    *,
+    axis: str | tuple[str, ...],
+    kernels: Kernels,
 ) -> Float[Array, "T E"]:
     """Each device looks up the tokens it owns; the sum over devices has exactly one term that is not zero."""
     rank = jax.lax.axis_index(axis) if peers is None else peers.ranks[0]
@@ -59,6 +64,7 @@ def _embed_shard(
     found = jnp.where(is_mine[:, None], rows.take(jnp.where(is_mine, local, 0)), 0)
     if peers is None:
         return jax.lax.psum(found, axis)
+    assert isinstance(axis, str)
     return all_reduce.all_reduce(found, peers, axis_name=axis, implementation=kernels)
 
 

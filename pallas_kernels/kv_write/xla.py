@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.paging import Pages, round_vectors
@@ -40,8 +40,8 @@ def write_latents(pages: Pages, latents: Float[Array, "T D"], write_index: Int[A
 
 
 def write_pages(
-    pages: Float[Array, "P K S D"], values: Float[Array, "T K D"], write_index: Int[Array, " T"]
-) -> Float[Array, "P K S D"]:
+    pages: Num[Array, "P K S D"], values: Num[Array, "T K D"], write_index: Int[Array, " T"]
+) -> Num[Array, "P K S D"]:
     """Write values to one pool of pages, as `write_kv` does."""
     page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
     # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 """The dtypes of 8 bits in which vectors are held, and the number that the largest value of a vector becomes."""
@@ -15,8 +15,8 @@ SMALLEST = 1e-30
 class Pages(NamedTuple):
     """P pages of S tokens each. A (page, head) tile is contiguous, so that a kernel fetches it with one copy."""
 
-    k: Float[Array, "P K S D"]
-    v: Float[Array, "P K S D"]
+    k: Num[Array, "P K S D"]
+    v: Num[Array, "P K S D"]
     scales: Float[Array, "P K kinds S"] | None = None
     """The float32 factors of each token's key, then of its value, in each head; one factor if keys are values too. None
     if the pages hold keys and values as they are.

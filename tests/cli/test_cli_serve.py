@@ -20,7 +20,7 @@ from jaxserve.config import EngineConfig
         "--enable-auto-tool-choice --load-format mistral -pp 1 --uvicorn-log-level=info",
         "--disable-log-requests --stream-interval=20 --disable-custom-all-reduce",
         "--no-enable-log-requests --no-enable-lora --no-trust-remote-code --no-disable-log-stats --no-enforce-eager",
-        "--limit-mm-per-prompt.image 2 --compilation_config.pass_config.x+ 1 -O.mode=3 -ep -cc.x=1",
+        "--limit-mm-per-prompt.image 2 --compilation_config.pass_config.x+ 1 -O.mode=3 -cc.x=1",
     ],
 )
 def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, capsys, flags):

@@ -30,7 +30,7 @@ def test_bfloat16_step(golden):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype_in(dtype)), leaf_specs(family.param_specs(config))
     )
 
-    sizes = {"num_blocks": 9, "block_size": BLOCK_SIZE, "num_slots": 0}
+    sizes = {"num_blocks": 9, "block_size": BLOCK_SIZE, "num_slots": 9}
     mesh = AbstractMesh((1,), ("tensor",))
     cache = jax.tree.map(
         lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype),
