@@ -66,6 +66,8 @@ class MTP(Drafter):
     def _layer_of(self, config: Any) -> Layer:
         """Return the layer, which has experts wherever the others have them."""
         further = {"num_layers": config.num_layers + 1, "sparse_layers": (*config.sparse_layers, True)}
+        if hasattr(config, "sliding_windows"):
+            further["sliding_windows"] = (*config.sliding_windows, None)
         return self.family.layers(dataclasses.replace(config, **further))[-1]
 
     @property

@@ -276,7 +276,7 @@ def test_a_dead_engine_has_not_reset_its_prefix_cache(own_client, monkeypatch):
 def test_death_reaches_everyone(own_client, monkeypatch):
     outputs = queue.SimpleQueue()
 
-    def broken_schedule():
+    def broken_schedule(*_):
         raise RuntimeError("a bug")
 
     own_client.submit([request("before", [1], 2)], outputs.put)
