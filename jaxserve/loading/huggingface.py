@@ -35,7 +35,7 @@ from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
 from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
-from jaxserve.loading.stored_forms import in_declared_form
+from jaxserve.loading.stored_forms import CutPart, ExpertPart, in_declared_form
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
@@ -307,11 +307,14 @@ def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: 
     return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, disable=not is_shown)
 
 
+type _Tensor = _Stored | mxfp4.Mxfp4Tensor | StoredMatrix | CutPart | ExpertPart
+
+
 @dataclasses.dataclass(frozen=True)
 class _Opened:
     """The tensors of a directory, each in its open file; what is wrong with files; and the tensors lost with them."""
 
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix]
+    tensors: dict[str, _Tensor]
     problems: list[str]
     lost: Set[str]
 
@@ -440,7 +443,7 @@ def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]
 def _check(
     directory: pathlib.Path,
     expected: Mapping[str, tuple[int, ...]],
-    tensors: dict[str, _Stored | mxfp4.Mxfp4Tensor | StoredMatrix],
+    tensors: dict[str, _Tensor],
     opened: _Opened,
 ) -> None:
     """Raise CheckpointError with everything that is wrong; a tensor lost with its file is not reported as missing

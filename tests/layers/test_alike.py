@@ -25,7 +25,7 @@ def test_a_program_has_one_function_for_each_kind_of_layer(model_type, fields, n
     pools = [PagedKV(*(jnp.zeros((16, 2, 16, 16)) for _ in range(2))) for _ in range(5)]
     batch, cache = make_batch([5, 1]), make_cache(pools)
     traced = jax.make_jaxpr(lambda *args: family.forward(args[0], config, *args[1:]))(params, batch, cache)
-    blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "run"]
+    blocks = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.params.get("name") == "_run_layer"]
     assert len(blocks) == 5
     assert len(set(map(id, blocks))) == num_functions
 
