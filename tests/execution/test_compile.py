@@ -255,7 +255,7 @@ def test_a_warm_up_that_is_stopped_waits_for_no_program_that_has_not_begun(monke
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         warm_up = executor.submit(steps.warm_up, range(1, 4), progress=False)
         assert compiling.wait(PATIENCE)
-        wait_until(lambda: next(iter(steps._pools))._work_queue.qsize() == 2)
+        wait_until(lambda: steps._pools[-1]._work_queue.qsize() == 2)
         steps.stop()
         may_end.set()
         with pytest.raises(concurrent.futures.CancelledError):

@@ -57,7 +57,7 @@ class CompiledSteps:
         self._lock = threading.Lock()
         self._is_warm = False
         self._is_stopped = False
-        self._pools: set[concurrent.futures.ThreadPoolExecutor] = set()
+        self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self.num_compiles = 0
         self.num_recompiles_after_warmup = 0
 
@@ -147,7 +147,7 @@ class CompiledSteps:
         with self._lock:
             if self._is_stopped:
                 raise concurrent.futures.CancelledError
-            self._pools.update(pools)
+            self._pools.extend(pools)
         submitted: list[concurrent.futures.Future[Any]] = []
 
         def submit[T](
@@ -196,7 +196,7 @@ class CompiledSteps:
                 while any(thread.name.startswith(f"{name}-") for thread in threading.enumerate()):
                     time.sleep(0.01)
                 with self._lock:
-                    self._pools.difference_update(pools)
+                    self._pools = [pool for pool in self._pools if pool not in pools]
         self._is_warm = True
         return WarmUp(lowered_after, kernels_after, compiled_after=time.perf_counter() - start)
 
