@@ -211,7 +211,7 @@ def assert_same(result, expected, *, is_aborted=False):
 
 # Where types are checked, other threads draw from `random` meanwhile, which hypothesis takes for strategies that do.
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     asked=REQUESTS,
     errors=st.sampled_from([0, 0, 1, 2, 4, 8]),
