@@ -15,7 +15,8 @@ from jaxserve.loading.builtin import BUILTIN_MODELS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-PACKAGE_SUFFIXES = {".json", ".py", ".md", ".html", ".css", ".js", ".svg", ".txtpb"}
+PACKAGE_SUFFIXES = {".json", ".py", ".md", ".html", ".css", ".js", ".svg", ".txtpb", ".LICENSE"}
+NAMES = {"py.typed", "LICENSE"}
 MODEL_SUFFIXES = {".json", ".safetensors", ".md", ".jinja"}
 
 # The hosts that files of this project may name: documentation, and what they cite.
@@ -93,7 +94,7 @@ def test_the_wheel_holds_nothing_else(wheel):
         if rest and rest[0] == "_checkpoints":
             expected = rest[1] in BUILTIN_MODELS and suffix in MODEL_SUFFIXES
         else:
-            expected = top in ("jaxserve", "pallas_kernels") and (suffix in PACKAGE_SUFFIXES or rest == ["py.typed"])
+            expected = top in ("jaxserve", "pallas_kernels") and (suffix in PACKAGE_SUFFIXES or rest[-1] in NAMES)
         if not expected:
             odd.append(name)
     assert not odd
@@ -107,7 +108,7 @@ def test_the_wheel_names_its_command_and_extras(wheel):
 
     assert "jaxserve = jaxserve.__main__:main" in read("entry_points.txt")
     metadata = read("METADATA")
-    assert re.findall(r"^Provides-Extra: (.+)$", metadata, re.M) == ["bench", "cuda12", "cuda13", "dev", "otel"]
+    assert re.findall(r"^Provides-Extra: (.+)$", metadata, re.M) == ["bench", "cuda12", "cuda13", "dev", "otel", "ray"]
     assert "Requires-Python: >=3.12" in metadata
 
 
