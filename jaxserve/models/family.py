@@ -39,6 +39,7 @@ class Family:
         amend: changes the declaration of the weights that follows from the layers: adds what is beside them, or
             replaces what a checkpoint stores in another way.
         embed: the first stage, from tokens to the residual stream.
+        layer_inputs: what the layers' own embeddings make of the tokens, [L, T, P]; None in most families.
         head: the last stage, from hidden states to logits.
         doc: the module's docstring, which begins with the checkpoints that are supported.
         features: features of all checkpoints that no field of the config mentions.
@@ -49,6 +50,7 @@ class Family:
     names: Names | Callable[[Any], Names] = LLAMA_NAMES
     amend: Callable[[Params, Any], Params] | None = None
     embed: Callable[[Params, Any, Batch], Array] = embed_tokens
+    layer_inputs: Callable[[Params, Any, Batch], Array | None] | None = None
     head: Callable[[Params, Any, Array, StepContext], Array] = logits
     doc: str | None
     features: tuple[str, ...] = ()
@@ -67,6 +69,8 @@ class Family:
         self, params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Run the stages in between, any range of layers, as `run_layers` does."""
+        if self.layer_inputs is not None:
+            batch = dataclasses.replace(batch, layer_inputs=self.layer_inputs(params, config, batch))
         return run_layers(self.layers(config), params, x, batch, kv_cache, span)
 
     def forward(

@@ -130,6 +130,21 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     gemma.runner.allocate()
 
 
+@pytest.mark.parametrize("name", quick_first(["gemma4_shared", "llama4_chunks"]))
+def test_layers_that_read_what_others_keep_or_see_chunks(name):
+    """In chunks, after preemptions, and from a cached prefix."""
+    model = Hybrid(name)
+    engine = model.engine(num_blocks=26)
+    asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [21, 40, 30, 6], seed=9))}
+    results = run_jobs(engine, asked)
+    assert_naive(model, results, asked)
+    assert engine.stats().num_preemptions > 0
+    asked = {"next turn": ([*asked["r0"][0], *results["r0"].token_ids, 1], 3)}
+    results = run_jobs(engine, asked)
+    assert_naive(model, results, asked)
+    assert results["next turn"].num_cached_tokens == 32
+
+
 @pytest.mark.slow
 def test_two_devices():
     """Block tables are whole on every device, along all axes of the mesh."""
