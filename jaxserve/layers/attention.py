@@ -202,7 +202,7 @@ class Attention:
             of_head = {"head_dim": D, "num_interleaved": num_interleaved}
             specs["q_norm"] = self.head_norm.specs(f"{prefix}.{names.q_norm}", num_heads=H, axis="heads", **of_head)
             if self.source is None:
-                of_keys = {"num_heads": K, "axis": "kv_heads"} | of_head
+                of_keys: dict[str, Any] = {"num_heads": K, "axis": "kv_heads"} | of_head
                 specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", **of_keys)
         if self.has_sinks:  # in float32, like the scores
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))

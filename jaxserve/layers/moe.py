@@ -118,7 +118,7 @@ class Experts:
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
         num_tokens = batch.query_starts[batch.num_rows]
-        options = {"weighs_inputs": self.weighs_inputs}
+        options: dict[str, Any] = {"weighs_inputs": self.weighs_inputs}
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer, **options)
 
     @property

@@ -59,7 +59,7 @@ class PagedKV(Pages):
         context = batch.context
         T, K, members, D = qkv.shape
         half = D // 2 if rotation is None else rotation[0].shape[1]
-        kernels = self._choose(qkv, batch, num_queries=members - 2, half=half)
+        kernels: Kernels = self._choose(qkv, batch, num_queries=members - 2, half=half)
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
@@ -82,7 +82,7 @@ class PagedKV(Pages):
         def on_local_heads(q: Any, cache: Any, scores: Any, batch: Any) -> Array:
             return attend_over_pages(q, cache, batch, scores, kernels=kernels)
 
-        kernels = self._choose(q, batch, num_queries=q.shape[1] // self.k.shape[1], half=q.shape[2] // 2)
+        kernels: Kernels = self._choose(q, batch, num_queries=q.shape[1] // self.k.shape[1], half=q.shape[2] // 2)
         axis = jax.typeof(self.k).sharding.spec[1]
         if jax.typeof(self.k).sharding.mesh.empty:
             return batch.context.call(on_local_heads, q, q, self, scores, batch)

@@ -69,9 +69,14 @@ class Family:
         self, params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Run the stages in between, any range of layers, as `run_layers` does."""
-        if self.layer_inputs is not None:
-            batch = dataclasses.replace(batch, layer_inputs=self.layer_inputs(params, config, batch))
+        batch = self.with_layer_inputs(params, config, batch)
         return run_layers(self.layers(config), params, x, batch, kv_cache, span)
+
+    def with_layer_inputs(self, params: Params, config: Any, batch: Batch) -> Batch:
+        """Return the batch as layers take it."""
+        if self.layer_inputs is None:
+            return batch
+        return dataclasses.replace(batch, layer_inputs=self.layer_inputs(params, config, batch))
 
     def forward(
         self, params: Params, config: Any, batch: Batch, kv_cache: KVCache

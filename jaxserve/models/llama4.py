@@ -79,8 +79,9 @@ class Config(DecoderConfig):
             original_context=hf_config.integer(fields, "floor_scale"),
             offset=1,
         )
+        dense: dict[str, Any] = {"intermediate_size": hf_config.integer(fields, "intermediate_size_mlp")}
         return cls(
-            **hf_config.as_llama(fields) | {"intermediate_size": hf_config.integer(fields, "intermediate_size_mlp")},
+            **hf_config.as_llama(fields) | dense,
             attention_bias=hf_config.flag(fields, "attention_bias"),
             rotates=rotates,
             chunk_sizes=chunk_sizes,

@@ -57,7 +57,7 @@ SHARED_LAYERS = {
         {
             "num_hidden_layers": 4,
             "no_rope_layers": [1, 0, 1, 1],
-            "attention_chunk_size": 12,
+            "attention_chunk_size": 16,
             "attention_bias": True,
             "moe_layers": [0, 3],
             "intermediate_size": 11,
@@ -75,7 +75,7 @@ SHARED_LAYERS = {
         {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 2,
-            "attention_chunk_size": 8,
+            "attention_chunk_size": 16,
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
             "interleave_moe_layer_step": 2,
