@@ -210,8 +210,7 @@ def names(config: Config) -> Names:
     """Return the names of modules; layers with experts hold the parts of the feed-forward themselves."""
     if config.routing is None:
         return SANDWICH_NAMES
-    experts = ExpertNames(router="router.proj", fused=("experts.gate_up_proj", "experts.down_proj"))
-    return replace(SANDWICH_NAMES, mlp="", experts=experts)
+    return replace(SANDWICH_NAMES, mlp="", experts=ExpertNames(router="router.proj"))
 
 
 def amend(specs: Params, config: Config) -> Params:

@@ -135,7 +135,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 NAMES = Names(
     is_interleaved=True,
     mlp="feed_forward",
-    experts=ExpertNames(router="router", fused=("experts.gate_up_proj", "experts.down_proj"), is_transposed=True),
+    experts=ExpertNames(router="router"),
 )
 FAMILY = Family(
     Config=Config,
