@@ -77,9 +77,8 @@ class StepModel:
         is_limited = 0 <= spec.max_logprobs < self.vocab_size
         self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
-        chunks = {getattr(layer.mixer, "chunk_size", None) for layer in family.layers(self.config)}
-        for chunk_size in chunks - {None}:
-            if chunk_size % spec.block_size:
+        for chunk_size in {getattr(layer.mixer, "chunk_size", None) for layer in family.layers(self.config)}:
+            if chunk_size is not None and chunk_size % spec.block_size:
                 raise ConfigError(
                     f"block_size: {spec.block_size} does not divide the chunks of {chunk_size} tokens in which this "
                     "model attends (attention_chunk_size)"
