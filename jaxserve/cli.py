@@ -104,9 +104,10 @@ def _complaints(args: argparse.Namespace) -> list[str]:
     return complaints
 
 
-def flags_of_serve() -> list[str]:
-    """Return the flags of `jaxserve serve`, all names of each."""
-    return sorted(flag for action in _parser().command("serve").shown() for flag in action.option_strings)
+def flags_of_serve() -> dict[str, str]:
+    """Return the flags of `jaxserve serve`, all names of each in alphabetical order, and their help."""
+    shown = _parser().command("serve").shown()
+    return dict(sorted((flag, action.help or "") for action in shown for flag in action.option_strings))
 
 
 def _parser() -> Parser:
