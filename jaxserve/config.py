@@ -228,9 +228,9 @@ class EngineConfig:
         None,
         "compilation",
         "what is compiled before the first request is taken. background: on a CPU the three programs that every "
-        "request needs, on a GPU those without which a request would wait for the compiler; the others follow while the "
-        "server is at work. full: all of them. none: nothing, each is compiled when a request first needs it. default: "
-        "background",
+        "request needs, on a GPU those without which a request would wait for the compiler; the others follow while "
+        "the server is at work. full: all of them. none: nothing, each is compiled when a request first needs it. "
+        "default: background",
     )
     programs: Name | None = _option(
         None,
