@@ -14,10 +14,10 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import kv_copies, mesh_axes
+from jaxserve.layers.sharding import kv_copies, mesh_axes, platform_of
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, why_not_pages
+from pallas_kernels.paging import Pages, Scores, pool_dtype, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -117,12 +117,14 @@ class KVSpec:
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
         sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axes("kv_heads", mesh), None, None))
         shape = (sizes.num_blocks, num_heads, sizes.block_size, self.head_dim)
-        pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=sharding)
         scales: Any = None
+        stored = None
         if self.dtype is not None:
+            dtype, stored = pool_dtype(self.dtype, platform_of(mesh))
             of_heads = sizes.num_blocks, num_heads, 2, sizes.block_size
             scales = jax.ShapeDtypeStruct(of_heads, jnp.float32, sharding=sharding)
-        return PagedKV(pool, pool, scales)
+        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return PagedKV(pool, pool, scales, stored)
 
     def describe(self) -> str:
         """Return the number of heads and their size."""

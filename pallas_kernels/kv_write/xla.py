@@ -21,11 +21,11 @@ def write_kv(
     """
     if pages.scales is None:
         return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
-    (k, k_scales), (v, v_scales) = round_vectors(k, pages.k.dtype), round_vectors(v, pages.v.dtype)
-    return Pages(
-        write_pages(pages.k, k, write_index),
-        write_pages(pages.v, v, write_index),
-        _write_scales(pages.scales, jnp.stack([k_scales, v_scales], axis=-1), write_index),
+    (k, k_scales), (v, v_scales) = _rounded(k, pages), _rounded(v, pages)
+    return pages._replace(
+        k=write_pages(pages.k, k, write_index),
+        v=write_pages(pages.v, v, write_index),
+        scales=_write_scales(pages.scales, jnp.stack([k_scales, v_scales], axis=-1), write_index),
     )
 
 
@@ -34,9 +34,9 @@ def write_latents(pages: Pages, latents: Float[Array, "T D"], write_index: Int[A
     if pages.scales is None:
         written = write_pages(pages.k, latents[:, None], write_index)
         return Pages(written, written)
-    latents, scales = round_vectors(latents, pages.k.dtype)
+    latents, scales = _rounded(latents, pages)
     written = write_pages(pages.k, latents[:, None], write_index)
-    return Pages(written, written, _write_scales(pages.scales, scales[:, None, None], write_index))
+    return pages._replace(k=written, v=written, scales=_write_scales(pages.scales, scales[:, None, None], write_index))
 
 
 def write_pages(
@@ -46,6 +46,12 @@ def write_pages(
     page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
     # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).
     return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
+
+
+def _rounded(x: Float[Array, "... D"], pages: Pages) -> tuple[Num[Array, "... D"], Float[Array, "..."]]:
+    """Return vectors as such pages store them, and their scales."""
+    codes, scales = round_vectors(x, pages.dtype)
+    return codes if pages.stored is None else pages.stored.of(codes), scales
 
 
 def _write_scales(

@@ -1,7 +1,9 @@
 """Pages: the keys and values of a layer's tokens, with the scales of both if they are held in 8 bits."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
@@ -10,6 +12,25 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 SMALLEST = 1e-30
 """Vectors whose largest value is less are held as if it were this: their scale must not be 0."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Says that pools of uint8 have the bits of another dtype; a leaf of no array in a pytree.
+
+    XLA for CPUs converts a whole pool of 8-bit floats to float16 and back to write a single token into it.
+    """
+
+    dtype: str
+
+    def of(self, codes: Any) -> Any:
+        """Return codes of the dtype as they are stored."""
+        return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+    def codes(self, stored: Any) -> Any:
+        """Return what `of` stored."""
+        return jax.lax.bitcast_convert_type(stored, jnp.dtype(self.dtype))
 
 
 class Pages(NamedTuple):
@@ -21,6 +42,19 @@ class Pages(NamedTuple):
     """The float32 factors of each token's key, then of its value, in each head; one factor if keys are values too. None
     if the pages hold keys and values as they are.
     """
+    stored: Bytes | None = None
+    """Set if pools of 8 bits are held as uint8, as `pool_dtype` says; kernels take pools of the dtype itself."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of keys and values."""
+        return self.k.dtype if self.stored is None else jnp.dtype(self.stored.dtype)
+
+
+def pool_dtype(dtype: Any, platform: str) -> tuple[Any, Bytes | None]:
+    """Return the dtype of pools that hold this dtype of 8 bits on a platform, and `Pages.stored` of them."""
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return (jnp.uint8, Bytes(jnp.dtype(dtype).name)) if is_float and platform == "cpu" else (dtype, None)
 
 
 def has_scales(dtype: Any) -> bool:

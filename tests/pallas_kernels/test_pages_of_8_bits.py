@@ -15,7 +15,7 @@ from pallas_kernels.kv_write import write_kv, write_latents
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, has_scales, round_vectors
+from pallas_kernels.paging import Pages, Scores, has_scales, pool_dtype, round_vectors
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
@@ -68,6 +68,33 @@ def test_written_with_a_scale_for_each_token_and_head(dtype):
             scales[place // 4, :, kind, place % 4] = of_tokens[token]
         np.testing.assert_array_equal(np.asarray(got.astype(jnp.float32)), want)
     np.testing.assert_allclose(np.asarray(after.scales), scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_writes_one_token_and_reads_what_it_gathers(dtype):
+    """Equal to pools of the dtype itself, without an array as large as a pool."""
+    (q, pages), layout = of_decodes.make_case(np.random.default_rng(1), [9, 30, 13])
+    plain = rounded_pages(pages, dtype)
+    held, stored = pool_dtype(dtype, "cpu")
+    pools = [pool if stored is None else stored.of(pool) for pool in plain[:2]]
+    on_a_cpu = Pages(*pools, plain.scales, stored)
+    assert {pool.dtype for pool in pools} == {jnp.dtype(held)}
+    assert on_a_cpu.dtype == plain.dtype == dtype
+
+    def step(pages):
+        pages = write_kv(pages, q[:, 0, :: q.shape[2] // 2], q[:, 0, 1 :: q.shape[2] // 2], jnp.arange(len(q)))
+        return paged_attention(q, pages, **layout, scores=Scores(scale=0.3))[0], pages
+
+    compiled = jax.jit(step, donate_argnums=0).lower(on_a_cpu).compile()
+    text = compiled.as_text()
+    shape = ",".join(map(str, plain.k.shape))
+    of_floats = {f"f16[{shape}]", f"f32[{shape}]"}
+    assert not of_floats & set(text.replace("{", " ").split())
+    want = jax.jit(step)(plain)
+    got = compiled(on_a_cpu)
+    np.testing.assert_array_equal(got[0], want[0])
+    codes = got[1].k if stored is None else stored.codes(got[1].k)
+    np.testing.assert_array_equal(codes.astype(jnp.float32), want[1].k.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("options", [{"scale": 0.3}, ALL_SCORES], ids=["plain", "all"])
