@@ -34,6 +34,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.cache import KV_DTYPES
+from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
@@ -134,6 +135,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
         speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
         drafter=fields,
+        kv_scales=kv_scales_of(specs),
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:

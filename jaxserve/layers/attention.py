@@ -263,7 +263,9 @@ class Attention:
             sinks=params.get("sinks"),
             alibi_slopes=slopes,
         )
-        return cache.attend(qkv, batch, scores, rotation=rotation, head_norms=head_norms)
+        return cache.attend(
+            qkv, batch, scores, rotation=rotation, head_norms=head_norms, scales=params.get("kv_scales")
+        )
 
     @property
     def score_scale(self) -> float:

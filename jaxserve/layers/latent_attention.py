@@ -108,6 +108,7 @@ class PagedLatent(NamedTuple):
         *,
         latent_size: int,
         scale: float,
+        scales: Float[Array, "1 2"] | None = None,
     ) -> tuple[Float[Array, "T H R"], "PagedLatent"]:
         """Write `stored` into its pages, then attend over block tables, as `LatentCache` says.
 
@@ -115,8 +116,10 @@ class PagedLatent(NamedTuple):
         them. Raises NotImplementedError for sizes that `batch.kernels` do not support.
         """
 
-        def on_local_heads(q: Array, stored: Array, cache: PagedLatent, batch: Batch) -> tuple[Array, PagedLatent]:
-            pages = write_latents(cache.pages, stored, batch.write_index)
+        def on_local_heads(
+            q: Array, stored: Array, cache: PagedLatent, scales: Array | None, batch: Batch
+        ) -> tuple[Array, PagedLatent]:
+            pages = write_latents(cache.pages, stored, batch.write_index, None if scales is None else scales[0, 0])
             out = op.latent_attention(
                 q,
                 pages,
@@ -139,15 +142,15 @@ class PagedLatent(NamedTuple):
         context.choose("attention", Part(Kernel.LATENT_ATTENTION) if reason is None else Part(Kernel.XLA, reason))
         makes = result((*q.shape[:2], latent_size), q.dtype, sharding), self
         if sharding.mesh.empty:
-            return context.call(on_local_heads, makes, q, stored, self, batch)
+            return context.call(on_local_heads, makes, q, stored, self, scales, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
         island = jax.shard_map(
             on_local_heads,
-            in_specs=(heads, whole, whole, whole),
+            in_specs=(heads, whole, whole, whole, whole),
             out_specs=(heads, whole),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return context.call(island, makes, q, stored, self, batch.same_on_each_device())
+        return context.call(island, makes, q, stored, self, scales, batch.same_on_each_device())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,7 +279,8 @@ class LatentAttention:
             q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params, "k_up", context), turned(rotated)], axis=-1)
             latent = normed(latent, "latent_norm")
             stored = jnp.concatenate([latent, turned(key[:, None])[:, 0]], axis=-1)
-            out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=self.score_scale)
+            sizes: dict[str, Any] = {"latent_size": heads.latent_size, "scale": self.score_scale}
+            out, cache = cache.attend(q, stored, batch, **sizes, scales=params.get("kv_scales"))
             values = _by_head("thr,hvr->thv", out, params, "v_up", context)
             return residual_update(values, params, "out", context, consumer), cache
 

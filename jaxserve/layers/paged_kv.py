@@ -32,6 +32,7 @@ class PagedKV(Pages):
         *,
         rotation: Rotation | None,
         head_norms: HeadNorms | None,
+        scales: Float[Array, "K 2"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "PagedKV"]:
         """Write K and V into their pages, then attend over block tables, as `KeyValueCache` says.
 
@@ -40,7 +41,7 @@ class PagedKV(Pages):
         """
 
         def on_local_heads(
-            qkv: Any, cache: Any, scores: Any, head_norms: Any, rotation: Any, batch: Any
+            qkv: Any, cache: Any, scores: Any, scales: Any, head_norms: Any, rotation: Any, batch: Any
         ) -> tuple[Array, PagedKV]:
             q, pages = rope_and_write_kv(
                 qkv,
@@ -48,7 +49,8 @@ class PagedKV(Pages):
                 batch.write_index,
                 rotation=rotation,
                 head_norms=head_norms,
-                implementation=kernels,
+                scales=scales,
+                implementation=kernels if scales is None else "xla",
             )
             return attend_over_pages(q, pages, batch, scores, kernels=kernels), PagedKV(*pages)
 
@@ -61,7 +63,7 @@ class PagedKV(Pages):
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
-            return context.call(on_local_heads, makes, qkv, self, scores, head_norms, rotation, batch)
+            return context.call(on_local_heads, makes, qkv, self, scores, scales, head_norms, rotation, batch)
         axis = sharding.spec[1]
         heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
         if scores.alibi_slopes is not None:  # a constant, so that every device has all of them
@@ -69,12 +71,13 @@ class PagedKV(Pages):
             scores = dataclasses.replace(scores, alibi_slopes=slopes)
         island = jax.shard_map(
             on_local_heads,
-            in_specs=(of_heads, of_heads, PartitionSpec(axis), whole, whole, whole),
+            in_specs=(of_heads, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole),
             out_specs=(heads, of_heads),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
         makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
-        return context.call(island, makes, qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
+        batch = batch.same_on_each_device()
+        return context.call(island, makes, qkv, self, scores, scales, head_norms, rotation, batch)
 
     def _why_not(self, dtype: Any, *, num_queries: int, half: int) -> str | None:
         """Return why no kernel attends or writes with activations of `dtype`, `num_queries` a decoding row and KV head,

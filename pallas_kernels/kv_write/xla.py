@@ -13,15 +13,19 @@ def write_kv(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     write_index: Int[Array, " T"],
+    scales: Float[Array, "K 2"] | None = None,
 ) -> Pages:
     """Write T tokens' keys and values to their pages, in place if the caller donates them.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
-    are dropped. Values are cast to the dtype of the pages, those of 8 bits by `round_vectors`, each head by itself.
+    are dropped. Values are cast to the dtype of the pages, those of 8 bits by `round_vectors`, each head by itself
+    or with the scales of its key and value.
     """
     if pages.scales is None:
         return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
-    (k, k_scales), (v, v_scales) = _rounded(k, pages), _rounded(v, pages)
+    (k, k_scales), (v, v_scales) = (
+        _rounded(x, pages, None if scales is None else scales[None, :, kind]) for kind, x in enumerate((k, v))
+    )
     return pages._replace(
         k=write_pages(pages.k, k, write_index),
         v=write_pages(pages.v, v, write_index),
@@ -29,12 +33,17 @@ def write_kv(
     )
 
 
-def write_latents(pages: Pages, latents: Float[Array, "T D"], write_index: Int[Array, " T"]) -> Pages:
+def write_latents(
+    pages: Pages,
+    latents: Float[Array, "T D"],
+    write_index: Int[Array, " T"],
+    scale: Float[Array, ""] | None = None,
+) -> Pages:
     """Write T tokens' vectors, which are keys and values of one head, as `write_kv` does."""
     if pages.scales is None:
         written = write_pages(pages.k, latents[:, None], write_index)
         return Pages(written, written)
-    latents, scales = _rounded(latents, pages)
+    latents, scales = _rounded(latents, pages, None if scale is None else scale[None])
     written = write_pages(pages.k, latents[:, None], write_index)
     return pages._replace(k=written, v=written, scales=_write_scales(pages.scales, scales[:, None, None], write_index))
 
@@ -48,9 +57,11 @@ def write_pages(
     return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
 
 
-def _rounded(x: Float[Array, "... D"], pages: Pages) -> tuple[Num[Array, "... D"], Float[Array, "..."]]:
+def _rounded(
+    x: Float[Array, "... D"], pages: Pages, scales: Float[Array, "..."] | None
+) -> tuple[Num[Array, "... D"], Float[Array, "..."]]:
     """Return vectors as such pages store them, and their scales."""
-    codes, scales = round_vectors(x, pages.dtype)
+    codes, scales = round_vectors(x, pages.dtype, scales)
     return codes if pages.stored is None else pages.stored.of(codes), scales
 
 
@@ -68,10 +79,11 @@ def rope_and_write_kv_xla(
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
+    scales: Float[Array, "K 2"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
-    return q, write_kv(pages, k, qkv[:, :, -1], write_index)
+    return q, write_kv(pages, k, qkv[:, :, -1], write_index, scales)
 
 
 def norm_and_rotate(

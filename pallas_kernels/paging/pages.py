@@ -62,12 +62,22 @@ def has_scales(dtype: Any) -> bool:
     return jnp.dtype(dtype).name in LARGEST
 
 
-def round_vectors(x: Float[Array, "... D"], dtype: Any) -> tuple[Any, Float[Array, "..."]]:
+def round_vectors(
+    x: Float[Array, "... D"], dtype: Any, scales: Float[Array, "..."] | None = None
+) -> tuple[Any, Float[Array, "..."]]:
     """Return vectors in a dtype of 8 bits, and for each the float32 scale by which they are multiplied to have them
     back. A vector with NaN or infinity has the scale NaN or infinity, which shows in all that attends to it.
+
+    With `scales` these are the scales, whatever the vectors are: larger values become the largest of the dtype, and
+    infinity NaN in floats.
     """
     x = x.astype(jnp.float32)
-    scales = scale_of(jnp.max(jnp.abs(x), axis=-1), dtype)
+    if scales is None:
+        scales = scale_of(jnp.max(jnp.abs(x), axis=-1), dtype)
+    else:
+        scales = jnp.broadcast_to(scales, x.shape[:-1])
+        largest = LARGEST[jnp.dtype(dtype).name] * scales[..., None]
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
     return codes_of(x, scales[..., None], dtype), scales
 
 

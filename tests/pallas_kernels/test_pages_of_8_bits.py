@@ -11,11 +11,12 @@ import test_paged_attention as of_decodes
 import test_ragged_prefill_attention as of_prompts
 from rounded_pages import rounded_pages
 
-from pallas_kernels.kv_write import write_kv, write_latents
+from pallas_kernels.kv_write import rope_and_write_kv, write_kv, write_latents
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores, has_scales, pool_dtype, round_vectors
+from pallas_kernels.paging.pages import LARGEST
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
@@ -144,6 +145,30 @@ def test_latents_are_written_once():
     np.testing.assert_allclose(back[1, 0, 3], latents[0], rtol=2**-4, atol=1e-2)
     np.testing.assert_allclose(back[0, 0, 0], latents[1], rtol=2**-4, atol=1e-2)
     assert np.count_nonzero(back.any(axis=-1)) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_static_scales(dtype):
+    """What is larger than a scale allows becomes the largest value; what is not a number still shows."""
+    x = jnp.array([[1.0, -2.0], [1e9, -1e9], [jnp.nan, 1.0], [jnp.inf, 1.0]])
+    codes, scales = round_vectors(x, dtype, jnp.full(4, 0.5))
+    back = np.asarray(codes.astype(jnp.float32)) * np.asarray(scales)[:, None]
+    largest = 0.5 * LARGEST[jnp.dtype(dtype).name]
+    np.testing.assert_array_equal(back[:2], [[1.0, -2.0], [largest, -largest]])
+    if dtype != jnp.int8:
+        assert not np.isfinite(back[2:]).all(axis=1).any()
+    pool = jnp.zeros((1, 1, 4, 2), dtype)
+    written = write_latents(Pages(pool, pool, jnp.zeros((1, 1, 1, 4))), x, jnp.arange(4), jnp.float32(0.5))
+    np.testing.assert_array_equal(written.scales.ravel(), scales)
+    with pytest.raises(NotImplementedError, match="no kernel writes"):
+        rope_and_write_kv(
+            jnp.ones((4, 1, 3, 2)),
+            Pages(pool, pool),
+            jnp.arange(4),
+            rotation=None,
+            scales=jnp.ones((1, 2)),
+            implementation="sm90",
+        )
 
 
 def error_of(pages, rounded, q, layout):

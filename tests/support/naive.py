@@ -20,14 +20,14 @@ from pallas_kernels.paging import Scores
 class DenseKV(NamedTuple):
     """The cache of one sequence whose tokens are all in the batch, in order: nothing is kept."""
 
-    def attend(self, qkv, batch, scores, *, rotation, head_norms):
+    def attend(self, qkv, batch, scores, *, rotation, head_norms, scales):
         return dense_attention(qkv, batch, scores, rotation=rotation, head_norms=head_norms), self
 
 
 class DenseLatent(NamedTuple):
     """`DenseKV` where all heads attend to one vector a token."""
 
-    def attend(self, q, stored, batch, *, latent_size, scale):
+    def attend(self, q, stored, batch, *, latent_size, scale, scales):
         qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
         return dense_attention(qkv, batch, Scores(scale=scale))[..., :latent_size], self
 

@@ -8,6 +8,7 @@ import msgspec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.layers.context import Kernels
+from jaxserve.layers.kv_scales import KVScales
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.speculation import Speculation
@@ -68,6 +69,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         schemes: how quantized weights are stored, by path in the tree of weights.
         speculation: how tokens are drafted; None: not at all.
         drafter: the config.json of a drafter that is a checkpoint of its own.
+        kv_scales: the static scales of each layer's keys and values; empty if no layer has any.
     """
 
     model: dict[str, Any]
@@ -84,6 +86,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     speculation: Speculation | None = None
     drafter: dict[str, Any] | None = None
+    kv_scales: tuple[KVScales | None, ...] = ()
 
 
 class MeshSpec(msgspec.Struct, frozen=True):
