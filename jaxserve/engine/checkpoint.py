@@ -115,6 +115,16 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool,
     return chosen
 
 
+def specs_with_scales(config: EngineConfig, checkpoint: Checkpoint) -> Params:
+    """Return the weights that the family declares, with the checkpoint's static scales if the KV cache is to use them.
+    Raises CheckpointError for scales that are none.
+    """
+    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    if config.kv_cache_dtype not in WITH_STATIC_SCALES or config.load_format == "dummy":
+        return specs
+    return with_kv_scales(specs, static_scales(checkpoint.path, specs))
+
+
 def choose_weights(
     config: EngineConfig,
     path: str,
@@ -130,8 +140,6 @@ def choose_weights(
     them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh
     over which they do not divide.
     """
-    if config.kv_cache_dtype in WITH_STATIC_SCALES and config.load_format != "dummy":
-        specs = with_kv_scales(specs, static_scales(path, specs))
     by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
     specs = stored_specs(
         path,

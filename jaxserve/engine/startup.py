@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, WarmUp
 from jaxserve.engine.bandwidth import BandwidthMeter
-from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
+from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint, specs_with_scales
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
 from jaxserve.engine.drafter import without_quantization
@@ -110,7 +110,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     mesh = devices.mesh
     dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu, has_bfloat16=has_bfloat16(devices.first))
     kernels = choose_kernels(config.kernels, devices.first, dtype)
-    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    specs = specs_with_scales(config, checkpoint)
     of_device: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "mesh": mesh, "is_cpu": devices.is_cpu}
     speculation, path, fields = checkpoint.drafter
     drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)

@@ -99,7 +99,7 @@ def resolve_kv_cache_dtype(
             logger.warning("%s is %s, which is not supported: keys and values are not quantized", where, value)
         else:
             logger.info("kv_cache_dtype is %s, as %s says: %s", dtype, where, value)
-    dtypes = {dtype for dtype, _ in said.values() if dtype is not None}
+    dtypes: set[KVCacheDType] = {dtype for dtype, _ in said.values() if dtype is not None}
     if requested != "auto" or not dtypes:
         return requested
     if len(dtypes) > 1:

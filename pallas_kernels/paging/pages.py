@@ -73,12 +73,12 @@ def round_vectors(
     """
     x = x.astype(jnp.float32)
     if scales is None:
-        scales = scale_of(jnp.max(jnp.abs(x), axis=-1), dtype)
+        of_vectors = scale_of(jnp.max(jnp.abs(x), axis=-1), dtype)
     else:
-        scales = jnp.broadcast_to(scales, x.shape[:-1])
-        largest = LARGEST[jnp.dtype(dtype).name] * scales[..., None]
+        of_vectors = jnp.broadcast_to(scales, x.shape[:-1])
+        largest = LARGEST[jnp.dtype(dtype).name] * of_vectors[..., None]
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
-    return codes_of(x, scales[..., None], dtype), scales
+    return codes_of(x, of_vectors[..., None], dtype), of_vectors
 
 
 def scale_of(largest: Any, dtype: Any) -> Any:
