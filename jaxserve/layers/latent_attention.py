@@ -93,7 +93,7 @@ class PagedLatent(NamedTuple):
     scales: Float[Array, "P 1 1 S"] | None = None
     """The scale of each vector, if they are held in 8 bits."""
     stored: Bytes | None = None
-    """As in `Pages`."""
+    """Set if the pool holds 8-bit floats as uint8, see `Pages`."""
 
     @property
     def pages(self) -> Pages:
