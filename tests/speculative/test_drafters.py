@@ -35,22 +35,22 @@ TARGET = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 96,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
-HEAD = TARGET | {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "rope_theta": 100.0}
+HEAD = TARGET | {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3, "rope_theta": 100.0}
 DRAFT_VOCAB = 12
 IDS = np.sort(np.random.default_rng(3).permutation(32)[:DRAFT_VOCAB])
 PROMPT = [1, 5, 3, 2, 9, 17, 30]
 
 
-def tensors(prefix, *, has_embedding=False, has_map=True):
+def tensors(prefix, *, num_kv_heads=3, has_embedding=False, has_map=True):
     """Return a head's tensors by their published names."""
-    rng, size, head_dim = np.random.default_rng(0), 24, 6
+    rng, size, kv_size = np.random.default_rng(0), 24, 6 * num_kv_heads
     vocab = DRAFT_VOCAB if has_map else 32
     shapes = {
         "fc": (size, 3 * size), "norm": (size,), "lm_head": (vocab, size),
         f"{prefix}.input_layernorm": (size,), f"{prefix}.hidden_norm": (size,),
         f"{prefix}.post_attention_layernorm": (size,),
-        f"{prefix}.self_attn.q_proj": (8 * head_dim, 2 * size), f"{prefix}.self_attn.k_proj": (4 * head_dim, 2 * size),
-        f"{prefix}.self_attn.v_proj": (4 * head_dim, 2 * size), f"{prefix}.self_attn.o_proj": (size, 8 * head_dim),
+        f"{prefix}.self_attn.q_proj": (2 * kv_size, 2 * size), f"{prefix}.self_attn.k_proj": (kv_size, 2 * size),
+        f"{prefix}.self_attn.v_proj": (kv_size, 2 * size), f"{prefix}.self_attn.o_proj": (size, 2 * kv_size),
         f"{prefix}.mlp.gate_proj": (20, size), f"{prefix}.mlp.up_proj": (20, size),
         f"{prefix}.mlp.down_proj": (size, 20),
     }  # fmt: skip
@@ -62,17 +62,21 @@ def tensors(prefix, *, has_embedding=False, has_map=True):
     return found
 
 
-def write_head(directory, style, **changes):
+def write_head(directory, style, *, num_kv_heads=3, **changes):
     """Write a head in one of the published formats; returns its tensors."""
     fields = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     if style == "speculators":
         fields |= {
             "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": {},
-            "transformer_layer_config": HEAD, "norm_before_residual": True,
+            "norm_before_residual": True,
+            "transformer_layer_config": HEAD | {
+                "num_attention_heads": 2 * num_kv_heads, "num_key_value_heads": num_kv_heads,
+            },
         }  # fmt: skip
     else:
         fields |= HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
-    own = tensors("layers.0" if style == "speculators" else "midlayer", has_embedding=style == "speculators")
+    prefix = "layers.0" if style == "speculators" else "midlayer"
+    own = tensors(prefix, num_kv_heads=num_kv_heads, has_embedding=style == "speculators")
     (directory / "config.json").write_text(json.dumps(fields | changes))
     save_file(own, directory / "model.safetensors")
     return own
@@ -245,7 +249,7 @@ def from_files(folder, kind):
         return model, {"model": str(model), "num_speculative_tokens": 2}
     if kind == "eagle3":
         proposals = [{"proposal_type": "greedy", "speculative_tokens": 2}]
-        write_head(folder, "speculators", speculators_config={"proposal_methods": proposals})
+        write_head(folder, "speculators", num_kv_heads=4, speculators_config={"proposal_methods": proposals})
     return model, options
 
 
