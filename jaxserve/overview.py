@@ -178,7 +178,8 @@ def needs(
     layout = kv_layout(kv_specs, max_model_len=context)
     pools = {"dtype": served, "mesh": mesh}
     per_block = block_bytes(layout.pool_specs, block_size=block_size, **pools) // tensor_parallel_size
-    kv_memory = memory - held_bytes - slot_bytes(layout.pool_specs, num_slots=MAX_ROWS, **pools)
+    num_states = MAX_ROWS + EngineConfig.max_cached_states
+    kv_memory = memory - held_bytes - slot_bytes(layout.pool_specs, num_slots=num_states, **pools)
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
     num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
     sizes = {"block_size": block_size, "context": context, "kv_cache_dtype": kv_cache_dtype}
@@ -267,8 +268,7 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
     names = {None: "full", "state": "with a state"}
     spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
-    prefixes = "; prefixes are not cached" if "state" in windows else ""
-    return f"{', '.join(spans)}; {', '.join(kept)}{prefixes}"
+    return f"{', '.join(spans)}; {', '.join(kept)}"
 
 
 def _positions(config: Any) -> str:

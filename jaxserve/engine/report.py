@@ -51,7 +51,8 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
         static = f", in {num_static} layers with the checkpoint's static scales" if num_static else ""
         logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head{static}")
     if model.layout.num_states:
-        logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not cached")
+        cached = f"prefixes at {model.num_kept_states} places" if model.num_kept_states else "no prefixes"
+        logger.info(f"{model.layout.num_states} layers keep a state per request: {cached} are cached")
 
 
 def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
@@ -84,7 +85,7 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
         kv_dtype=str(model.kv_dtype),
-        enable_prefix_caching=plan.enable_prefix_caching and not model.layout.num_states,
+        enable_prefix_caching=plan.enable_prefix_caching and (not model.layout.num_states or model.num_kept_states > 0),
         reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),
         device=plan.devices.description,

@@ -34,10 +34,9 @@ def is_head(fields: dict[str, Any]) -> bool:
 def published_drafts(fields: dict[str, Any]) -> int | None:
     """Return how many tokens a `speculators` config says to draft, by its default method; None if it does not."""
     said = fields.get("speculators_config") or {}
-    methods = said.get("proposal_methods") or ()
-    by_name = {method.get("proposal_type"): method.get("speculative_tokens") for method in reversed(methods)}
-    first = methods[0].get("speculative_tokens") if methods else None
-    found = by_name.get(said.get("default_proposal_method"), first)
+    methods: list[dict[str, Any]] = said.get("proposal_methods") or []
+    chosen = [each for each in methods if each.get("proposal_type") == said.get("default_proposal_method")]
+    found = (chosen or methods or [{}])[0].get("speculative_tokens")
     return found if isinstance(found, int) else None
 
 

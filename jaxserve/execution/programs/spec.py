@@ -70,6 +70,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         speculation: how tokens are drafted; None: not at all.
         drafter: the config.json of a drafter that is a checkpoint of its own.
         kv_scales: the static scales of each layer's keys and values; empty if no layer has any.
+        num_kept_states: how many states of requests are kept for the prefix cache, if layers have states.
     """
 
     model: dict[str, Any]
@@ -87,6 +88,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation | None = None
     drafter: dict[str, Any] | None = None
     kv_scales: tuple[KVScales | None, ...] = ()
+    num_kept_states: int = 0
 
 
 class MeshSpec(msgspec.Struct, frozen=True):
