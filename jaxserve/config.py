@@ -164,7 +164,7 @@ class EngineConfig:
         "auto",
         "cache",
         "how keys and values are held: in 8 bits with a scale for each token and head (fp8 is fp8_e4m3), or in the "
-        "dtype of the activations, which is auto",
+        "dtype of the activations; auto: as the checkpoint says, else that dtype",
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
     max_cached_states: int = _option(

@@ -27,6 +27,7 @@ from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activat
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS
+from jaxserve.loading.quantization_files import resolve_kv_cache_dtype
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import FAMILIES, get_family
 from jaxserve.models.family import Family
@@ -156,6 +157,7 @@ def needs(
     mesh = AbstractMesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Explicit,))
     path = resolve_model(model, revision=revision, with_weights=False)
     fields = load_config(path)
+    kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, path, fields)
     with naming_config(path):
         family = get_family(fields)
         config = family.Config.from_hf(fields)

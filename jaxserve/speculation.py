@@ -43,7 +43,7 @@ class Speculation(msgspec.Struct, frozen=True):
     """What drafts tokens, how many, and for how many rows.
 
     Attributes:
-        num_drafts: most tokens drafted for a row.
+        num_drafts: most tokens drafted for a row; 0 until the drafter's checkpoint has been asked for their number.
         drafts_by_rows: pairs of a largest number of rows and the drafts of each row up to there, ascending; steps of
             more rows have none. Empty: as is best for the device.
         model: the checkpoint that drafts, if the method needs one.
@@ -105,9 +105,11 @@ class _Fields(msgspec.Struct, forbid_unknown_fields=True):
     draft_tensor_parallel_size: int | None = None
 
 
-def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | None:
+def parse_speculation(fields: Mapping[str, Any] | str | None, *, published: int | None = None) -> Speculation | None:
     """Return the checked options of `speculative_config`, a dict or its JSON; None if there is none. Raises ConfigError
     that names the field.
+
+    `published` is the number of drafts that the drafter's checkpoint names, which counts if none is given.
     """
     if fields is None:
         return None
@@ -116,9 +118,14 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
     except (ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"speculative_config: {error}") from None
     method = _method(given)
-    if given.num_speculative_tokens is None:
+    num_drafts = given.num_speculative_tokens if given.num_speculative_tokens is not None else published
+    is_published = num_drafts is None and method in (BY_CHECKPOINT, "eagle3")
+    if given.num_speculative_tokens is None and method == "mtp":
+        num_drafts = 1  # as many as there are layers for it
+    if is_published:
+        num_drafts = MAX_DRAFTS
+    if num_drafts is None:
         raise _wrong("num_speculative_tokens", "is missing: how many tokens are drafted for a row")
-    num_drafts = given.num_speculative_tokens
     if not 1 <= num_drafts <= MAX_DRAFTS:
         raise _wrong("num_speculative_tokens", f"must be in [1, {MAX_DRAFTS}], got {num_drafts}")
     if given.draft_sample_method not in ("greedy", "probabilistic"):
@@ -134,11 +141,11 @@ def parse_speculation(fields: Mapping[str, Any] | str | None) -> Speculation | N
     lookup_min, lookup_max = _lookup(given)
     return Speculation(
         method=method,
-        num_drafts=num_drafts,
+        num_drafts=0 if is_published else num_drafts,
         prompt_lookup_min=lookup_min,
         prompt_lookup_max=lookup_max,
         drafts_by_rows=_by_rows(given.num_speculative_tokens_per_batch_size, num_drafts),
-        acceptance_rates=_acceptance_rates(given, num_drafts),
+        acceptance_rates=() if is_published else _acceptance_rates(given, num_drafts),
         model=None if method == "ngram" else given.model,
         tensor_parallel_size=given.draft_tensor_parallel_size,
         is_coupled=given.draft_sample_method == "probabilistic",

@@ -27,6 +27,11 @@ def test_drafters_with_weights():
     mtp = {"num_speculative_tokens": 1, "draft_sample_method": "probabilistic"}
     assert parse_speculation(mtp | {"method": "glm4_moe_mtp"}) == parse_speculation(mtp | {"method": "mtp"})
     assert parse_speculation(mtp | {"method": "mtp"}).is_coupled
+    assert parse_speculation({"method": "mtp"}).num_drafts == 1
+    unknown = {"method": "eagle3", "model": "a/b"}
+    assert parse_speculation(unknown).num_drafts == 0
+    assert parse_speculation(unknown, published=3).num_drafts == 3
+    assert parse_speculation(unknown | {"num_speculative_tokens": 2}, published=3).num_drafts == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What an engine reads of a checkpoint before it loads any weight."""
 
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -16,6 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.held import why_not_held
+from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
@@ -25,9 +27,10 @@ from jaxserve.loading.classifier import read_head
 from jaxserve.loading.generation_fields import log_what_is_not_followed
 from jaxserve.loading.huggingface import resolve_dtype
 from jaxserve.loading.json_files import eos_token_ids
-from jaxserve.loading.quantization_files import declared_kv_caches, rounds_to_integers
+from jaxserve.loading.quantization_files import resolve_kv_cache_dtype, rounds_to_integers
 from jaxserve.loading.reranking import read_reranker
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
+from jaxserve.loading.static_scales import static_scales
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
 from jaxserve.models import get_family, max_context
 from jaxserve.models.family import Family
@@ -36,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 BEYOND_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})
 """Families whose activations are too large for float16."""
+
+WITH_STATIC_SCALES = ("fp8", "fp8_e4m3")
+"""The dtypes for which checkpoints have static scales."""
 
 
 class Checkpoint(NamedTuple):
@@ -69,8 +75,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     read_head(path, hidden_size=model_config.hidden_size)
     embedder = read_embedder(path, hidden_size=model_config.hidden_size)
     log_what_is_not_followed(path)
-    for said in declared_kv_caches(pathlib.Path(path), fields) if pathlib.Path(path).is_dir() else ():
-        logger.info("%s is not followed: keys and values are held as --kv-cache-dtype says", said)
+    config = dataclasses.replace(config, kv_cache_dtype=resolve_kv_cache_dtype(config.kv_cache_dtype, path, fields))
     return config, Checkpoint(
         path=path,
         fields=fields,
@@ -108,6 +113,16 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, *, is_cpu: bool,
     chosen = np.dtype(np.float32 if checkpoint.fields["model_type"] in BEYOND_FLOAT16 else np.float16)
     logger.warning("dtype is %s: this GPU has no bfloat16", chosen)
     return chosen
+
+
+def specs_with_scales(config: EngineConfig, checkpoint: Checkpoint) -> Params:
+    """Return the weights that the family declares, with the checkpoint's static scales if the KV cache is to use them.
+    Raises CheckpointError for scales that are none.
+    """
+    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    if config.kv_cache_dtype not in WITH_STATIC_SCALES or config.load_format == "dummy":
+        return specs
+    return with_kv_scales(specs, static_scales(checkpoint.path, specs))
 
 
 def choose_weights(

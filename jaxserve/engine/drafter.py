@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import pathlib
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading.builtin import resolve_model
-from jaxserve.loading.eagle3 import is_head, read_head
+from jaxserve.loading.eagle3 import is_head, published_drafts, read_head
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.weights import load_config, naming_config
 from jaxserve.models import get_family
-from jaxserve.speculation import BY_CHECKPOINT, Speculation
+from jaxserve.speculation import BY_CHECKPOINT, Speculation, parse_speculation
+
+logger = logging.getLogger(__name__)
 
 
 class DraftCheckpoint(NamedTuple):
@@ -56,6 +59,16 @@ def read_drafter(config: EngineConfig, path: str, fields: dict[str, Any], *, pro
         raise ConfigError(
             f"speculative_config: method is {speculation.method}, but {speculation.model} is for the method {method}"
         )
+    if not speculation.num_drafts:
+        published = published_drafts(read_object(described)) if method == "eagle3" else None
+        if published is None:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is missing, and {speculation.model} does not name a number"
+            )
+        logger.info("num_speculative_tokens is %d, as %s says", published, described)
+        again = parse_speculation(config.speculative_config, published=published)
+        assert again is not None
+        speculation = again
     speculation = msgspec.structs.replace(speculation, method=method)
     if method == "eagle3":
         return DraftCheckpoint(speculation, own, read_head(own))

@@ -47,7 +47,9 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
     )
     logger.info(f"KV cache: {runner.num_blocks} blocks of {model.block_size} positions; {', '.join(kinds)}")
     if model.kv_dtype != model.dtype:
-        logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head")
+        num_static = model.num_static_scales
+        static = f", in {num_static} layers with the checkpoint's static scales" if num_static else ""
+        logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head{static}")
     if model.layout.num_states:
         cached = f"prefixes at {model.num_kept_states} places" if model.num_kept_states else "no prefixes"
         logger.info(f"{model.layout.num_states} layers keep a state per request: {cached} are cached")

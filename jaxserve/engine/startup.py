@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig, WarmUp
 from jaxserve.engine.bandwidth import BandwidthMeter
-from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint
+from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint, specs_with_scales
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
 from jaxserve.engine.drafter import without_quantization
@@ -34,6 +34,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.cache import KV_DTYPES
+from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
@@ -109,7 +110,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     mesh = devices.mesh
     dtype = choose_dtype(config, checkpoint, is_cpu=devices.is_cpu, has_bfloat16=has_bfloat16(devices.first))
     kernels = choose_kernels(config.kernels, devices.first, dtype)
-    specs = checkpoint.family.param_specs(checkpoint.model_config)
+    specs = specs_with_scales(config, checkpoint)
     of_device: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "mesh": mesh, "is_cpu": devices.is_cpu}
     speculation, path, fields = checkpoint.drafter
     drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)
@@ -134,6 +135,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
         speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
         drafter=fields,
+        kv_scales=kv_scales_of(specs),
         num_kept_states=config.num_kept_states,
     )
     builder = StepBuilder(spec, mesh)

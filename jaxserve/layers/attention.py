@@ -290,8 +290,15 @@ class Attention:
         if self.query_scale is not None:
             assert self.head_norm is None, "a norm after the scale would undo it"
             qkv = self.query_scale(qkv, batch.positions)
-        options = {"rotation": rotation, "head_norms": head_norms, "chunk_size": self.chunk_size}
-        return cache.attend(qkv, batch, scores, **options)
+        return cache.attend(
+            qkv,
+            batch,
+            scores,
+            rotation=rotation,
+            head_norms=head_norms,
+            chunk_size=self.chunk_size,
+            scales=params.get("kv_scales"),
+        )
 
     def _queries(self, q: Float[Array, "T K G D"], q_norm: Any, rotation: Rotation | None) -> Float[Array, "T H D"]:
         """Return the queries of a layer without keys of its own, normalised and rotated."""

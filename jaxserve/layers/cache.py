@@ -92,13 +92,15 @@ class KeyValueCache(Protocol):
         *,
         rotation: Rotation | None,
         head_norms: HeadNorms | None,
-        chunk_size: int | None = None,
+        chunk_size: int | None,
+        scales: Float[Array, "K 2"] | None,
     ) -> tuple[Float[Array, "T H D"], Any]:
         """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
 
         `qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
         leaves norms to others, `rotation` None positions. With `chunk_size` a token attends to tokens of its chunk of
-        the text alone. Returns the heads' output, and the cache as it is after that.
+        the text alone. `scales` are those of the checkpoint for keys and values in 8 bits, None to make one for each
+        token. Returns the heads' output, and the cache as it is after that.
         """
         ...
 
@@ -119,10 +121,11 @@ class LatentCache(Protocol):
         *,
         latent_size: int,
         scale: float,
+        scales: Float[Array, "1 2"] | None,
     ) -> tuple[Float[Array, "T H R"], Any]:
         """Store the vectors of a step's tokens, then attend over everything stored.
 
-        `latent_size` R is the size of values, which are the beginning of the keys. Returns the output and the updated
-        cache.
+        `latent_size` R is the size of values, which are the beginning of the keys; `scales` as above,
+        of which vectors have that of keys. Returns the output and the updated cache.
         """
         ...

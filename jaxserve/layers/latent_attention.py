@@ -27,10 +27,11 @@ from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order
+from jaxserve.layers.sharding import platform_of
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_latents
-from pallas_kernels.paging import Pages
+from pallas_kernels.paging import Bytes, Pages, pool_dtype
 
 LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, whatever a config specifies for all other norms."""
@@ -72,11 +73,13 @@ class LatentSpec:
         """Return the shapes of the pools."""
         whole = NamedSharding(mesh, PartitionSpec(None, None, None, None))
         shape = sizes.num_blocks, 1, sizes.block_size, self.size
-        pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=whole)
         scales: Any = None
+        stored = None
         if self.dtype is not None:
+            dtype, stored = pool_dtype(self.dtype, platform_of(mesh))
             scales = jax.ShapeDtypeStruct((sizes.num_blocks, 1, 1, sizes.block_size), jnp.float32, sharding=whole)
-        return PagedLatent(pool, scales)
+        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        return PagedLatent(pool, scales, stored)
 
     def describe(self) -> str:
         """Return the size of the vector."""
@@ -89,6 +92,13 @@ class PagedLatent(NamedTuple):
     c: Float[Array, "P 1 S D"]
     scales: Float[Array, "P 1 1 S"] | None = None
     """The scale of each vector, if they are held in 8 bits."""
+    stored: Bytes | None = None
+    """Set if the pool holds 8-bit floats as uint8, see `Pages`."""
+
+    @property
+    def pages(self) -> Pages:
+        """The vectors as keys that are values too."""
+        return Pages(self.c, self.c, self.scales, self.stored)
 
     def attend(
         self,
@@ -98,6 +108,7 @@ class PagedLatent(NamedTuple):
         *,
         latent_size: int,
         scale: float,
+        scales: Float[Array, "1 2"] | None = None,
     ) -> tuple[Float[Array, "T H R"], "PagedLatent"]:
         """Write `stored` into its pages, then attend over block tables, as `LatentCache` says.
 
@@ -105,8 +116,10 @@ class PagedLatent(NamedTuple):
         them. Raises NotImplementedError for sizes that `batch.kernels` do not support.
         """
 
-        def on_local_heads(q: Array, stored: Array, cache: PagedLatent, batch: Batch) -> tuple[Array, PagedLatent]:
-            pages = write_latents(Pages(cache.c, cache.c, cache.scales), stored, batch.write_index)
+        def on_local_heads(
+            q: Array, stored: Array, cache: PagedLatent, scales: Array | None, batch: Batch
+        ) -> tuple[Array, PagedLatent]:
+            pages = write_latents(cache.pages, stored, batch.write_index, None if scales is None else scales[0, 0])
             out = op.latent_attention(
                 q,
                 pages,
@@ -120,24 +133,24 @@ class PagedLatent(NamedTuple):
                 is_decode_only=batch.is_decode_only,
                 implementation="xla" if self.scales is not None else batch.kernels,
             )
-            return out, PagedLatent(pages.k, pages.scales)
+            return out, PagedLatent(pages.k, pages.scales, pages.stored)
 
         context, sharding = batch.context, jax.typeof(q).sharding
         reason = NO_KERNELS if context.kernels == "xla" else None
         if self.scales is not None:
-            reason = reason or f"no kernel attends to latents of {self.c.dtype}"
+            reason = reason or f"no kernel attends to latents of {self.pages.dtype}"
         context.choose("attention", Part(Kernel.LATENT_ATTENTION) if reason is None else Part(Kernel.XLA, reason))
         makes = result((*q.shape[:2], latent_size), q.dtype, sharding), self
         if sharding.mesh.empty:
-            return context.call(on_local_heads, makes, q, stored, self, batch)
+            return context.call(on_local_heads, makes, q, stored, self, scales, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
         island = jax.shard_map(
             on_local_heads,
-            in_specs=(heads, whole, whole, whole),
+            in_specs=(heads, whole, whole, whole, whole),
             out_specs=(heads, whole),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-        return context.call(island, makes, q, stored, self, batch.same_on_each_device())
+        return context.call(island, makes, q, stored, self, scales, batch.same_on_each_device())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +279,8 @@ class LatentAttention:
             q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params, "k_up", context), turned(rotated)], axis=-1)
             latent = normed(latent, "latent_norm")
             stored = jnp.concatenate([latent, turned(key[:, None])[:, 0]], axis=-1)
-            out, cache = cache.attend(q, stored, batch, latent_size=heads.latent_size, scale=self.score_scale)
+            sizes: dict[str, Any] = {"latent_size": heads.latent_size, "scale": self.score_scale}
+            out, cache = cache.attend(q, stored, batch, **sizes, scales=params.get("kv_scales"))
             values = _by_head("thr,hvr->thv", out, params, "v_up", context)
             return residual_update(values, params, "out", context, consumer), cache
 

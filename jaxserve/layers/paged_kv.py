@@ -15,10 +15,10 @@ from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import kv_copies, mesh_axes
+from jaxserve.layers.sharding import kv_copies, mesh_axes, platform_of
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, why_not_pages
+from pallas_kernels.paging import Pages, Scores, pool_dtype, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -34,6 +34,7 @@ class PagedKV(Pages):
         rotation: Rotation | None,
         head_norms: HeadNorms | None,
         chunk_size: int | None = None,
+        scales: Float[Array, "K 2"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "PagedKV"]:
         """Write K and V into their pages, then attend over block tables, as `KeyValueCache` says.
 
@@ -42,7 +43,7 @@ class PagedKV(Pages):
         """
 
         def on_local_heads(
-            qkv: Any, cache: Any, scores: Any, head_norms: Any, rotation: Any, batch: Any
+            qkv: Any, cache: Any, scores: Any, scales: Any, head_norms: Any, rotation: Any, batch: Any
         ) -> tuple[Array, PagedKV]:
             q, pages = rope_and_write_kv(
                 qkv,
@@ -50,7 +51,8 @@ class PagedKV(Pages):
                 batch.write_index,
                 rotation=rotation,
                 head_norms=head_norms,
-                implementation=kernels,
+                scales=scales,
+                implementation=kernels if scales is None else "xla",
             )
             if chunk_size is not None:
                 batch = cut_rows(batch, chunk_size=chunk_size, block_size=self.k.shape[2])
@@ -63,18 +65,19 @@ class PagedKV(Pages):
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
-            return context.call(on_local_heads, makes, qkv, self, scores, head_norms, rotation, batch)
+            return context.call(on_local_heads, makes, qkv, self, scores, scales, head_norms, rotation, batch)
         axis = sharding.spec[1]
         heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
         scores = _over_heads(scores, axis)
         island = jax.shard_map(
             on_local_heads,
-            in_specs=(of_heads, of_heads, PartitionSpec(axis), whole, whole, whole),
+            in_specs=(of_heads, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole),
             out_specs=(heads, of_heads),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
         makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
-        return context.call(island, makes, qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
+        batch = batch.same_on_each_device()
+        return context.call(island, makes, qkv, self, scores, scales, head_norms, rotation, batch)
 
     def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
         """Attend over what another layer of this step has written, as `KeyValueCache` says."""
@@ -145,12 +148,14 @@ class KVSpec:
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
         sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axes("kv_heads", mesh), None, None))
         shape = (sizes.num_blocks, num_heads, sizes.block_size, self.head_dim)
-        pool: Any = jax.ShapeDtypeStruct(shape, self.dtype or dtype, sharding=sharding)
         scales: Any = None
+        stored = None
         if self.dtype is not None:
+            dtype, stored = pool_dtype(self.dtype, platform_of(mesh))
             of_heads = sizes.num_blocks, num_heads, 2, sizes.block_size
             scales = jax.ShapeDtypeStruct(of_heads, jnp.float32, sharding=sharding)
-        return PagedKV(pool, pool, scales)
+        pool: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return PagedKV(pool, pool, scales, stored)
 
     def describe(self) -> str:
         """Return the number of heads and their size."""

@@ -111,6 +111,12 @@ def mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> MeshAxes:
     return split if len(split) > 1 else next(iter(split), None)
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Return the platform of a mesh's devices; "" if it does not say."""
+    device = mesh.abstract_mesh.abstract_device
+    return "" if device is None else device.platform
+
+
 def names_of(axes: Iterable[MeshAxes]) -> tuple[str, ...]:
     """Return the names of mesh axes in entries of a PartitionSpec."""
     return tuple(name for on in axes for name in ((on,) if isinstance(on, str) else on or ()))

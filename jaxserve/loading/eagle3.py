@@ -31,6 +31,15 @@ def is_head(fields: dict[str, Any]) -> bool:
     return any("eagle3" in str(name).lower() for name in named)
 
 
+def published_drafts(fields: dict[str, Any]) -> int | None:
+    """Return how many tokens a `speculators` config says to draft, by its default method; None if it does not."""
+    said = fields.get("speculators_config") or {}
+    methods: list[dict[str, Any]] = said.get("proposal_methods") or []
+    chosen = [each for each in methods if each.get("proposal_type") == said.get("default_proposal_method")]
+    found = (chosen or methods or [{}])[0].get("speculative_tokens")
+    return found if isinstance(found, int) else None
+
+
 def read_head(path: str) -> dict[str, Any]:
     """Return what there is to know of a head before its weights are loaded, in one form for both formats: the Llama
     config of its "layer", "taps", sizes, and which tensors it has. Raises CheckpointError.

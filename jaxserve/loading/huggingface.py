@@ -65,8 +65,8 @@ KNOWN_EXTRAS = (
     "t2d",
 )
 STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
-"""Ends of names of the scales of a whole layer's attention, for a KV cache of 8 bits: ours has a scale for each token
-and head instead.
+"""Ends of names of the scales of a whole layer's attention. Those of keys and values are declared, and read, with
+`--kv-cache-dtype fp8` only; those of queries and probabilities never.
 """
 FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
@@ -196,6 +196,14 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         tensors = in_declared_form(_with_inputs_first(tensors, specs), expected)
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
+
+
+@contextlib.contextmanager
+def named_tensors(path: str | pathlib.Path, specs: Params) -> Iterator[Mapping[str, StoredTensor]]:
+    """Yield all tensors of a checkpoint, under the names that `specs` have for them; nothing is checked."""
+    with contextlib.ExitStack() as stack:
+        expected = source_shapes(specs)
+        yield _with_model_prefix(_open_tensors(pathlib.Path(path), expected, stack).tensors, expected)
 
 
 def is_quantized(path: str | pathlib.Path) -> bool:
@@ -465,8 +473,8 @@ def _check(
         logger.info("left out: %d tensors of layers that predict further tokens, such as %s", len(further), further[0])
     if scales := [name for name in tensors if name not in expected and name.endswith(STATIC_SCALES)]:
         logger.info(
-            "left out: %d static scales of attention, such as %s: a KV cache of 8 bits (--kv-cache-dtype) has a scale "
-            "for each token and head instead",
+            "left out: %d static scales of attention, such as %s: those of keys and values are used with "
+            "--kv-cache-dtype fp8 only, those of queries and probabilities never",
             *(len(scales), scales[0]),
         )
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}

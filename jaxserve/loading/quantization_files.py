@@ -4,10 +4,12 @@ Converters write this into config.json under several names, or into a file next 
 weight is downloaded or read, so that a model is never served from misinterpreted numbers.
 """
 
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.config import KVCacheDType
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.multimodal import TEXT_OF, stored_names
@@ -30,6 +32,16 @@ FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors
 MARKERS = ("quant", "load_in_4bit", "load_in_8bit", "sparsity_config", "bnb_", "hqq_")
 """Parts of names of fields and files by which converters declare, or might declare, that weights are encoded."""
 ADAPTER = "adapter_config.json"
+_KV_CACHES: dict[str, KVCacheDType] = {
+    str(("float", 8)): "fp8",
+    str(("int", 8)): "int8",
+    "FP8": "fp8",
+    "FP8_E4M3": "fp8",
+    "INT8": "int8",
+}
+"""How caches are held, by the type and the bits of a `kv_cache_scheme` or the name of a `kv_cache_quant_algo`."""
+
+logger = logging.getLogger(__name__)
 
 
 def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[Format, ...]:
@@ -72,16 +84,44 @@ def declared_methods(directory: pathlib.Path, fields: Mapping[str, Any]) -> set[
     return {method for method, _ in _declared(directory, fields).values()}
 
 
-def declared_kv_caches(directory: pathlib.Path, fields: Mapping[str, Any]) -> list[str]:
-    """Return the places where a directory says how keys and values are held, with the fields' names. Raises
-    CheckpointError.
+def resolve_kv_cache_dtype(
+    requested: KVCacheDType, path: str | pathlib.Path, fields: Mapping[str, Any]
+) -> KVCacheDType:
+    """Return how keys and values are held: as requested, and with "auto" as the checkpoint says if it does, as vLLM
+    does. Raises CheckpointError for places that contradict each other.
     """
-    names = "kv_cache_scheme", "kv_cache_quant_algo"
-    found = []
+    directory = pathlib.Path(path)
+    said = declared_kv_caches(directory, fields) if directory.is_dir() else {}
+    for where, (dtype, value) in said.items():
+        if requested != "auto":
+            logger.info("%s is %s, but --kv-cache-dtype is %s, which counts", where, value, requested)
+        elif dtype is None:
+            logger.warning("%s is %s, which is not supported: keys and values are not quantized", where, value)
+        else:
+            logger.info("kv_cache_dtype is %s, as %s says: %s", dtype, where, value)
+    dtypes: set[KVCacheDType] = {dtype for dtype, _ in said.values() if dtype is not None}
+    if requested != "auto" or not dtypes:
+        return requested
+    if len(dtypes) > 1:
+        raise CheckpointError(f"{directory}: {' and '.join(said)} contradict each other: choose a --kv-cache-dtype")
+    return dtypes.pop()
+
+
+def declared_kv_caches(
+    directory: pathlib.Path, fields: Mapping[str, Any]
+) -> dict[str, tuple[KVCacheDType | None, str]]:
+    """Return how keys and values are held by places where a directory says so, None if that is not supported, and what
+    it says. Raises CheckpointError.
+    """
+    found: dict[str, tuple[KVCacheDType | None, str]] = {}
     for where, (_, content) in _declared(directory, fields).items():
         nested = content.get("quantization")
         for said in (content, nested if isinstance(nested, dict) else {}):
-            found += [f"{where}: {name}" for name in names if said.get(name) is not None]
+            if (scheme := said.get("kv_cache_scheme")) is not None:
+                kind = (scheme.get("type"), scheme.get("num_bits")) if isinstance(scheme, dict) else scheme
+                found[f"{where}: kv_cache_scheme"] = _KV_CACHES.get(str(kind)), f"{scheme!r:.200}"
+            if (algorithm := said.get("kv_cache_quant_algo")) is not None:
+                found[f"{where}: kv_cache_quant_algo"] = _KV_CACHES.get(str(algorithm).upper()), f"{algorithm!r:.200}"
     return found
 
 

@@ -23,6 +23,7 @@ def rope_and_write_kv(
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
+    scales: Float[Array, "K 2"] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """Rotate T tokens' queries and keys, and write keys and values to their pages; return the queries and the changed
@@ -36,7 +37,8 @@ def rope_and_write_kv(
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
     are dropped. Values are cast to the dtype of the pages; in 8 bits each key and value is rounded with a
-    scale of its own. Pages are changed in place if the caller donates them.
+    scale of its own, or with those of `scales` for keys and values of each head, which no kernel takes. Pages are
+    changed in place if the caller donates them.
 
     Heads are local: with a sharded head axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation, a head without queries or gains that differ from a head in size; NotImplementedError for dtypes and
@@ -50,5 +52,8 @@ def rope_and_write_kv(
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     if any(gain.shape != qkv.shape[3:] for gain in gains):
         raise ValueError(f"gains must have the size of a head, {qkv.shape[3]}, got {[gain.shape for gain in gains]}")
-    run = {"xla": rope_and_write_kv_xla, "sm90": rope_and_write_kv_sm90}[implementation]
-    return run(qkv, pages, write_index, rotation=rotation, head_norms=head_norms)
+    if implementation == "xla":
+        return rope_and_write_kv_xla(qkv, pages, write_index, rotation=rotation, head_norms=head_norms, scales=scales)
+    if scales is not None:
+        raise NotImplementedError("no kernel writes keys and values with given scales")
+    return rope_and_write_kv_sm90(qkv, pages, write_index, rotation=rotation, head_norms=head_norms)

@@ -13,30 +13,39 @@ def write_kv(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     write_index: Int[Array, " T"],
+    scales: Float[Array, "K 2"] | None = None,
 ) -> Pages:
     """Write T tokens' keys and values to their pages, in place if the caller donates them.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
-    are dropped. Values are cast to the dtype of the pages, those of 8 bits by `round_vectors`, each head by itself.
+    are dropped. Values are cast to the dtype of the pages, those of 8 bits by `round_vectors`, each head by itself
+    or with the scales of its key and value.
     """
     if pages.scales is None:
         return Pages(write_pages(pages.k, k, write_index), write_pages(pages.v, v, write_index))
-    (k, k_scales), (v, v_scales) = round_vectors(k, pages.k.dtype), round_vectors(v, pages.v.dtype)
-    return Pages(
-        write_pages(pages.k, k, write_index),
-        write_pages(pages.v, v, write_index),
-        _write_scales(pages.scales, jnp.stack([k_scales, v_scales], axis=-1), write_index),
+    (k, k_scales), (v, v_scales) = (
+        _rounded(x, pages, None if scales is None else scales[None, :, kind]) for kind, x in enumerate((k, v))
+    )
+    return pages._replace(
+        k=write_pages(pages.k, k, write_index),
+        v=write_pages(pages.v, v, write_index),
+        scales=_write_scales(pages.scales, jnp.stack([k_scales, v_scales], axis=-1), write_index),
     )
 
 
-def write_latents(pages: Pages, latents: Float[Array, "T D"], write_index: Int[Array, " T"]) -> Pages:
+def write_latents(
+    pages: Pages,
+    latents: Float[Array, "T D"],
+    write_index: Int[Array, " T"],
+    scale: Float[Array, ""] | None = None,
+) -> Pages:
     """Write T tokens' vectors, which are keys and values of one head, as `write_kv` does."""
     if pages.scales is None:
         written = write_pages(pages.k, latents[:, None], write_index)
         return Pages(written, written)
-    latents, scales = round_vectors(latents, pages.k.dtype)
+    latents, scales = _rounded(latents, pages, None if scale is None else scale[None])
     written = write_pages(pages.k, latents[:, None], write_index)
-    return Pages(written, written, _write_scales(pages.scales, scales[:, None, None], write_index))
+    return pages._replace(k=written, v=written, scales=_write_scales(pages.scales, scales[:, None, None], write_index))
 
 
 def write_pages(
@@ -46,6 +55,14 @@ def write_pages(
     page, offset = write_index // pages.shape[2], write_index % pages.shape[2]
     # unique_indices: else XLA orders the writes (on a GPU by compare-and-swap loops).
     return pages.at[page, :, offset].set(values.astype(pages.dtype), mode="drop", unique_indices=True)
+
+
+def _rounded(
+    x: Float[Array, "... D"], pages: Pages, scales: Float[Array, "..."] | None
+) -> tuple[Num[Array, "... D"], Float[Array, "..."]]:
+    """Return vectors as such pages store them, and their scales."""
+    codes, scales = round_vectors(x, pages.dtype, scales)
+    return codes if pages.stored is None else pages.stored.of(codes), scales
 
 
 def _write_scales(
@@ -62,10 +79,11 @@ def rope_and_write_kv_xla(
     *,
     rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
     head_norms: HeadNorms | None = None,
+    scales: Float[Array, "K 2"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
-    return q, write_kv(pages, k, qkv[:, :, -1], write_index)
+    return q, write_kv(pages, k, qkv[:, :, -1], write_index, scales)
 
 
 def norm_and_rotate(

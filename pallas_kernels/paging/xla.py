@@ -135,9 +135,12 @@ def _gather(pages: Pages, kind: int, index: Int[Array, "G M"]) -> Float[Array, "
 
     def joined(pool: Array) -> Array:
         tiles = pool.reshape(num_pages * num_kv_heads, *pool.shape[2:])
-        return tiles.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+        return tiles.at[index].get(mode="promise_in_bounds")
 
     gathered = joined(pages.v if kind else pages.k)
+    if pages.stored is not None:
+        gathered = pages.stored.codes(gathered)
+    gathered = gathered.astype(jnp.float32)
     if pages.scales is not None:
         gathered = gathered * joined(pages.scales)[:, :, :, -1 if kind else 0, :, None]
     return gathered.reshape(*index.shape[:2], -1, head_dim)

@@ -1,12 +1,17 @@
 """Keys and values in 8 bits: a request has the same tokens in whatever way the engine batches it."""
 
+import numpy as np
 import pytest
 from depths import quick_first
 from engine_harness import Model, request, run
+from golden_folder import with_tensors
 from test_exactness import prompts
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine.report import kv_kinds
+from jaxserve.engine.startup import start_engine
 
+LAST_SCALE = "model.layers.1.self_attn.v_scale"
 LENGTHS = [9, 14, 20, 5, 31, 12, 7, 3]
 
 
@@ -72,6 +77,33 @@ def test_blocks_are_counted_with_their_scales(llama):
     specs = llama.family.kv_specs(llama.config)
     (kind,) = kv_kinds(llama.runner.model)
     assert kind.bytes_per_token == sum(2 * spec.num_kv_heads * (spec.head_dim + 4) for spec in specs)
+
+
+def test_static_scales_of_a_checkpoint(tmp_path):
+    """Its second layer brings scales, a key's and a value's for each of two heads; the first one has its own."""
+    of_keys, of_values = np.float32([0.002, 0.003]), np.float32([0.001, 0.004])
+    path = with_tensors(tmp_path, {"model.layers.1.self_attn.k_scale": of_keys, LAST_SCALE: of_values})
+    config = EngineConfig(
+        model=str(path),
+        kv_cache_dtype="fp8",
+        kv_cache_memory=2**16,
+        max_model_len=32,
+        block_size=4,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        tensor_parallel_size=2,
+        warmup="none",
+    )
+    engine, _ = start_engine(config, mesh=None, progress=False)
+    assert len(run(engine, [request("r", [1, 2, 3, 4, 5], 2)])["r"].token_ids) == 2
+    computed, static = (np.asarray(pool.scales) for pool in engine.runner.state["kv_cache"].pools)
+    engine.close()
+    is_written = static[:, 0, 0] > 0
+    assert is_written.sum() > 5
+    assert len(set(computed[:, 0, 0].ravel().tolist())) > 5
+    for kind, want in enumerate([of_keys, of_values]):
+        for head in range(2):
+            assert set(static[:, head, kind][is_written].tolist()) == {float(want[head])}
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_groups", "gemma2_caps", "gpt_oss_clamped"])

@@ -9,7 +9,7 @@ from golden_models import GOLDENS
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.huggingface import load_config
-from jaxserve.loading.quantization_files import declared_kv_caches
+from jaxserve.loading.quantization_files import resolve_kv_cache_dtype
 from jaxserve.overview import needs
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
@@ -83,17 +83,41 @@ def test_a_file_that_names_no_algorithm_leaves_weights_as_they_are(model, conten
     assert load_config(model) == load_config(LLAMA)
 
 
-def test_what_is_said_of_the_kv_cache(model):
-    fields = {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}}
+def in_config(**said):
+    return {"quantization_config": {"quant_method": "compressed-tensors"} | said}
+
+
+@pytest.mark.parametrize(
+    ("fields", "algorithm", "dtype", "line"),
+    [
+        (in_config(kv_cache_scheme={"num_bits": 8, "type": "float"}), None, "fp8", "kv_cache_dtype is fp8"),
+        (in_config(kv_cache_scheme={"num_bits": 8, "type": "float"}), "fp8", "fp8", "kv_cache_dtype is fp8"),
+        (in_config(kv_cache_scheme={"num_bits": 8, "type": "int"}), None, "int8", "kv_cache_dtype is int8"),
+        (in_config(kv_cache_scheme={"num_bits": 4, "type": "float"}), None, "auto", "which is not supported"),
+        (in_config(kv_cache_scheme=None), None, "auto", ""),
+        ({}, "FP8", "fp8", "as hf_quant_config.json: kv_cache_quant_algo says"),
+        ({}, "NVFP4", "auto", "kv_cache_quant_algo is 'NVFP4', which is not supported"),
+    ],
+)
+def test_auto_is_what_is_said_of_the_kv_cache(model, caplog, fields, algorithm, dtype, line):
+    if algorithm is not None:
+        (model / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": algorithm}})
+        )
+    with caplog.at_level("INFO"):
+        assert resolve_kv_cache_dtype("auto", model, fields) == dtype
+        assert line in caplog.text
+        assert resolve_kv_cache_dtype("bfloat16", model, fields) == "bfloat16"
+    assert dtype == "auto" or "--kv-cache-dtype is bfloat16, which counts" in caplog.text
+
+
+def test_contradictions_about_the_kv_cache_are_refused(model):
     (model / "hf_quant_config.json").write_text(
-        json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
+        json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}})
     )
-    assert declared_kv_caches(model, fields) == [
-        "quantization_config in its config.json: kv_cache_scheme",
-        "hf_quant_config.json: kv_cache_quant_algo",
-    ]
-    (model / "hf_quant_config.json").unlink()
-    assert declared_kv_caches(model, {"quantization_config": {"kv_cache_scheme": None}}) == []
+    fields = in_config(kv_cache_scheme={"num_bits": 8, "type": "float"})
+    with pytest.raises(CheckpointError, match="contradict each other: choose a --kv-cache-dtype"):
+        resolve_kv_cache_dtype("auto", model, fields)
 
 
 def test_empty_fields_say_nothing(model):

@@ -11,11 +11,12 @@ import test_paged_attention as of_decodes
 import test_ragged_prefill_attention as of_prompts
 from rounded_pages import rounded_pages
 
-from pallas_kernels.kv_write import write_kv, write_latents
+from pallas_kernels.kv_write import rope_and_write_kv, write_kv, write_latents
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.reference import latent_attention_reference
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, has_scales, round_vectors
+from pallas_kernels.paging import Pages, Scores, has_scales, pool_dtype, round_vectors
+from pallas_kernels.paging.pages import LARGEST
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
@@ -70,6 +71,33 @@ def test_written_with_a_scale_for_each_token_and_head(dtype):
     np.testing.assert_allclose(np.asarray(after.scales), scales, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_writes_one_token_and_reads_what_it_gathers(dtype):
+    """Equal to pools of the dtype itself, without an array as large as a pool."""
+    (q, pages), layout = of_decodes.make_case(np.random.default_rng(1), [9, 30, 13])
+    plain = rounded_pages(pages, dtype)
+    held, stored = pool_dtype(dtype, "cpu")
+    pools = [pool if stored is None else stored.of(pool) for pool in plain[:2]]
+    on_a_cpu = Pages(*pools, plain.scales, stored)
+    assert {pool.dtype for pool in pools} == {jnp.dtype(held)}
+    assert on_a_cpu.dtype == plain.dtype == dtype
+
+    def step(pages):
+        pages = write_kv(pages, q[:, 0, :: q.shape[2] // 2], q[:, 0, 1 :: q.shape[2] // 2], jnp.arange(len(q)))
+        return paged_attention(q, pages, **layout, scores=Scores(scale=0.3))[0], pages
+
+    compiled = jax.jit(step, donate_argnums=0).lower(on_a_cpu).compile()
+    text = compiled.as_text()
+    shape = ",".join(map(str, plain.k.shape))
+    of_floats = {f"f16[{shape}]", f"f32[{shape}]"}
+    assert not of_floats & set(text.replace("{", " ").split())
+    want = jax.jit(step)(plain)
+    got = compiled(on_a_cpu)
+    np.testing.assert_array_equal(got[0], want[0])
+    codes = got[1].k if stored is None else stored.codes(got[1].k)
+    np.testing.assert_array_equal(codes.astype(jnp.float32), want[1].k.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("options", [{"scale": 0.3}, ALL_SCORES], ids=["plain", "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decodes_match_the_definition(dtype, options):
@@ -117,6 +145,30 @@ def test_latents_are_written_once():
     np.testing.assert_allclose(back[1, 0, 3], latents[0], rtol=2**-4, atol=1e-2)
     np.testing.assert_allclose(back[0, 0, 0], latents[1], rtol=2**-4, atol=1e-2)
     assert np.count_nonzero(back.any(axis=-1)) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_static_scales(dtype):
+    """What is larger than a scale allows becomes the largest value; what is not a number still shows."""
+    x = jnp.array([[1.0, -2.0], [1e9, -1e9], [jnp.nan, 1.0], [jnp.inf, 1.0]])
+    codes, scales = round_vectors(x, dtype, jnp.full(4, 0.5))
+    back = np.asarray(codes.astype(jnp.float32)) * np.asarray(scales)[:, None]
+    largest = 0.5 * LARGEST[jnp.dtype(dtype).name]
+    np.testing.assert_array_equal(back[:2], [[1.0, -2.0], [largest, -largest]])
+    if dtype != jnp.int8:
+        assert not np.isfinite(back[2:]).all(axis=1).any()
+    pool = jnp.zeros((1, 1, 4, 2), dtype)
+    written = write_latents(Pages(pool, pool, jnp.zeros((1, 1, 1, 4))), x, jnp.arange(4), jnp.float32(0.5))
+    np.testing.assert_array_equal(written.scales.ravel(), scales)
+    with pytest.raises(NotImplementedError, match="no kernel writes"):
+        rope_and_write_kv(
+            jnp.ones((4, 1, 3, 2)),
+            Pages(pool, pool),
+            jnp.arange(4),
+            rotation=None,
+            scales=jnp.ones((1, 2)),
+            implementation="sm90",
+        )
 
 
 def error_of(pages, rounded, q, layout):

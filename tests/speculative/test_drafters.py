@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_harness import Model, Result, request
+from depths import quick_first
+from engine_harness import Model, Result, request, run
+from golden_folder import GOLDENS
 from naive import DenseKV, DenseLatent, one_sequence
 from safetensors.numpy import save_file
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.drafter import read_drafter
+from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.execution.programs.kinds import Forward
 from jaxserve.layers.batch import KVCache
 from jaxserve.loading.eagle3 import is_head, read_head
-from jaxserve.loading.huggingface import load_params
+from jaxserve.loading.huggingface import load_config, load_params, source_shapes
+from jaxserve.models import get_family
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation import parse_speculation
 from jaxserve.speculative import make_drafter
 
@@ -34,16 +41,16 @@ IDS = np.sort(np.random.default_rng(3).permutation(32)[:DRAFT_VOCAB])
 PROMPT = [1, 5, 3, 2, 9, 17, 30]
 
 
-def tensors(prefix, *, has_embedding=False, has_map=True):
+def tensors(prefix, *, num_kv_heads=3, has_embedding=False, has_map=True):
     """Return a head's tensors by their published names."""
-    rng, size, head_dim = np.random.default_rng(0), 24, 6
+    rng, size, kv_size = np.random.default_rng(0), 24, 6 * num_kv_heads
     vocab = DRAFT_VOCAB if has_map else 32
     shapes = {
         "fc": (size, 3 * size), "norm": (size,), "lm_head": (vocab, size),
         f"{prefix}.input_layernorm": (size,), f"{prefix}.hidden_norm": (size,),
         f"{prefix}.post_attention_layernorm": (size,),
-        f"{prefix}.self_attn.q_proj": (6 * head_dim, 2 * size), f"{prefix}.self_attn.k_proj": (3 * head_dim, 2 * size),
-        f"{prefix}.self_attn.v_proj": (3 * head_dim, 2 * size), f"{prefix}.self_attn.o_proj": (size, 6 * head_dim),
+        f"{prefix}.self_attn.q_proj": (2 * kv_size, 2 * size), f"{prefix}.self_attn.k_proj": (kv_size, 2 * size),
+        f"{prefix}.self_attn.v_proj": (kv_size, 2 * size), f"{prefix}.self_attn.o_proj": (size, 2 * kv_size),
         f"{prefix}.mlp.gate_proj": (20, size), f"{prefix}.mlp.up_proj": (20, size),
         f"{prefix}.mlp.down_proj": (size, 20),
     }  # fmt: skip
@@ -55,17 +62,21 @@ def tensors(prefix, *, has_embedding=False, has_map=True):
     return found
 
 
-def write_head(directory, style, **changes):
+def write_head(directory, style, *, num_kv_heads=3, **changes):
     """Write a head in one of the published formats; returns its tensors."""
     fields = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     if style == "speculators":
         fields |= {
             "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "speculators_config": {},
-            "transformer_layer_config": HEAD, "norm_before_residual": True,
+            "norm_before_residual": True,
+            "transformer_layer_config": HEAD | {
+                "num_attention_heads": 2 * num_kv_heads, "num_key_value_heads": num_kv_heads,
+            },
         }  # fmt: skip
     else:
         fields |= HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
-    own = tensors("layers.0" if style == "speculators" else "midlayer", has_embedding=style == "speculators")
+    prefix = "layers.0" if style == "speculators" else "midlayer"
+    own = tensors(prefix, num_kv_heads=num_kv_heads, has_embedding=style == "speculators")
     (directory / "config.json").write_text(json.dumps(fields | changes))
     save_file(own, directory / "model.safetensors")
     return own
@@ -211,6 +222,69 @@ def test_a_further_layer_drafts(monkeypatch, name):
 
     for token_ids, drafts in verified(model, monkeypatch):
         assert drafts == chain(run, token_ids, streams(token_ids))
+
+
+def write_random(directory, fields, specs):
+    """Write a model of random weights, for which these specs are read."""
+    rng, directory = np.random.default_rng(1), directory / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(fields))
+    found = {name: rng.normal(size=shape).astype(np.float32) * 0.4 for name, shape in source_shapes(specs).items()}
+    save_file(found, directory / "model.safetensors")
+    return directory
+
+
+def from_files(folder, kind):
+    """Write a target and what drafts for it; return the target's folder and the options."""
+    fields, options = TARGET, {"model": str(folder), "method": None}
+    if kind == "mtp":
+        fields = load_config(GOLDENS / "glm4_moe_qk_norm")
+        options = {"method": "mtp"}
+    family = get_family(fields)
+    specs = family.param_specs(family.Config.from_hf(fields))
+    if kind == "mtp":
+        specs = {"model": specs, "further": make_drafter(parse_speculation(options), fields, None, context=96).specs()}
+    model = write_random(folder, fields, specs)
+    if kind == "draft model":
+        return model, {"model": str(model), "num_speculative_tokens": 2}
+    if kind == "eagle3":
+        proposals = [{"proposal_type": "greedy", "speculative_tokens": 2}]
+        write_head(folder, "speculators", num_kv_heads=4, speculators_config={"proposal_methods": proposals})
+    return model, options
+
+
+@pytest.mark.parametrize("kind", quick_first(["eagle3", "draft model", "mtp"]))
+def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind):
+    """A whole start; the text is that of the same engine without drafts."""
+    model, options = from_files(tmp_path, kind)
+    config = EngineConfig(
+        model=str(model),
+        speculative_config=options,
+        kv_cache_dtype="fp8",
+        kv_cache_memory=2**17,
+        max_model_len=32,
+        block_size=4,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        tensor_parallel_size=2,
+        warmup="none",
+    )
+    engine, _ = start_engine(config, mesh=None, progress=False)
+    params = [SamplingParams(temperature=0.0, speculative_decoding=drafts) for drafts in (False, True)]
+    texts = [run(engine, [request("r", PROMPT, 16, each)])["r"].token_ids for each in params]
+    stats = engine.stats()
+    engine.close()
+    assert len(texts[0]) == 16
+    assert texts[0] == texts[1]
+    assert stats.spec_decode_num_drafts > 0
+    assert kind != "draft model" or stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
+
+
+def test_a_head_that_names_no_number_of_drafts(tmp_path):
+    write_head(tmp_path, "speculators")
+    config = EngineConfig(speculative_config={"method": "eagle3", "model": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is missing, and .* does not name a number"):
+        read_drafter(config, "target", TARGET, progress=False)
 
 
 @pytest.mark.parametrize(

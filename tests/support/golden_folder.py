@@ -7,6 +7,7 @@ import tempfile
 import weakref
 
 from golden_weights import WEIGHTS, write_checkpoint
+from safetensors.numpy import load_file, save_file
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -19,6 +20,14 @@ class _Checkpoints:
         weakref.finalize(self, lambda path: os.getpid() == pid and shutil.rmtree(path, ignore_errors=True), self.path)
         for weights in sorted(TESTS.glob(f"**/{WEIGHTS}")):
             write_checkpoint(weights.parent, self.path / weights.parent.relative_to(TESTS))
+
+
+def with_tensors(folder, tensors, name="llama_biases_linear_rope"):
+    """Copy a golden of two layers to an empty folder, with more tensors; return the folder."""
+    for file in (GOLDENS / name).iterdir():
+        shutil.copy(file, folder)
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    return folder
 
 
 _CHECKPOINTS = _Checkpoints()

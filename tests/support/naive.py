@@ -23,7 +23,7 @@ class DenseKV(NamedTuple):
 
     kept: Any = None
 
-    def attend(self, qkv, batch, scores, *, rotation, head_norms, chunk_size=None):
+    def attend(self, qkv, batch, scores, *, rotation, head_norms, chunk_size, scales):
         options = {"rotation": rotation, "head_norms": head_norms}
         _, k = norm_and_rotate(qkv, **options)
         out = dense_attention(qkv, batch, scores, **options, chunk_size=chunk_size)
@@ -37,7 +37,7 @@ class DenseKV(NamedTuple):
 class DenseLatent(NamedTuple):
     """`DenseKV` where all heads attend to one vector a token."""
 
-    def attend(self, q, stored, batch, *, latent_size, scale):
+    def attend(self, q, stored, batch, *, latent_size, scale, scales):
         qkv = jnp.concatenate([q, stored[:, None], stored[:, None]], axis=1)[:, None]
         return dense_attention(qkv, batch, Scores(scale=scale))[..., :latent_size], self
 

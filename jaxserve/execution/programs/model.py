@@ -22,6 +22,7 @@ from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.dense_and_experts import DenseAndExperts
+from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.peers import abstract_peers
@@ -46,6 +47,7 @@ class StepModel:
         layout: which layers have block tables and pools in common.
         buckets: the sizes of steps, smallest first.
         verifying_buckets: the sizes of steps that verify drafts, by width, smallest first.
+        num_static_scales: number of layers whose keys and values have static scales.
         drafting: how tokens are drafted; None: not at all.
         table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
         kept_states: of each pool of states, those that are kept for the prefix cache; empty if there are none.
@@ -60,11 +62,13 @@ class StepModel:
         config = family.Config.from_hf(spec.model)
         self.family = family
         self.dtype = jnp.dtype(spec.dtype)
+        self.num_static_scales = sum(scales is not None for scales in spec.kv_scales)
         self.kv_dtype = KV_DTYPES.get(spec.kv_cache_dtype, self.dtype)
         # Weights are declared for the context that the model was made for; from here on it is the one that is served,
         # which decides how some rotations stretch.
         drafter = make_drafter(spec.speculation, spec.model, spec.drafter, context=spec.max_model_len)
-        specs = family.param_specs(config) | ({} if drafter is None else {"drafter": drafter.specs()})
+        specs = with_kv_scales(family.param_specs(config), spec.kv_scales)
+        specs |= {} if drafter is None else {"drafter": drafter.specs()}
         specs = with_schemes(specs, spec.schemes, dtype=self.dtype)
         self.params = abstract_params(specs, dtype=self.dtype, mesh=mesh)
         self.config = with_context(config, spec.max_model_len)

@@ -8,6 +8,7 @@ import msgspec
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxserve.layers.context import Kernels
+from jaxserve.layers.kv_scales import KVScales
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.speculation import Speculation
@@ -68,6 +69,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         schemes: how quantized weights are stored, by path in the tree of weights.
         speculation: how tokens are drafted; None: not at all.
         drafter: the config.json of a drafter that is a checkpoint of its own.
+        kv_scales: the static scales of each layer's keys and values; empty if no layer has any.
         num_kept_states: how many states of requests are kept for the prefix cache, if layers have states.
     """
 
@@ -85,6 +87,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     speculation: Speculation | None = None
     drafter: dict[str, Any] | None = None
+    kv_scales: tuple[KVScales | None, ...] = ()
     num_kept_states: int = 0
 
 
