@@ -162,18 +162,24 @@ def activation(fields: Fields, name: str = "hidden_act") -> str:
     return value
 
 
+def layer_kinds(
+    fields: Fields, known: tuple[str, ...], default: Sequence[str], *, name: str = "layer_types"
+) -> tuple[str, ...]:
+    """Read the kind of each layer from `layer_types`, or a field of another `name`; `default` if that is missing or
+    null. Raises CheckpointError unless all are `known`.
+    """
+    num_layers, kinds = integer(fields, "num_hidden_layers"), fields.get(name)
+    kinds = list(default) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise CheckpointError(f"config.json: {name} must name {' or '.join(known)} for each of {num_layers} layers")
+    return tuple(kinds)
+
+
 def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
     """Return each layer's sliding window: `window` where `layer_types` has "sliding_attention", None at
     "full_attention".
     """
-    num_layers = integer(fields, "num_hidden_layers")
-    kinds = fields.get("layer_types")
-    kinds = list(default) if kinds is None else kinds
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise CheckpointError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
-        )
+    kinds = layer_kinds(fields, ("full_attention", "sliding_attention"), default)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
