@@ -202,12 +202,14 @@ class Mamba2:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         context = batch.context
 
-        def project(name: str, **options: Any) -> Array:
-            return linear(x, params[name], params.get(f"{name}_bias"), context=context, name=name, **options)
+        def project(name: str, dtype: Any = x.dtype) -> Array:
+            bias = params.get(f"{name}_bias")
+            bias = None if bias is None else bias.astype(dtype)
+            return linear(x, params[name], bias, context=context, name=name, output_dtype=jnp.dtype(dtype))
 
         with jax.named_scope("mamba2"):
             gate, values = jnp.split(project("in"), 2, axis=-1)
-            bc, dt = project("bc"), project("steps", output_dtype=jnp.dtype(jnp.float32))
+            bc, dt = project("bc"), project("steps", jnp.float32)
             if self.multipliers is not None:
                 of_z, of_x, of_b, of_c, of_dt = self.multipliers
                 gate, values, dt = gate * of_z, values * of_x, dt * of_dt

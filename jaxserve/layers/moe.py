@@ -109,7 +109,8 @@ class Experts:
                 shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{own.selection_bias}",), init_scale=0.0
             )
         if self.shared is not None:
-            of_shared = dataclasses.replace(names, gate_up=(own.gate, own.up), up=own.up, down=own.down)
+            inputs = tuple(dict.fromkeys((own.gate, own.up)))  # one tensor may have both
+            of_shared = dataclasses.replace(names, gate_up=inputs, up=own.up, down=own.down)
             specs["shared"] = self.shared.specs(f"{prefix}.{own.shared}", E, of_shared)
         if self.has_shared_gate:
             specs["shared_gate"] = ParamSpec(
