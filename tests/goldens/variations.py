@@ -37,7 +37,15 @@ OF_STATES = {
         (1, 2, 4, None),
     ),
     **dict.fromkeys(
-        ("ssm_state_size", "mamba_head_dim", "moe_latent_size", "moe_shared_expert_intermediate_size"),
+        (
+            "ssm_state_size",
+            "mamba_head_dim",
+            "mamba_d_head",
+            "mamba_d_state",
+            "shared_intermediate_size",
+            "moe_latent_size",
+            "moe_shared_expert_intermediate_size",
+        ),
         (("times", 2), None),
     ),
     **dict.fromkeys(("mamba_hidden_act", "mlp_hidden_act"), ("gelu", "relu2", "no_such", None)),
@@ -52,6 +60,7 @@ OF_STATES = {
     "attn_layer_indices": ([0], [1], [0, 1], None),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), (5, None)),
     **dict.fromkeys(("num_logits_to_keep",), (2, None)),
+    "position_embedding_type": ("rope", "nope", None),
     "mamba_ssm_cache_dtype": ("bfloat16", None),
     # With true, transformers 5.24 draws weights of Mamba-2 anew after it has loaded them.
     "rescale_prenorm_residual": (False, None),

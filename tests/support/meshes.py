@@ -91,6 +91,14 @@ MAMBA_FIELDS = {
     "moe_latent_size": 10,
 }
 ONE_GROUP = {"n_groups": 1, "num_heads": 16, "head_dim": 8, "state_size": 6, "use_bias": True}
+GRANITE_FIELDS = {
+    "mlp_bias": False,
+    "layer_types": ["mamba"],
+    "mamba_n_heads": 16,
+    "mamba_d_state": 6,
+    "shared_intermediate_size": 16,
+    "num_local_experts": 6,
+}
 OWN_FIELDS = {
     "bailing_moe_v2": {"n_group": 3, "topk_group": 2},
     "baichuan": {"num_key_value_heads": None, "norm_head": True},
@@ -101,6 +109,7 @@ OWN_FIELDS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_FIELDS),
     **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2_FIELDS),
     "mamba2": ONE_GROUP,
+    "granitemoehybrid": GRANITE_FIELDS,
     "nemotron_h": MAMBA_FIELDS,
     "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},
 }
