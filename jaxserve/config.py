@@ -167,6 +167,12 @@ class EngineConfig:
         "dtype of the activations, which is auto",
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
+    max_cached_states: int = _option(
+        32,
+        "cache",
+        "for models with states: how many are kept for requests that continue the same prefix; 0: prefixes are not "
+        "cached",
+    )
 
     max_num_seqs: int | None = _option(
         None, "scheduling", "requests that run at once; default: 256 on a GPU, 64 on CPU"
@@ -206,8 +212,8 @@ class EngineConfig:
     kernels: Literal["auto", "xla", "sm90"] = _option(
         "auto",
         "execution",
-        "attention, sampling and what else has kernels of its own for a GPU; "
-        "auto: sm90 on Hopper GPUs, xla on CPUs and, with a warning, on other GPUs",
+        "sm90: jaxserve's own kernels for Hopper GPUs; xla: plain XLA; auto: sm90 on Hopper GPUs, else xla, with a "
+        "warning on other GPUs",
     )
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
@@ -227,8 +233,9 @@ class EngineConfig:
     warmup: WarmUp | None = _option(
         None,
         "compilation",
-        "what is compiled before the first request is taken: the programs without which there would be requests to "
-        "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
+        "what is compiled before the first request is taken. background: on a CPU the three programs that every "
+        "request needs, on a GPU those without which a request would wait for the compiler; the others follow while "
+        "the server is at work. full: all of them. none: nothing, each is compiled when a request first needs it. "
         "default: background",
     )
     programs: Name | None = _option(
@@ -247,6 +254,12 @@ class EngineConfig:
         if self.max_model_len == -1:  # as vLLM has it
             object.__setattr__(self, "max_model_len", "auto")
         _raise_all(complaints or list(self._complaints()))
+
+    @property
+    def num_kept_states(self) -> int:
+        """How many states of requests are kept for others, of a model that has states."""
+        is_cached = self.enable_prefix_caching and self.scheduler == "continuous"
+        return self.max_cached_states if is_cached else 0
 
     @property
     def speculation(self) -> Speculation | None:
@@ -270,6 +283,8 @@ class EngineConfig:
             yield f"override_generation_config: {', '.join(unknown)} is not read, only {known}"
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             yield f"block_size must be a power of two up to 512, got {self.block_size}"
+        if not 0 <= self.max_cached_states <= MAX_COUNT:
+            yield f"max_cached_states must be in [0, {MAX_COUNT}], got {self.max_cached_states}"
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
         if not -1 <= self.max_logprobs <= MAX_COUNT:
@@ -371,14 +386,16 @@ class ServerConfig:
     max_stored_responses: int = _option(
         1000, "answers", "answers of /v1/responses that are kept for later turns; 0: none"
     )
-    response_ttl: float = _option(3600.0, "answers", "seconds that they are kept")
+    response_ttl: float = _option(3600.0, "answers", "seconds that answers of /v1/responses are kept")
     metrics_names: Literal["jaxserve", "vllm"] = _option(
         "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
     )
     profile_dir: Name | None = _option(
         None, "server", "directory for what /start_profile records; default: the route is off"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "logging", "what is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = _option(
+        "info", "logging", "log messages of this severity and above"
+    )
     log_format: Literal["text", "json"] = _option("text", "logging", "json: one object a line")
     access_log: bool = _option(True, "logging", "log each request, with its X-Request-Id")
     otlp_traces_endpoint: Name | None = _option(

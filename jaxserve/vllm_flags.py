@@ -76,6 +76,16 @@ _BIASES = "logit_bias, bad_words and structured_outputs are fields of requests"
 _ONE_ENGINE, _ONE_HOST, _ONE_CONTEXT = "there is one engine", "one host is used", "a context is not split"
 _PLUGIN = "a checkpoint's response_template is read; see docs/syntaxes.md"
 
+_ONLY_OURS = (
+    "access-log admin-api-key admin-api-key-file api-key-file api-workers compilation-cache-dir dequantize "
+    "disable-additional-properties kernels keep-alive-timeout kv-cache-memory log-format log-level max-body-size "
+    "max-cached-states "
+    "max-num-waiting max-stored-responses metrics-names overlap pooling profile-dir programs quantize-activations "
+    "receive-timeout request-timeout response-ttl scheduler send-timeout warmup"
+)
+ONLY_OURS = tuple(f"--{name}" for name in _ONLY_OURS.split())
+"""Flags of `jaxserve serve` that `vllm serve` does not have."""
+
 RENAMED: Mapping[str, str] = {
     "--disable-uvicorn-access-log": "--no-access-log",
     "--no-disable-uvicorn-access-log": "--access-log",
@@ -199,8 +209,8 @@ FLAGS: Mapping[str, Row] = {
     "--use-v2-block-manager": Harmless("there is one block manager"),
     "--disable-hybrid-kv-cache-manager": Harmless("blocks outside a window are always given back"),
     **_each(Harmless("states are float32", 1, ("auto", "float32")), "mamba-cache-dtype mamba-ssm-cache-dtype"),
-    "--mamba-block-size": Harmless("a state is kept for each request, none for blocks", 1),
-    "--mamba-cache-mode": Harmless("prefixes of models with states are not cached", 1, ("none",)),
+    "--mamba-block-size": Harmless("states are kept where prompts end, and where they part", 1),
+    "--mamba-cache-mode": Harmless("--max-cached-states says how many states are kept", 1, ("none", "align")),
     # scheduling
     "--enable-chunked-prefill": Harmless("prompts are read in chunks; raise --max-num-batched-tokens for longer ones"),
     **_each(Harmless(_SCHEDULED, 1), "max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold"),
