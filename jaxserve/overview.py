@@ -19,6 +19,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_GPU, StepSpec
 from jaxserve.gpus import GPUS
 from jaxserve.layers.cache import KV_DTYPES, hold_in
+from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.params import Params
@@ -68,7 +69,7 @@ MAX_ROWS = 256
 
 ALL_CODES = "with --no-dequantize"
 
-_ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "learned", HEAD: "as declared", OTHER: "-"}
+_ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "none", HEAD: "as declared", OTHER: "-"}
 
 
 def families() -> list[dict[str, str]]:
@@ -91,6 +92,8 @@ def _features(family: Family) -> dict[str, str]:
         if field.name in FEATURES and field.init:
             column, word = FEATURES[field.name]
             words[column].append(word)
+    if issubclass(family.Config, UnrotatedConfig) and not words[POSITIONS]:
+        words[POSITIONS].append("learned")
     row = {column: ", ".join(dict.fromkeys(words[column])) or absent for column, absent in _ABSENT.items()}
     return row | {"serves": (family.doc or "").split("(")[0].split(":")[0].strip().rstrip(",.")}
 
@@ -283,7 +286,7 @@ def _positions(config: Any) -> str:
     found = [f"{name}: {describe(rope)}" for name, rope in ropes.items() if isinstance(rope, Rope)]
     if getattr(config, "alibi_slopes", None):
         found.append("ALiBi")
-    return "; ".join(found) or "learned"
+    return "; ".join(found) or ("learned" if isinstance(config, UnrotatedConfig) else "none")
 
 
 def families_text() -> str:

@@ -6,25 +6,22 @@ the convolution, and the matrices.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.cache import CacheSizes
-from jaxserve.layers.context import Kernel, Part, result
-from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, gated_delta_rule, unit
+from jaxserve.layers.delta_rule import Tokens, unit
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import mesh_axes, partition_spec
+from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
 
@@ -50,119 +47,6 @@ class DeltaHeads:
         return 2 * self.key_size + self.group_size * self.value_size
 
 
-@dataclasses.dataclass(frozen=True)
-class DeltaSpec:
-    """Declare one state for each request, in float32; key heads are split over devices."""
-
-    heads: DeltaHeads
-
-    @property
-    def sliding_window(self) -> None:
-        """No token is attended to."""
-        return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """Nothing that is kept belongs to a token."""
-        return True
-
-    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "DeltaState":  # noqa: ARG002
-        """Return the shapes of the states of all slots, whatever the dtype of activations."""
-        heads = self.heads
-        H, axis = heads.num_key_heads, mesh_axes("key_heads", mesh)
-        partition_spec(("key_heads",), (H,), mesh, name="states")
-
-        def array(shape: tuple[int, ...], spec: PartitionSpec) -> Any:
-            return jax.ShapeDtypeStruct((sizes.num_slots, *shape), jnp.float32, sharding=NamedSharding(mesh, spec))
-
-        return DeltaState(
-            window=array((heads.width - 1, H, heads.num_channels), PartitionSpec(None, None, axis, None)),
-            matrix=array(
-                (H, heads.group_size, heads.key_size, heads.value_size), PartitionSpec(None, axis, None, None, None)
-            ),
-        )
-
-    def describe(self) -> str:
-        """Return the sizes of the matrices."""
-        heads = self.heads
-        return f"a state of {heads.num_value_heads} matrices {heads.key_size} x {heads.value_size} in float32"
-
-
-class Projected(NamedTuple):
-    """What the projections make of a step's tokens, before the convolution."""
-
-    mixed: Float[Array, "T H C"]
-    """The query, the key and the values of each key head."""
-    rates: Float[Array, "T H rates"]
-    """The strength of the update of each value head, then their decays, by key head."""
-
-
-class DeltaWeights(NamedTuple):
-    """The block's weights besides its projections, in float32."""
-
-    convolution: Float[Array, "H C W"]
-    a_log: Float[Array, "H G"]
-    dt_bias: Float[Array, "H G"]
-
-
-@runtime_checkable
-class StateCache(Protocol):
-    """A LayerCache of layers with the gated delta rule."""
-
-    def advance(
-        self, projected: Projected, weights: DeltaWeights, batch: Batch, block: "DeltaNet"
-    ) -> tuple[Float[Array, "T H G V"], Any]:
-        """Return the heads' output [T, H, G, V] in float32, and the cache after the step."""
-        ...
-
-
-class DeltaState(NamedTuple):
-    """The states of all slots, donated."""
-
-    window: Float[Array, "S W-1 H C"]
-    """The last inputs of the convolution."""
-    matrix: Float[Array, "S H G K V"]
-
-    def advance(
-        self, projected: Projected, weights: DeltaWeights, batch: Batch, block: "DeltaNet"
-    ) -> tuple[Float[Array, "T H G V"], "DeltaState"]:
-        """Advance the states of the step's rows by their tokens. A device does so for its own heads.
-
-        Raises NotImplementedError for rows of drafts, which would have to be taken back.
-        """
-        if batch.num_columns:
-            raise NotImplementedError("states cannot be taken back behind rejected drafts")
-        rows = Rows(batch.slots, batch.query_starts, batch.seq_lens, batch.num_decode_rows, batch.num_rows)
-
-        def on_local_heads(
-            projected: Projected, weights: DeltaWeights, state: DeltaState, rows: Rows
-        ) -> tuple[Array, DeltaState]:
-            options = {"is_decode_only": batch.is_decode_only}
-            mixed = projected.mixed.astype(jnp.float32)
-            mixed, window = causal_convolution(mixed, weights.convolution, state.window, rows, **options)
-            out, matrix = gated_delta_rule(block.tokens(mixed, projected, weights), state.matrix, rows, **options)
-            return out, DeltaState(window, matrix)
-
-        batch.context.choose("delta rule", Part(Kernel.XLA))
-        heads = block.heads
-        sharding = jax.typeof(projected.mixed).sharding
-        shape = *projected.mixed.shape[:2], heads.group_size, heads.value_size
-        if sharding.mesh.empty:
-            makes = result(shape, jnp.float32), self
-            return batch.context.call(on_local_heads, makes, projected, weights, self, rows)
-        axis, whole = sharding.spec[1], PartitionSpec()
-        of_tokens, of_weights = PartitionSpec(None, axis), PartitionSpec(axis)
-        of_state = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, self)
-        makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, PartitionSpec(None, axis, None, None))), self
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(of_tokens, of_weights, of_state, whole),
-            out_specs=(of_tokens, of_state),
-            check_vma=False,
-        )
-        return batch.context.call(island, makes, projected, weights, self, rows)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNet:
     """The block of a layer.
@@ -184,9 +68,20 @@ class DeltaNet:
         return None
 
     @property
-    def cache_spec(self) -> DeltaSpec:
-        """What the layer keeps."""
-        return DeltaSpec(self.heads)
+    def cache_spec(self) -> StateSpec:
+        """What the layer keeps; key heads are split over devices."""
+        heads = self.heads
+        key_heads = Dim(heads.num_key_heads, "key_heads")
+        return StateSpec(
+            width=heads.width,
+            channels=((key_heads, Dim(heads.num_channels)),),
+            matrix=(key_heads, Dim(heads.group_size), Dim(heads.key_size), Dim(heads.value_size)),
+        )
+
+    @property
+    def corrects(self) -> bool:
+        """The delta rule does."""
+        return True
 
     @property
     def why_not_fused(self) -> str:
@@ -281,15 +176,18 @@ class DeltaNet:
             wide = linear(x, params["in"], context=context, name="in")
             rates = linear(x, params["rates"], context=context, name="rates", output_dtype=jnp.dtype(jnp.float32))
             mixed, gate = jnp.split(wide, [self.heads.num_channels], axis=-1)
-            weights = DeltaWeights(params["convolution"].array(), params["a_log"], params["dt_bias"])
-            out, cache = cache.advance(Projected(mixed, rates), weights, batch, self)
+            weights = StateWeights((params["convolution"].array(),), a_log=params["a_log"], dt_bias=params["dt_bias"])
+            out, cache = cache.advance(Projected((mixed,), rates), weights, batch, self)
             y = context.call(self._gated, gate, out, gate, params["norm"])
             return residual_update(y, params, "out", context, consumer), cache
 
-    def tokens(self, mixed: Float[Array, "T H C"], projected: Projected, weights: DeltaWeights) -> Tokens:
+    def tokens(self, mixed: tuple[Float[Array, "T H C"], ...], projected: Projected, weights: StateWeights) -> Tokens:
         """Return what the delta rule reads, of the outputs of the convolution; heads are those of a device."""
+        assert projected.rates is not None
+        assert weights.a_log is not None
+        assert weights.dt_bias is not None
         heads = self.heads
-        q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed), [heads.key_size, 2 * heads.key_size], axis=-1)
+        q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed[0]), [heads.key_size, 2 * heads.key_size], axis=-1)
         strength, decay = jnp.split(projected.rates.astype(jnp.float32), 2, axis=-1)
         return Tokens(
             q=unit(q) * heads.key_size**-0.5,
@@ -300,9 +198,10 @@ class DeltaNet:
         )
 
     def _gated(
-        self, out: Float[Array, "T H G V"], gate: Float[Array, "T H values"], gain: Float[Array, " V"]
+        self, out: Float[Array, "T H values"], gate: Float[Array, "T H values"], gain: Float[Array, " V"]
     ) -> Float[Array, "T H values"]:
         """Return the normalised output of heads times their gates, in the gates' dtype."""
+        out = out.reshape(*out.shape[:2], self.heads.group_size, self.heads.value_size)
         normed = rms_norm(out, gain, self.norm_eps).reshape(gate.shape)
         return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 

@@ -1,13 +1,15 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464) over the ragged rows of a step, in plain XLA and float32.
+"""Linear recurrences of matrices over the ragged rows of a step, in plain XLA and float32: the gated delta rule (Yang
+et al. 2024, arXiv:2412.06464), and that of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), which corrects nothing.
 
 A head has a matrix S that maps keys to values. Token t decays it, corrects what it has under the token's key, and reads
 it by the token's query:
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T,    o_t = S_t^T q_t
 
-Rows with one token take this step as it is. Others go through chunks of the step's tokens, whatever row these are of
-(section 3.3): within a chunk the corrections u solve a triangular system (the UT transform), for all chunks at once;
-then a loop over segments, a row's tokens in one chunk, passes the state on. The cost is linear in tokens.
+Mamba-2 adds beta_t v_t instead of the difference. Rows with one token take this step as it is. Others go through chunks
+of the step's tokens, whatever row these are of (section 3.3): within a chunk the corrections solve a triangular system
+(the UT transform), for all chunks at once; then a loop over segments, a row's tokens in one chunk, passes the state on.
+The cost is linear in tokens.
 """
 
 from typing import NamedTuple
@@ -60,24 +62,26 @@ def unit(x: Float[Array, "T H K"]) -> Float[Array, "T H K"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
-def one_token(states: Float[Array, "B H G K V"], tokens: Tokens) -> tuple[Array, Array]:
+def one_token(states: Float[Array, "B H G K V"], tokens: Tokens, *, corrects: bool) -> tuple[Array, Array]:
     """Return the outputs [B, H, G, V] of one token a row, and the states after them."""
     states = states * jnp.exp(tokens.log_decay)[..., None, None]
-    delta = (tokens.v - _einsum("bhk,bhgkv->bhgv", tokens.k, states)) * tokens.beta[..., None]
+    delta = tokens.v - _einsum("bhk,bhgkv->bhgv", tokens.k, states) if corrects else tokens.v
+    delta = delta * tokens.beta[..., None]
     states = states + tokens.k[:, :, None, :, None] * delta[:, :, :, None, :]
     return _einsum("bhk,bhgkv->bhgv", tokens.q, states), states
 
 
-def gated_delta_rule(
-    tokens: Tokens, states: Float[Array, "S H G K V"], rows: Rows, *, is_decode_only: bool
+def recurrence(
+    tokens: Tokens, states: Float[Array, "S H G K V"], rows: Rows, *, corrects: bool, is_decode_only: bool
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """Return each token's output, and the states of all slots after the step.
 
-    `is_decode_only` means that row b is token b. The outputs of padding are finite and mean nothing.
+    `corrects` is true for the delta rule. `is_decode_only` means that row b is token b. The outputs of padding are
+    finite and mean nothing.
     """
     if is_decode_only:
-        return _decode(tokens, states, rows, jnp.arange(len(rows.slots), dtype=jnp.int32))
-    out, states = _chunks(tokens, states, rows)
+        return _decode(tokens, states, rows, jnp.arange(len(rows.slots), dtype=jnp.int32), corrects=corrects)
+    out, states = _chunks(tokens, states, rows, corrects=corrects)
     num_at_once = min(MAX_ROWS_AT_ONCE, len(rows.slots))
 
     def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -85,23 +89,25 @@ def gated_delta_rule(
         here = index * num_at_once + jnp.arange(num_at_once, dtype=jnp.int32)
         here = jnp.where(here < rows.num_decode_rows, here, len(tokens.q))  # row b is token b
         some = Tokens(*(each.at[here].get(mode="fill", fill_value=0) for each in tokens))
-        new, states = _decode(some, states, rows, here)
+        new, states = _decode(some, states, rows, here, corrects=corrects)
         return out.at[here].set(new, mode="drop"), states
 
     num_turns = (rows.num_decode_rows + num_at_once - 1) // num_at_once
     return jax.lax.fori_loop(0, num_turns, turn, (out, states))
 
 
-def _decode(tokens: Tokens, states: Array, rows: Rows, here: Int[Array, " N"]) -> tuple[Array, Array]:
+def _decode(
+    tokens: Tokens, states: Array, rows: Rows, here: Int[Array, " N"], *, corrects: bool
+) -> tuple[Array, Array]:
     """Return the outputs of `tokens`, one for each row of `here`, and the states of all slots."""
     slots = rows.slots.at[here].get(mode="fill", fill_value=len(states))
     begins = rows.begins.at[here].get(mode="fill", fill_value=True)
     before = states.at[slots].get(mode="fill", fill_value=0)
-    out, after = one_token(jnp.where(begins[:, None, None, None, None], 0, before), tokens)
+    out, after = one_token(jnp.where(begins[:, None, None, None, None], 0, before), tokens, corrects=corrects)
     return out, states.at[slots].set(after, mode="drop")
 
 
-def _chunks(tokens: Tokens, states: Array, rows: Rows) -> tuple[Array, Array]:
+def _chunks(tokens: Tokens, states: Array, rows: Rows, *, corrects: bool) -> tuple[Array, Array]:
     """Return the outputs of rows with several tokens, zeros for others, and the states after them."""
     T = len(tokens.q)
     C = min(CHUNK_SIZE, T)
@@ -127,14 +133,16 @@ def _chunks(tokens: Tokens, states: Array, rows: Rows) -> tuple[Array, Array]:
     # Where tokens are not of one row, or the later one comes first, the difference may be large and positive.
     between = decayed[..., :, None] - decayed[..., None, :]
     between = jnp.exp(jnp.where(same, between, -jnp.inf))
-    keys = _einsum("nhik,nhjk->nhij", k, k)[:, :, None]
-    strictly = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, between)
-    system = jnp.eye(C, dtype=k.dtype)[None, None, None] + beta[..., None] * keys * strictly
-    weighted_keys = (beta * jnp.exp(since))[..., None] * k[:, :, None]
-    known = jnp.concatenate([beta[..., None] * v, weighted_keys], axis=-1)
-    # Not by a product of powers, which are as large as binomial coefficients where keys are alike.
-    solved = jax.lax.linalg.triangular_solve(system, known, left_side=True, lower=True, unit_diagonal=True)
-    values, corrections = jnp.split(solved, [v.shape[-1]], axis=-1)
+    values, corrections = beta[..., None] * v, None
+    if corrects:
+        keys = _einsum("nhik,nhjk->nhij", k, k)[:, :, None]
+        strictly = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, between)
+        system = jnp.eye(C, dtype=k.dtype)[None, None, None] + beta[..., None] * keys * strictly
+        weighted_keys = (beta * jnp.exp(since))[..., None] * k[:, :, None]
+        known = jnp.concatenate([values, weighted_keys], axis=-1)
+        # Not by a product of powers, which are as large as binomial coefficients where keys are alike.
+        solved = jax.lax.linalg.triangular_solve(system, known, left_side=True, lower=True, unit_diagonal=True)
+        values, corrections = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = _einsum("nhik,nhjk->nhij", q, k)[:, :, None] * between
     reading = jnp.exp(since)[..., None] * q[:, :, None]
     writing = jnp.exp(until)[..., None] * k[:, :, None]
@@ -153,7 +161,10 @@ def _chunks(tokens: Tokens, states: Array, rows: Rows) -> tuple[Array, Array]:
         n, slot = starts[b] // C + turn, rows.slots[b]
         mine = (row[n] == b)[None, None, :, None]
         state = jnp.where((turn == 0) & rows.begins[b], 0, states[slot])
-        new = jnp.where(mine, values[n] - _einsum("hgck,hgkv->hgcv", corrections[n], state), 0)
+        new = values[n]
+        if corrections is not None:
+            new = new - _einsum("hgck,hgkv->hgcv", corrections[n], state)
+        new = jnp.where(mine, new, 0)
         read = _einsum("hgck,hgkv->hgcv", reading[n], state) + _einsum("hgij,hgjv->hgiv", scores[n], new)
         end = jnp.minimum(ends[b] - n * C, C) - 1
         total = kept[n, :, :, end]
@@ -181,35 +192,38 @@ def _einsum(formula: str, *operands: Array) -> Array:
 
 
 def causal_convolution(
-    x: Float[Array, "T H C"],
-    weight: Float[Array, "H C W"],
-    windows: Float[Array, "S W-1 H C"],
+    x: Float[Array, " T *channels"],
+    weight: Float[Array, "*channels W"],
+    windows: Float[Array, " S W-1 *channels"],
     rows: Rows,
     *,
     is_decode_only: bool,
-) -> tuple[Float[Array, "T H C"], Float[Array, "S W-1 H C"]]:
+) -> tuple[Float[Array, " T *channels"], Float[Array, " S W-1 *channels"]]:
     """Return for each channel a weighted sum of its last W inputs in the row, and the last W - 1 inputs of all slots.
 
     Before a sequence there are zeros.
     """
     width, num_tokens = weight.shape[-1], len(x)
+    flags = (slice(None), *[None] * (x.ndim - 1))  # one for each token or row, whatever its channels
     before = windows.at[rows.slots].get(mode="fill", fill_value=0)
-    before = jnp.where(rows.begins[:, None, None, None], 0, before)
+    before = jnp.where(rows.begins[flags][:, None], 0, before)
     starts, counts = rows.query_starts[:-1], jnp.diff(rows.query_starts)
     if is_decode_only:
         inputs = jnp.concatenate([before, x[:, None]], axis=1)
-        return _einsum("twhc,hcw->thc", inputs, weight), windows.at[rows.slots].set(inputs[:, 1:], mode="drop")
+        y = jnp.sum(inputs * jnp.moveaxis(weight, -1, 0)[None], axis=1)
+        return y, windows.at[rows.slots].set(inputs[:, 1:], mode="drop")
 
     row = jnp.minimum(rows.of_tokens(num_tokens), len(rows.slots) - 1)
     offset = jnp.arange(num_tokens, dtype=jnp.int32) - starts[row]
-    y = x * weight[None, :, :, -1]
+    y = x * weight[None, ..., -1]
     for lag in range(1, width):
         earlier = before[row, jnp.clip(width - 1 + offset - lag, 0, width - 2)]
-        lagged = jnp.where((offset >= lag)[:, None, None], jnp.roll(x, lag, axis=0), earlier)
-        y = y + lagged * weight[None, :, :, width - 1 - lag]
+        lagged = jnp.where((offset >= lag)[flags], jnp.roll(x, lag, axis=0), earlier)
+        y = y + lagged * weight[None, ..., width - 1 - lag]
     # The window and the row's tokens, one after the other: the last width - 1 of them.
     place = counts[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
-    old = jnp.take_along_axis(before, jnp.minimum(place, width - 2)[:, :, None, None], axis=1)
+    of_window = (slice(None), *flags)
+    old = jnp.take_along_axis(before, jnp.minimum(place, width - 2)[of_window], axis=1)
     token = jnp.clip(starts[:, None] + place - (width - 1), 0, num_tokens - 1)
-    after = jnp.where((place < width - 1)[:, :, None, None], old, x[token])
+    after = jnp.where((place < width - 1)[of_window], old, x[token])
     return y, windows.at[rows.slots].set(after, mode="drop")

@@ -81,6 +81,7 @@ class Layer:
 
     Attributes:
         hidden_size: the size E of the residual stream.
+        feed_forward: the block after the mixer; None if a layer has no other block.
         norm: the kind of the layer's norms, and of the final one if it is the last layer.
         norms: which norms the layer has, by the names of their weights. Those before the blocks normalise their inputs,
             those after them ("post") their updates. Parallel blocks with "attention_norm" alone read it both.
@@ -92,7 +93,7 @@ class Layer:
 
     hidden_size: int
     mixer: Mixer
-    feed_forward: FeedForward | Experts | DenseAndExperts
+    feed_forward: FeedForward | Experts | DenseAndExperts | None
     norm: Norm
     norms: tuple[str, ...] = PRE_NORMS
     arrangement: Arrangement = Arrangement.SEQUENTIAL
@@ -103,6 +104,8 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what the arrangement would leave out."""
+        if self.feed_forward is None and (self.arrangement, self.norms) != (Arrangement.SEQUENTIAL, ONE_NORM):
+            raise ValueError(f"a layer without a feed-forward has {ONE_NORM}, got {self.norms}")
         if self.arrangement == Arrangement.SEQUENTIAL:
             needed, known = (), SANDWICH_NORMS
         elif self.arrangement == Arrangement.PARALLEL:
@@ -118,12 +121,12 @@ class Layer:
 
     def specs(self, prefix: str, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
-        mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
         mixer = f"{prefix}.{self.mixer_name or names.attention}"
-        specs = {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms} | {
-            "attention": self.mixer.specs(mixer, self.hidden_size, names),
-            "mlp": self.feed_forward.specs(mlp, self.hidden_size, names),
-        }
+        specs = {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms}
+        specs["attention"] = self.mixer.specs(mixer, self.hidden_size, names)
+        if self.feed_forward is not None:
+            mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
+            specs["mlp"] = self.feed_forward.specs(mlp, self.hidden_size, names)
         if self.layer_input is not None:
             specs["layer_input"] = self.layer_input.specs(prefix, self.hidden_size)
             specs["layer_input_norm"] = self.norm.specs(f"{prefix}.post_per_layer_input_norm", self.hidden_size)
@@ -151,6 +154,8 @@ class Layer:
             return "the layer has scaled updates"
         if self.layer_input is not None or self.has_scalar:
             return "the layer has a third block or a factor"
+        if self.feed_forward is None:
+            return "the layer has no feed-forward"
         return self.mixer.why_not_fused or self.feed_forward.why_not_fused
 
     def run(
@@ -197,6 +202,10 @@ class Layer:
             return self.norm.of_sum(x, update, params[name], batch.context, name, reader=reader)
 
         x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
+        if self.feed_forward is None:
+            consumer = self.consumer_of_mlp(consumer)
+            update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer)
+            return x, self._pending(update, params), cache
         consumer_of_attention = self.consumer_of_attention
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer_of_attention)
         update = self._pending(update, params, "attention_post_norm")
@@ -214,6 +223,7 @@ class Layer:
     def _parallel(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Any, Any]:
+        assert self.feed_forward is not None
         x, y = self.norm.of_sum(x, update, params["attention_norm"], batch.context, "attention_norm")
         update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
         if "mlp_norm" in self.norms:
@@ -225,6 +235,7 @@ class Layer:
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, Array, Any]:
         """Add each update to its own input, the norm of the residual stream, as BLOOM may."""
+        assert self.feed_forward is not None
         x = self.norm.alone(add_update(x, update, batch.context), params, "attention_norm", batch.context)
         update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
         x = self.norm.alone(x + update, params, "mlp_norm", batch.context)
@@ -234,6 +245,7 @@ class Layer:
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
     ) -> tuple[Array, None, Any]:
         """Normalise the residual stream after each update."""
+        assert self.feed_forward is not None
         x = add_update(x, update, batch.context)
         update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
         x = self.norm.alone(x + update, params, "attention_norm", batch.context)

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.activations import Gate
+from jaxserve.layers.activations import ACTIVATIONS, Gate
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, norm_adds_partial_sums
-from jaxserve.layers.mlp import FeedForward, gated_mlp
+from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import routing_part
@@ -43,6 +43,10 @@ class Experts:
         shared: a feed-forward that serves every token, or None.
         has_shared_gate: the shared one is multiplied by a gate of its own.
         weighs_inputs: an expert's weight is a factor of its input, instead of its output.
+        is_gated: as for a FeedForward; without a gate the activation is a key of ACTIVATIONS.
+        latent_size: the size of the vectors to which tokens are projected for the experts, and theirs are before they
+            are projected back; None if there are no such projections.
+        has_latent_bias: these projections have biases.
     """
 
     routing: Routing
@@ -53,12 +57,17 @@ class Experts:
     shared: FeedForward | None = None
     has_shared_gate: bool = False
     weighs_inputs: bool = False
+    is_gated: bool = True
+    latent_size: int | None = None
+    has_latent_bias: bool = False
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
-        """Declare the weights: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F]; `prefix`
-        names the block in the checkpoint.
+        """Declare the weights: the router, all experts' gate and up in [X, 2, F, L], or up in [X, F, L], and down in
+        [X, L, F], where L is the size of their inputs; `prefix` names the block in the checkpoint.
         """
         X, E, F, own = self.routing.num_experts, hidden_size, self.size, names.experts
+        L = self.latent_size or E
+        name, outputs, inputs = ("gate_up", (2, F), (own.gate, own.up)) if self.is_gated else ("up", (F,), (own.up,))
 
         def of_experts(parts: tuple[str, ...], fused: int, num_outputs: int, num_inputs: int) -> dict[str, Any]:
             """Return where a weight of all experts comes from: `parts` of each, or tensor `fused` of all."""
@@ -75,21 +84,21 @@ class Experts:
         specs: Params = {
             "router": router_spec(f"{prefix}.{own.router}", num_experts=X, hidden_size=E),
             "experts": {
-                "gate_up": ParamSpec(
-                    shape=(X, 2, F, E),
-                    axes=("experts", None, "expert_ffn", "embed"),
+                name: ParamSpec(
+                    shape=(X, *outputs, L),
+                    axes=("experts", *(None,) * (len(outputs) - 1), "expert_ffn", "embed"),
                     num_inputs=1,
                     quantize=True,
                     expert_size=F,
-                    **of_experts((own.gate, own.up), 0, 2 * F, E),
+                    **of_experts(inputs, 0, len(inputs) * F, L),
                 ),
                 "down": ParamSpec(
-                    shape=(X, E, F),
+                    shape=(X, L, F),
                     axes=("experts", "embed", "expert_ffn"),
                     num_inputs=1,
                     quantize=True,
                     expert_size=F,
-                    **of_experts((own.down,), 1, E, F),
+                    **of_experts((own.down,), 1, L, F),
                 ),
             },
         }
@@ -103,12 +112,22 @@ class Experts:
                 shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{own.selection_bias}",), init_scale=0.0
             )
         if self.shared is not None:
-            of_shared = dataclasses.replace(names, gate_up=(own.gate, own.up), down=own.down)
+            inputs = tuple(dict.fromkeys((own.gate, own.up)))  # one tensor may have both
+            of_shared = dataclasses.replace(names, gate_up=inputs, up=own.up, down=own.down)
             specs["shared"] = self.shared.specs(f"{prefix}.{own.shared}", E, of_shared)
         if self.has_shared_gate:
             specs["shared_gate"] = ParamSpec(
                 shape=(1, E), axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{own.shared_gate}.weight",)
             )
+        if self.latent_size is not None:
+            for name, module, shape in (("latent_in", own.latents[0], (L, E)), ("latent_out", own.latents[1], (E, L))):
+                specs[name] = ParamSpec(
+                    shape=shape, axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{module}.weight",)
+                )
+                if self.has_latent_bias:
+                    specs[f"{name}_bias"] = ParamSpec(
+                        shape=shape[:1], axes=(None,), source=(f"{prefix}.{module}.bias",), init_scale=0.0
+                    )
         return specs
 
     def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
@@ -135,7 +154,7 @@ def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec
 def _has_partial_sums(params: Params) -> bool:
     """Return true if `moe` with these weights is a sum of which each device along one mesh axis has a partial sum."""
     axes = _axes_of_partial_sums(params["experts"])
-    if len(axes) != 1 or "shared_gate" in params:
+    if len(axes) != 1 or "shared_gate" in params or "latent_out" in params:
         return False
     shared = params.get("shared")
     return shared is None or ("down_bias" not in shared and shared["down"].spec[1] == axes[0])
@@ -179,15 +198,21 @@ def moe(
             ),
             leaves_partial_sums=together or alone,
         )
+        inner = x
+        if "latent_in" in params:
+            inner = linear(x, params["latent_in"], params.get("latent_in_bias"), context=context, name="latent_in")
         of_experts = params.get("selection_bias"), params.get("expert_scale")
-        y, load = run(params["experts"], x, logits, of_experts, num_tokens)
+        y, load = run(params["experts"], inner, logits, of_experts, num_tokens)
         if context.loads is not None:
             context.loads.counts.append(load)
         if alone:
             y = summed(y, context)
+        if "latent_out" in params:
+            y = linear(y, params["latent_out"], params.get("latent_out_bias"), context=context, name="latent_out")
         if "shared" in params:
             of_shared = context.within("shared")
-            shared = gated_mlp(params["shared"], x, activation, of_shared, "sum" if together else "stream")
+            run_shared = gated_mlp if "gate_up" in params["shared"] else mlp
+            shared = run_shared(params["shared"], x, activation, of_shared, "sum" if together else "stream")
             if "shared_gate" in params:
                 gate = linear(x, params["shared_gate"], context=by_xla, name="shared_gate")
                 shared = jax.nn.sigmoid(gate) * shared
@@ -209,10 +234,10 @@ def _run_experts(
     of their inner sizes, for all tokens. `run` is `_run_local_experts`. Returns the number of tokens of each expert,
     too.
     """
-    gate_up: Weight = experts["gate_up"]
-    if gate_up.mesh.empty:
+    down: Weight = experts["down"]
+    if down.mesh.empty:
         return run(experts, x, logits, of_experts, num_tokens, first_expert=0)
-    expert_axis, ffn_axis = gate_up.spec[0], gate_up.spec[2]
+    expert_axis, _, ffn_axis = down.spec
     axes = _axes_of_partial_sums(experts)
 
     def on_device(experts: Params, *arguments: Any) -> tuple[Array, Array]:
@@ -238,7 +263,7 @@ def _run_experts(
 
 def _axes_of_partial_sums(experts: Params) -> tuple[str, ...]:
     """Return the axes of the mesh along which devices have experts of their own, or shards of their inner sizes."""
-    spec = experts["gate_up"].spec
+    spec = experts["down"].spec
     return tuple(axis for axis in (spec[0], spec[2]) if axis is not None) if len(spec) else ()
 
 
@@ -264,7 +289,8 @@ def _run_local_experts(
     routed_by = context.choose("routing", routing_part(len(x), routing, kernels=context.kernels))
     # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
     products, is_of_codes = {}, {}
-    for name, after in (("gate_up", activation), ("down", None)):
+    first, gate = ("gate_up", activation) if "gate_up" in experts else ("up", None)
+    for name, after in ((first, gate), ("down", None)):
         products[name] = experts[name].product(x, context, activation=after, of_groups=True)
         is_of_codes[name] = context.choose("experts", products[name].part) == Kernel.GROUPED_CODES
     has_tiles_of_codes = all(is_of_codes.values())
@@ -291,7 +317,11 @@ def _run_local_experts(
         if weighs_inputs:
             of_row = jnp.zeros(len(rows), jnp.float32).at[routed.row].set(weights, mode="drop")
             rows, weights = (rows * of_row[:, None]).astype(x.dtype), jnp.ones_like(weights)
-        y = multiply(multiply(rows, "gate_up"), "down")
+        inner = multiply(rows, first)
+        if gate is None:
+            assert isinstance(activation, str)
+            inner = ACTIVATIONS[activation](inner)
+        y = multiply(inner, "down")
         has_row = routed.row < len(rows)
         y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
         # After the last group y may be NaN.

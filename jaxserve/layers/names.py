@@ -20,6 +20,7 @@ class ExpertNames:
     selection_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    latents: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     fused: tuple[str, str] | None = None
     is_transposed: bool = False
 

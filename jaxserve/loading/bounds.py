@@ -30,6 +30,9 @@ MAX_LABELS = 2**16
 MAX_FACTOR = 2.0**16
 """Limit of the factor by which positions are stretched; published ones are at most 64."""
 
+UNBOUNDED = {"time_step_limit", "mamba_dt_limit"}
+"""Fields with numbers that may be infinite; their readers check them."""
+
 NEXT_TOKEN_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 """Names of the number of layers after the last one that predict further tokens (MTP), which no family runs."""
 
@@ -37,9 +40,11 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", *NEXT_TOKEN_LAYERS), MAX_LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_head_kv"), MAX_HEADS),
     "multi_query_group_num": MAX_HEADS,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), MAX_HEADS),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_heads", "n_groups"), MAX_HEADS),
+    **dict.fromkeys(("mamba_num_heads", "mamba_n_heads", "mamba_n_groups"), MAX_HEADS),
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_head_dim", "mamba_d_head"), MAX_WIDTH),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), MAX_WIDTH),
-    "linear_conv_kernel_dim": MAX_CONVOLUTION,
+    **dict.fromkeys(("linear_conv_kernel_dim", "conv_L_cache", "conv_kernel", "mamba_d_conv"), MAX_CONVOLUTION),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
     **dict.fromkeys(("num_shared_expert", "num_shared_experts", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),

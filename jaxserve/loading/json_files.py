@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.bounds import MAX_INTEGER, MAX_NUMBER, MAXIMA, is_within
+from jaxserve.loading.bounds import MAX_INTEGER, MAX_NUMBER, MAXIMA, UNBOUNDED, is_within
 from jaxserve.loading.model_types import is_unknown
 from jaxserve.loading.multimodal import text_fields
 
@@ -161,6 +161,8 @@ def _check_fields(fields: Mapping[str, Any], path: pathlib.Path) -> None:
 def _check_numbers(fields: Mapping[str, Any], path: pathlib.Path, prefix: str = "") -> None:
     """Raise CheckpointError for a number that is not finite or beyond its bound, however deeply it is nested."""
     for name, value in fields.items():
+        if name in UNBOUNDED:
+            continue
         maximum = MAXIMA.get(name, MAX_NUMBER)
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, dict):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
+from jaxserve.layers.mlp import FeedForward
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
 
@@ -38,9 +39,12 @@ class Config(llama.Config):
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    return tuple(
-        replace(layer, feed_forward=replace(layer.feed_forward, is_gated=False)) for layer in llama.layers(config)
-    )
+
+    def without_gate(layer: Layer) -> Layer:
+        assert isinstance(layer.feed_forward, FeedForward)
+        return replace(layer, feed_forward=replace(layer.feed_forward, is_gated=False))
+
+    return tuple(map(without_gate, llama.layers(config)))
 
 
 FAMILY = Family(Config=Config, layers=layers, doc=__doc__)

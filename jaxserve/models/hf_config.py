@@ -175,18 +175,24 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
     return tuple(map(bool, flags[:num_layers]))
 
 
+def layer_kinds(
+    fields: Fields, known: tuple[str, ...], default: Sequence[str], *, name: str = "layer_types"
+) -> tuple[str, ...]:
+    """Read the kind of each layer from `layer_types`, or a field of another `name`; `default` if that is missing or
+    null. Raises CheckpointError unless all are `known`.
+    """
+    num_layers, kinds = integer(fields, "num_hidden_layers"), fields.get(name)
+    kinds = list(default) if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise CheckpointError(f"config.json: {name} must name {' or '.join(known)} for each of {num_layers} layers")
+    return tuple(kinds)
+
+
 def windows_by_type(
     fields: Fields, window: int | None, default: Sequence[str], *, kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
     """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention"."""
-    num_layers = integer(fields, "num_hidden_layers")
-    kinds = fields.get("layer_types")
-    kinds = list(default) if kinds is None else kinds
-    known = ("full_attention", kind)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(each in known for each in kinds):
-        raise CheckpointError(
-            f"config.json: layer_types must name full_attention or {kind} for each of {num_layers} layers"
-        )
+    kinds = layer_kinds(fields, ("full_attention", kind), default)
     return tuple(window if each == kind else None for each in kinds)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
@@ -136,16 +135,11 @@ class Config(HybridConfig):
 
 def attending_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
     """Return which layers attend, from `layer_types`; by default every one of number `full_attention_interval`."""
-    num_layers, kinds = hf_config.integer(fields, "num_hidden_layers"), fields.get("layer_types")
-    if kinds is None:
-        interval = hf_config.integer(fields, "full_attention_interval")
-        return tuple((index + 1) % interval == 0 for index in range(num_layers))
-    known = ("full_attention", DELTA_NET)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise CheckpointError(
-            f"config.json: layer_types must name full_attention or {DELTA_NET} for each of {num_layers} layers"
-        )
-    return tuple(kind != DELTA_NET for kind in kinds)
+    num_layers, interval = (
+        hf_config.integer(fields, name) for name in ("num_hidden_layers", "full_attention_interval")
+    )
+    default = ["full_attention" if (index + 1) % interval == 0 else DELTA_NET for index in range(num_layers)]
+    return tuple(kind != DELTA_NET for kind in hf_config.layer_kinds(fields, ("full_attention", DELTA_NET), default))
 
 
 def delta_heads(fields: dict[str, Any]) -> DeltaHeads:

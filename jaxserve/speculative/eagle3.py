@@ -118,6 +118,7 @@ class Eagle3(Drafter):
     @override
     def specs(self) -> Params:
         layer, size = llama.layers(self.config)[0], self.config.hidden_size
+        assert layer.feed_forward is not None
         of_target, vocab_size, own_vocab_size = self.sizes
         attention = layer.mixer.specs(f"{self.prefix}.self_attn", size, LLAMA_NAMES)
         qkv = attention["qkv"]  # which reads the token and the feature
@@ -157,6 +158,7 @@ class Eagle3(Drafter):
         assert features is not None
         own, layer = params["drafter"], self._layer
         assert layer.mixer.rope is not None
+        assert layer.feed_forward is not None
         token = embed(own.get("embed", params["embed"]), batch)
         feature = layer.norm(features, own["feature_norm"])
         stream = feature if self.adds_normed else features

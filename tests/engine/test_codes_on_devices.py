@@ -47,6 +47,18 @@ HYBRID = FIELDS | {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA = FIELDS | {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 32]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 CASES = {
@@ -60,6 +72,12 @@ CASES = {
     "latent attention and experts": (LATENT, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
     # Queries and their gates are rows of one tensor; those of a key head, of one block or of two.
     "gated delta rule and gates": (HYBRID, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
+    # Gates, values, B, C and step sizes are rows of one tensor.
+    "Mamba-2 and experts without gates": (
+        MAMBA,
+        BLOCKS,
+        functools.partial(stored.fp8, scheme="block", block=(16, 32)),
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Requests whose layers keep a state, the gated delta rule's, alone and beside layers that attend."""
+"""Requests whose layers keep a state, of each kind, alone and beside layers that attend."""
 
 import json
 
@@ -23,12 +23,19 @@ LAYERS = {
 }
 
 
-@pytest.fixture(scope="module", params=quick_only(LAYERS, "beside attention"))
+MODELS = {f"delta rule {layers}": (GOLDEN, changes) for layers, changes in LAYERS.items()} | {
+    "short convolutions": ("lfm2_biases", None),
+    "Mamba-2": ("nemotron_h_biases", None),
+}
+
+
+@pytest.fixture(scope="module", params=quick_only(MODELS, "delta rule beside attention"))
 def model(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_rule, "CHUNK_SIZE", 4)  # so that rows of a step are several chunks, and begin within one
         patch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
-        yield Model(GOLDEN, changes=LAYERS[request.param], num_kept_states=3)
+        golden, changes = MODELS[request.param]
+        yield Model(golden, changes=changes, num_kept_states=3)
 
 
 def jobs(seed, lengths):

@@ -9,6 +9,7 @@ from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
 from cases_of_shared_layers import SHARED_LAYERS
+from cases_of_states import STATES
 from reference_models import (
     BaichuanConfig,
     BaichuanForCausalLM,
@@ -92,6 +93,11 @@ FAMILIES = {
     "olmo_hybrid": (transformers.OlmoHybridConfig, transformers.OlmoHybridForCausalLM),
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
+    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
+    "mamba2": (transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
+    "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "llama4_text": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
     "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
@@ -132,6 +138,7 @@ HAVE_HEAD_DIM = {
     "bailing_moe",
     "bailing_moe_v2",
     "ministral3",
+    "nemotron_h",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -157,6 +164,10 @@ FIELD_NAMES = {
     "opt": {"intermediate_size": "ffn_dim"},
     "bloom": {"rms_norm_eps": "layer_norm_epsilon"},
     "falcon": {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size"},
+    "lfm2": {"rms_norm_eps": "norm_eps"},
+    "lfm2_moe": {"rms_norm_eps": "norm_eps"},
+    "nemotron_h": {"rms_norm_eps": "layer_norm_epsilon"},
+    "mamba2": {"rms_norm_eps": "layer_norm_epsilon"},
     "qwen": {"rms_norm_eps": "layer_norm_epsilon", "head_dim": "kv_channels"},
     "chatglm": {
         "vocab_size": "padded_vocab_size",
@@ -169,7 +180,7 @@ FIELD_NAMES = {
     },
 }
 """A family's name of a field, if it is not the usual one."""
-HAVE_NO_KV_HEADS = {"baichuan", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "qwen"}
+HAVE_NO_KV_HEADS = {"baichuan", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mamba2", "opt", "qwen"}
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -381,6 +392,7 @@ LLAMAS = {
 }
 CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER | HYBRIDS
 CASES |= SHARED_LAYERS
+CASES |= STATES
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

@@ -24,7 +24,54 @@ IF_THERE = (
 SIZES = (0.5, 2)
 """Factors of a size that the model has."""
 
-FIELDS = {
+OF_STATES = {
+    **dict.fromkeys(
+        (
+            *("conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias", "mamba_proj_bias", "mamba_conv_bias"),
+            *("use_conv_bias", "residual_in_fp32", "use_mamba_kernels"),
+            *("moe_shared_expert_overlap", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias"),
+        ),
+        FLAGS,
+    ),
+    **dict.fromkeys(
+        (
+            *("conv_L_cache", "block_multiple_of", "num_dense_layers", "conv_kernel", "n_groups", "state_size"),
+            *("mamba_num_heads", "mamba_n_heads", "mamba_n_groups", "mamba_d_conv", "mamba_expand", "expand"),
+        ),
+        (1, 2, 4, None),
+    ),
+    **dict.fromkeys(
+        (
+            "ssm_state_size",
+            "mamba_head_dim",
+            "mamba_d_head",
+            "mamba_d_state",
+            "shared_intermediate_size",
+            "moe_latent_size",
+            "moe_shared_expert_intermediate_size",
+        ),
+        (("times", 2), None),
+    ),
+    **dict.fromkeys(("mamba_hidden_act", "mlp_hidden_act"), ("gelu", "relu2", "no_such", None)),
+    # Limits that no step of these models reaches.
+    **dict.fromkeys(("time_step_min", "time_step_floor"), (1e-4, None)),
+    **dict.fromkeys(("time_step_max", "time_step_rank"), (3, None)),
+    "time_step_limit": ([0.0, 1e6], None),
+    "layers_block_type": (["mamba", "moe", "attention", "moe"], ["attention", "moe", "mamba", "moe"], None),
+    "mtp_layers_block_type": (["full_attention"], None),
+    "block_ffn_dim_multiplier": FACTORS,
+    "full_attn_idxs": ([0], [1], [0, 1], None),
+    "attn_layer_indices": ([0], [1], [0, 1], None),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), (5, None)),
+    **dict.fromkeys(("num_logits_to_keep",), (2, None)),
+    "position_embedding_type": ("rope", "nope", None),
+    "mamba_ssm_cache_dtype": ("bfloat16", None),
+    # With true, transformers 5.24 draws weights of Mamba-2 anew after it has loaded them.
+    "rescale_prenorm_residual": (False, None),
+}
+"""Fields of families with states, tried only where a config has them."""
+
+FIELDS = OF_STATES | {
     **dict.fromkeys(
         (
             *("alibi", "apply_residual_connection_post_layernorm", "attention_bias", "bias", "do_layer_norm_before"),
@@ -259,7 +306,7 @@ def rows(fields):
     """
     changes = {}
     for name, values in FIELDS.items():
-        if name.startswith(IF_THERE) and name not in fields:
+        if (name in OF_STATES or name.startswith(IF_THERE)) and name not in fields:
             continue
         given = values if name in fields else [each for each in values if each is not None][:IF_ABSENT]
         for index, each in enumerate(given):

@@ -1,13 +1,14 @@
-"""The gated delta rule in chunks over ragged rows equals one token after the other."""
+"""Recurrences of matrices in chunks over ragged rows equals one token after the other."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from depths import quick_first
 from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers import delta_rule
-from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, gated_delta_rule, one_token, unit
+from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, one_token, recurrence, unit
 
 H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
 CASES = {
@@ -39,8 +40,9 @@ def draw_tokens(num_tokens, rng):
     return Tokens(unit(normal(K)), alike, normal(G, V), decay, 2 * jax.nn.sigmoid(normal(G)))
 
 
+@pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
 @pytest.mark.parametrize(("num_tokens", "rows", "chunk_size"), CASES.values(), ids=CASES)
-def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size):
+def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, corrects):
     monkeypatch.setattr(delta_rule, "CHUNK_SIZE", chunk_size)
     monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
@@ -55,19 +57,19 @@ def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, c
     @jax.jit(compiler_options=QUICK_TO_COMPILE)
     def step(tokens, states, inputs, windows, batch):
         return (
-            *gated_delta_rule(tokens, states, batch, is_decode_only=False),
+            *recurrence(tokens, states, batch, corrects=corrects, is_decode_only=False),
             *causal_convolution(inputs, weight, windows, batch, is_decode_only=False),
         )
 
     out, after, mixed, windows_after = map(np.asarray, step(tokens, states, inputs, windows, batch))
-    one = jax.jit(one_token, compiler_options=QUICK_TO_COMPILE)
+    one = jax.jit(one_token, static_argnames="corrects", compiler_options=QUICK_TO_COMPILE)
     expected_states, expected_windows = np.array(states), np.array(windows)
     for row, length in enumerate(lengths):
         slot, first = int(batch.slots[row]), int(batch.query_starts[row])
         state = jnp.asarray(expected_states[slot][None] * (contexts[row] > 0))
         seen = np.concatenate([expected_windows[slot] * (contexts[row] > 0), inputs[first : first + length]])
         for index in range(first, first + length):
-            expected, state = one(state, Tokens(*(each[index : index + 1] for each in tokens)))
+            expected, state = one(state, Tokens(*(each[index : index + 1] for each in tokens)), corrects=corrects)
             np.testing.assert_allclose(out[index], expected[0], rtol=1e-4, atol=1e-5)
             summed = np.einsum("whc,hcw->hc", seen[index - first : index - first + WIDTH], weight)
             np.testing.assert_allclose(mixed[index], summed, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,9 @@ OF_SEVERAL = ("gemma3_windows", "gemma4_experts", "mistral3", "qwen2_vl", "qwen2
 def completed(fields):
     """Return the fields of a config.json as transformers saves it after reading `fields`."""
     given = {name: value for name, value in fields.items() if name not in ("model_type", "quantization_config")}
-    return json.loads(json.dumps(CONFIG_MAPPING[fields["model_type"]](**json.loads(json.dumps(given))).to_dict()))
+    # As transformers reads an infinite number that it has saved.
+    given = json.loads(json.dumps(given).replace('{"__float__": "Infinity"}', "Infinity"))
+    return json.loads(json.dumps(CONFIG_MAPPING[fields["model_type"]](**given).to_dict()))
 
 
 def read(fields):

@@ -451,6 +451,25 @@ def test_longrope_as_phi3_writes_it():
         ("qwen3_5_text", {"layer_types": [FULL, SLIDING, FULL]}, "layer_types must name"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval must be an integer of at least 1"),
         ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval must be true or false"),
+        ("lfm2", {"layer_types": [FULL, SLIDING, FULL]}, "layer_types must name full_attention or conv for each of 3"),
+        ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs must be a list of integers, got 1"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache must be an integer of at least 2"),
+        ("lfm2_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("nemotron_h", {"hybrid_override_pattern": "-M"}, r"hybrid_override_pattern: block 0 \(mlp\) is not supported"),
+        ("nemotron_h", {"hybrid_override_pattern": "M--"}, r"block 2 \(mlp\) is not supported"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern must name linear_attention or"),
+        ("nemotron_h", {"hybrid_override_pattern": 3}, "hybrid_override_pattern must name"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "conv"]}, "layers_block_type must name"),
+        ("nemotron_h", {"n_groups": 5}, r"mamba_num_heads \(128\) is not a multiple of n_groups \(5\)"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("nemotron_h", {"sliding_window": 9}, "sliding_window 9 is not supported"),
+        ("nemotron_h", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two numbers, the first smaller"),
+        ("nemotron_h", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit must be two numbers"),
+        ("nemotron_h", {"time_step_limit": ["0", "1"]}, "time_step_limit must be two numbers"),
+        ("granitemoehybrid", {"mamba_d_head": 3}, "is not mamba_n_heads .128. times mamba_d_head"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "unknown position_embedding_type 'alibi'"),
+        ("granitemoehybrid", {"layer_types": [FULL]}, "layer_types must name linear_attention or full_attention"),
+        ("mamba2", {"num_heads": 3, "n_groups": 1}, "is not num_heads times head_dim"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of integers, got 3"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, got 0"),
     ],
@@ -499,6 +518,28 @@ def test_layers_of_llama4():
     assert read("llama4_text", attention_chunk_size=None).chunk_sizes == (None,) * 3
     # As the first releases write it.
     assert read("llama4_text", attn_temperature_tuning=4).query_scale.offset == 1
+
+
+def test_layers_of_nemotron_are_blocks_in_either_form():
+    kinds = ["mamba", "mlp", "mamba", "attention", "moe"]
+    old = read("nemotron_h", hybrid_override_pattern="M-M*E", attention_head_dim=24)
+    assert old == read("nemotron_h", layers_block_type=kinds) == read("nemotron_h", layer_types=kinds)
+    assert old.places == ((0, 1), (2, None), (3, 4))
+    assert [layer.feed_forward is not None for layer in FAMILIES["nemotron_h"].layers(old)] == [True, False, True]
+    assert (old.mixer.min_step, old.mixer.max_step) == (0.0, float("inf"))
+    for limit in ([0.1, float("inf")], [0.1, {"__float__": "Infinity"}]):
+        assert read("nemotron_h", time_step_limit=limit).mixer.min_step == 0.1
+
+
+def test_lfm2_reads_the_fields_of_published_configs():
+    published = read("lfm2", block_ff_dim=3000, tie_embedding=False, full_attn_idxs=[1], layer_types=None)
+    assert published.attends == (False, True, False)
+    assert published.intermediate_size == 2048
+    assert not published.tie_word_embeddings
+    assert published == read(
+        "lfm2", intermediate_size=3000, tie_word_embeddings=False, layer_types=["conv", FULL, "conv"]
+    )
+    assert read("lfm2", block_ff_dim=3000, block_auto_adjust_ff_dim=False).intermediate_size == 3000
 
 
 def test_minimax_rotates_rotary_dim_unless_the_config_says_a_part_of_heads():

@@ -72,6 +72,33 @@ DELTA_FIELDS = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
 }
+LFM2_FIELDS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "conv_bias": True,
+    "num_dense_layers": 0,
+}
+MAMBA_FIELDS = {
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 5,
+    "ssm_state_size": 6,
+    "n_groups": 8,
+    "use_bias": True,
+    "attention_bias": False,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    "n_routed_experts": 6,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": 10,
+}
+ONE_GROUP = {"n_groups": 1, "num_heads": 16, "head_dim": 8, "state_size": 6, "use_bias": True}
+GRANITE_FIELDS = {
+    "mlp_bias": False,
+    "layer_types": ["mamba"],
+    "mamba_n_heads": 16,
+    "mamba_d_state": 6,
+    "shared_intermediate_size": 16,
+    "num_local_experts": 6,
+}
 OWN_FIELDS = {
     "bailing_moe_v2": {"n_group": 3, "topk_group": 2},
     "baichuan": {"num_key_value_heads": None, "norm_head": True},
@@ -93,6 +120,10 @@ OWN_FIELDS = {
     "hunyuan_v1_moe": HUNYUAN_FIELDS,
     "phimoe": {"num_experts_per_tok": 2},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA_FIELDS),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2_FIELDS),
+    "mamba2": ONE_GROUP,
+    "granitemoehybrid": GRANITE_FIELDS,
+    "nemotron_h": MAMBA_FIELDS,
     "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},
 }
 

@@ -10,10 +10,10 @@ import numpy as np
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import source_of
 from jaxserve.layers.context import PLAIN
-from jaxserve.layers.delta_net import DeltaSpec
 from jaxserve.layers.delta_rule import one_token
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import LatentSpec
+from jaxserve.layers.states import StateSpec
 from pallas_kernels.kv_write import norm_and_rotate
 from pallas_kernels.paging import Scores
 
@@ -43,22 +43,31 @@ class DenseLatent(NamedTuple):
 
 
 class DenseState(NamedTuple):
-    """The state of layers with the gated delta rule, from the first token of one sequence; nothing is kept."""
+    """The state of layers that keep one, from the first token of one sequence; nothing is kept."""
 
     def advance(self, projected, weights, batch, block):
         del batch
-        mixed, width = projected.mixed.astype(jnp.float32), weights.convolution.shape[-1]
-        padded = jnp.pad(mixed, ((width - 1, 0), (0, 0), (0, 0)))
-        lagged = jnp.stack([padded[lag : lag + len(mixed)] for lag in range(width)], axis=-1)
-        tokens = block.tokens((lagged * weights.convolution[None]).sum(-1), projected, weights)
+
+        def convolved(x, weight, bias):
+            width = weight.shape[-1]
+            padded = jnp.pad(x.astype(jnp.float32), ((width - 1, 0), *[(0, 0)] * (x.ndim - 1)))
+            lagged = jnp.stack([padded[lag : lag + len(x)] for lag in range(width)], axis=-1)
+            y = (lagged * weight[None]).sum(-1)
+            return y if bias is None else y + bias[None]
+
+        biases = weights.biases or [None] * len(projected.mixed)
+        mixed = tuple(map(convolved, projected.mixed, weights.convolutions, biases))
+        if block is None:
+            return mixed[0], self
+        tokens = block.tokens(mixed, projected, weights)
 
         def after(state, token):
-            out, state = one_token(state, jax.tree.map(lambda x: x[None], token))
+            out, state = one_token(state, jax.tree.map(lambda x: x[None], token), corrects=block.corrects)
             return state, out[0]
 
-        heads = block.heads
-        state = jnp.zeros((1, *tokens.beta.shape[1:], heads.key_size, heads.value_size))
-        return jax.lax.scan(after, state, tokens)[1], self
+        state = jnp.zeros((1, *tokens.beta.shape[1:], tokens.k.shape[-1], tokens.v.shape[-1]))
+        out = weights.output(jax.lax.scan(after, state, tokens)[1], tokens)
+        return out.reshape(*mixed[0].shape[:2], -1), self
 
 
 def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None, chunk_size=None):
@@ -91,7 +100,7 @@ def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None, chunk
     return out.reshape(q.shape).astype(q.dtype)
 
 
-DENSE = {DeltaSpec: DenseState, LatentSpec: DenseLatent}
+DENSE = {StateSpec: DenseState, LatentSpec: DenseLatent}
 """The cache of one sequence for each kind of spec; `DenseKV` for others."""
 
 

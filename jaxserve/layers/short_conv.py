@@ -1,0 +1,117 @@
+"""Gated short convolution (Liquid AI 2025, arXiv:2511.23404): a block that mixes each channel over its last few tokens,
+which are all that a request keeps.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.layers.batch import Batch
+from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.names import LLAMA_NAMES, Names
+from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.rope import Rotation
+from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
+from jaxserve.layers.weight import Weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """The block of a layer: out(c * convolution(b * x)), with b, c and x projections of the input.
+
+    Attributes:
+        num_channels: the size of each of the three.
+        width: number of tokens of the convolution.
+        has_bias: the projections and the convolution have biases.
+    """
+
+    num_channels: int
+    width: int
+    has_bias: bool
+
+    @property
+    def rope(self) -> None:
+        """Positions rotate nothing."""
+        return None
+
+    @property
+    def cache_spec(self) -> StateSpec:
+        """What the layer keeps; channels are split over devices."""
+        return StateSpec(width=self.width, channels=((Dim(self.num_channels, "channels"),),))
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why no kernel of a whole layer has this block."""
+        return "the layer keeps a state"
+
+    def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:  # noqa: ARG002
+        """Declare the weights; `prefix` names the block in the checkpoint."""
+        C, E = self.num_channels, hidden_size
+        specs: Params = {
+            "in": ParamSpec(
+                shape=(3, C, E),
+                axes=(None, "channels", "embed"),
+                num_inputs=1,
+                source=(f"{prefix}.in_proj.weight",),
+                source_shapes=((3 * C, E),),
+                quantize=True,
+            ),
+            "convolution": ParamSpec(
+                shape=(C, self.width),
+                axes=("channels", None),
+                num_inputs=1,
+                dtype=np.float32,
+                source=(f"{prefix}.conv.weight",),
+                source_shapes=((C, 1, self.width),),
+                is_absorbed=True,
+                init_scale=0.5,
+            ),
+            "out": ParamSpec(
+                shape=(E, C),
+                axes=("embed", "channels"),
+                num_inputs=1,
+                source=(f"{prefix}.out_proj.weight",),
+                quantize=True,
+            ),
+        }
+        if self.has_bias:
+            specs["in_bias"] = ParamSpec(
+                shape=(3, C),
+                axes=(None, "channels"),
+                source=(f"{prefix}.in_proj.bias",),
+                source_shapes=((3 * C,),),
+                init_scale=0.0,
+            )
+            specs["convolution_bias"] = ParamSpec(
+                shape=(C,), axes=("channels",), dtype=np.float32, source=(f"{prefix}.conv.bias",), init_scale=0.0
+            )
+            specs["out_bias"] = ParamSpec(
+                shape=(E,), axes=("embed",), source=(f"{prefix}.out_proj.bias",), init_scale=0.0
+            )
+        return specs
+
+    def reader(self, params: Params) -> Weight:
+        """Return the only weight that is multiplied by the block's input as it is."""
+        return params["in"]
+
+    def run(
+        self,
+        params: Params,
+        x: Float[Array, "T E"],
+        cache: StateCache,
+        batch: Batch,
+        rotation: Rotation | None,  # noqa: ARG002
+        *,
+        consumer: Consumer,
+    ) -> tuple[Any, StateCache]:
+        """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
+        with jax.named_scope("short_convolution"):
+            wide = linear(x, params["in"], params.get("in_bias"), context=batch.context, name="in")
+            b, c, value = wide[:, 0], wide[:, 1], wide[:, 2]
+            biases = (params["convolution_bias"],) if self.has_bias else None
+            weights = StateWeights((params["convolution"].array(),), biases)
+            mixed, cache = cache.advance(Projected((b * value,)), weights, batch, None)
+            return residual_update(c * mixed.astype(c.dtype), params, "out", batch.context, consumer), cache

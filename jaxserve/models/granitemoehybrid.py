@@ -1,0 +1,120 @@
+"""Granite 4 (Granite Team 2025, github.com/ibm-granite/granite-4.0-language-models): Granite's multipliers, Mamba-2 and
+layers that attend, usually without positions; with experts beside a shared one, or dense.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.mamba import Mamba2
+from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.names import ExpertNames, Names
+from jaxserve.models import granite, hf_config, mamba2, mixture
+
+MAMBA_DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+DEFAULTS: dict[str, Any] = (
+    granite.DEFAULTS
+    | MAMBA_DEFAULTS
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
+)
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+"""The kinds of layers in `layer_types`."""
+OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
+"""Names of kinds before transformers 5."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(granite.Config):
+    """The shape of one Granite 4; `intermediate_size` is that of one expert."""
+
+    attends: tuple[bool, ...]
+    mamba: Mamba2
+    shared_size: int
+    routing: Routing | None
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"layers_block_type": "layer_types"})
+        hf_config.require(fields, "mlp_bias", False)
+        if fields.get("position_embedding_type") not in (None, "nope", "rope"):
+            raise CheckpointError(
+                f"config.json: unknown position_embedding_type {fields['position_embedding_type']!r:.100}; known are "
+                "nope and rope"
+            )
+        kinds = fields.get("layer_types")
+        if isinstance(kinds, list):
+            fields["layer_types"] = [OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        default = (MAMBA,) * hf_config.integer(fields, "num_hidden_layers")
+        kinds = hf_config.layer_kinds(fields, (MAMBA, ATTENTION), default)
+        has_experts = hf_config.integer(fields, "num_local_experts", minimum=0) > 0
+        whole: dict[str, Any] = dict(vars(granite.Config.from_hf(fields)))
+        if fields.get("position_embedding_type") != "rope":
+            whole["rope"] = None
+        return cls(
+            **whole,
+            attends=tuple(kind == ATTENTION for kind in kinds),
+            mamba=read_mamba(fields),
+            shared_size=hf_config.integer(fields, "shared_intermediate_size"),
+            routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False)
+            if has_experts
+            else None,
+        )
+
+
+def read_mamba(fields: dict[str, Any]) -> Mamba2:
+    """Read the block with a state. Raises CheckpointError for heads that are not `mamba_expand` times hidden_size
+    together.
+    """
+    inner = hf_config.integer(fields, "mamba_expand") * hf_config.integer(fields, "hidden_size")
+    num_heads = hf_config.integer(fields, "mamba_n_heads")
+    if fields["mamba_d_head"] == "auto":
+        fields = fields | {"mamba_d_head": inner // num_heads}
+    if num_heads * hf_config.integer(fields, "mamba_d_head") != inner:
+        raise CheckpointError(
+            f"config.json: mamba_expand times hidden_size ({inner}) is not mamba_n_heads ({num_heads}) times "
+            "mamba_d_head"
+        )
+    return mamba2.mixer(fields, mamba2.FieldNames(), eps="rms_norm_eps")
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    feed_forward = replace(config.feed_forward, size=config.shared_size)
+    if config.routing is not None:
+        feed_forward = Experts(
+            routing=config.routing, size=config.intermediate_size, activation=config.activation, shared=feed_forward
+        )
+    attending = replace(granite.layers(config)[0], feed_forward=feed_forward)
+    recurrent = replace(attending, mixer=config.mamba, mixer_name="mamba")
+    return tuple(attending if attends else recurrent for attends in config.attends)
+
+
+def names(config: Config) -> Names:
+    """Return the names of modules: what a layer with experts has for its feed-forward are two."""
+    if config.routing is None:
+        return Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
+    experts = ExpertNames(
+        router="block_sparse_moe.router.layer",
+        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        gate="input_linear",
+        up="input_linear",
+        down="output_linear",
+        shared="shared_mlp",
+    )
+    return Names(mlp="", experts=experts)
+
+
+FAMILY = replace(granite.FAMILY, Config=Config, layers=layers, names=names, doc=__doc__, features=("Mamba-2",))
