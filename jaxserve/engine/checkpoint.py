@@ -141,7 +141,11 @@ def choose_weights(
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
-    check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
+    sizes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+    }
+    check_mesh(mesh, axes, **sizes)
     return specs
 
 

@@ -37,6 +37,8 @@ class SchedulerLimits:
     """How many drafts each row may verify in a step."""
     has_states: bool = False
     """True if layers keep states by slot: then no request, sibling or not, starts from what another has computed."""
+    num_stages: int = 1
+    """Number of plans that devices work on at a time, each with rows of other requests."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -37,6 +37,7 @@ class Model:
         name,
         *,
         tensor_parallel_size=1,
+        num_stages=1,
         corrupt_token=None,
         num_blocks=400,
         traits=ON_CPU,
@@ -51,9 +52,11 @@ class Model:
         config = self.family.Config.from_hf(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
         self.vocab_size = self.config.vocab_size
-        self.mesh = mesh = jax.make_mesh(
-            (tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size]
-        )
+        devices = jax.devices()[: num_stages * tensor_parallel_size]
+        if num_stages == 1:
+            self.mesh = mesh = jax.make_mesh((tensor_parallel_size,), ("tensor",), devices=devices)
+        else:
+            self.mesh = mesh = jax.make_mesh((num_stages, tensor_parallel_size), ("pipe", "tensor"), devices=devices)
         specs = self.family.param_specs(config)
         if changes:
             self.params = init_params(specs, dtype=np.dtype("float32"), mesh=mesh, seed=0)
@@ -108,6 +111,7 @@ class Model:
                 is_late=self.drafter is not None,
             ),
             "has_states": self.runner.layout.num_states > 0,
+            "num_stages": self.runner.num_stages,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"

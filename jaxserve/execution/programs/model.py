@@ -23,9 +23,11 @@ from jaxserve.layers.cache import KV_DTYPES, hold_in
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.moe import Experts
+from jaxserve.layers.params import Params
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
 from jaxserve.layers.sharding import mesh_axes
+from jaxserve.layers.stages import Stage
 from jaxserve.models import get_family, with_context
 from jaxserve.speculative import make_drafter, make_proposer
 
@@ -33,6 +35,8 @@ MIN_BYTES_IN_PROGRAMS = 6e9
 """Smallest weights of a device for which a forward pass is launched as two programs, in bytes: fewer are read in the
 time that the host needs to launch a program.
 """
+
+ONLY_STAGE = Stage()
 
 type State = Literal["params", "kv_cache", "slots", "peers"]
 """The names of the state that stays on the device from step to step."""
@@ -48,11 +52,12 @@ class StepModel:
         drafting: how tokens are drafted; None: not at all.
         table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
         peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
+        span: the layers of the stage.
     """
 
-    def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):
-        """Look up the model's family and derive all shapes. Raises CheckpointError or ConfigError if the model cannot
-        run on this mesh.
+    def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh, stage: Stage = ONLY_STAGE):
+        """Look up the model's family and derive all shapes, of weights, KV cache and slots those of one stage, which is
+        on this mesh. Raises CheckpointError or ConfigError if the model cannot run there.
         """
         family = get_family(spec.model)
         config = family.Config.from_hf(spec.model)
@@ -64,7 +69,9 @@ class StepModel:
         drafter = make_drafter(spec.speculation, spec.model, spec.drafter, context=spec.max_model_len)
         specs = family.param_specs(config) | ({} if drafter is None else {"drafter": drafter.specs()})
         specs = with_schemes(specs, spec.schemes, dtype=self.dtype)
-        self.params = abstract_params(specs, dtype=self.dtype, mesh=mesh)
+        self.stage = stage
+        self.span = stage.span(config.num_layers)
+        self.params = abstract_params(self.own(specs, config), dtype=self.dtype, mesh=mesh)
         self.config = with_context(config, spec.max_model_len)
         self.mesh = mesh
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -125,11 +132,14 @@ class StepModel:
                 )
             ]
         pools = {"dtype": self.dtype, "mesh": mesh}
+        others = set(self.layout.pool_of_layer) - {self.layout.pool_of_layer[layer] for layer in self.span}
+        own_pools = tuple(None if index in others else pool for index, pool in enumerate(pool_specs))
+        pool_specs = tuple(pool for pool in own_pools if pool is not None)
         self.bytes_per_block = block_bytes(pool_specs, block_size=spec.block_size, **pools)
         self._slot_bytes = slot_bytes(pool_specs, num_slots=spec.max_num_seqs, **pools)
         self._kv_cache = functools.partial(
             abstract_kv_cache,
-            pool_specs,
+            own_pools,
             pool_of_layer=self.layout.pool_of_layer,
             block_size=spec.block_size,
             num_slots=spec.max_num_seqs,
@@ -169,7 +179,8 @@ class StepModel:
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
         """
         has_drafter = self.drafting is not None and self.drafting.drafter is not None
-        if not self.has_kernels or has_drafter:  # which takes in what all layers make
+        # A drafter takes in what all layers make.
+        if not self.has_kernels or has_drafter or self.stage.count > 1:
             return False
         pools = self.layout.pool_of_layer
         weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
@@ -191,14 +202,25 @@ class StepModel:
         return self._kv_cache(num_blocks=num_blocks)
 
     def init_slots(self) -> Slots:
-        """Make empty slots."""
+        """Make empty slots. Those of stages that do not draw have no room for what only a draw needs."""
+        draws = self.stage.is_last
         return init_slots(
             **self.table_sizes,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size if draws else 1,
+            hidden_size=self.hidden_size if draws else 0,
             proposer=None if self.drafting is None else self.drafting.proposer,
             max_length=self.max_model_len,
         )
+
+    def own(self, tree: Params, config: Any = None) -> Params:
+        """Return the stage's part of a model's weights."""
+        return self.stage.own(tree, is_tied=(config or self.config).tie_word_embeddings)
+
+    def put(self, params: Params) -> Params:
+        """Return the stage's weights on its devices; `params` are those of all stages."""
+        if self.stage.count == 1:
+            return params
+        return jax.tree.map(lambda leaf, own: jax.device_put(leaf, own.sharding), self.own(params), self.params)
 
     def no_drafts(self, num_rows: int) -> np.ndarray:
         """Return what masks say of drafts if there are none, [num_rows, width] int32; nothing without speculation."""
