@@ -290,8 +290,6 @@ class EngineConfig:
                 yield f"{name} must be at least 1, got {getattr(self, name)}"
         if self.pipeline_parallel_size > 1 and self.speculative_config is not None:
             yield "speculative_config: stages of a pipeline verify no drafts, leave pipeline_parallel_size out"
-        if self.pipeline_parallel_size > 1 and self.programs is not None:
-            yield "programs: they are those of one stage, leave pipeline_parallel_size out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from jaxserve.layers.held import why_not_held
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
+from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
@@ -125,7 +126,8 @@ def choose_weights(
     them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh
     over which they do not divide.
     """
-    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
+    of_stage = stage_meshes(mesh)[0]
+    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=of_stage)
     specs = stored_specs(
         path,
         specs,
@@ -134,7 +136,7 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
-    specs = with_divisible_codes(specs, mesh)
+    specs = with_divisible_codes(specs, of_stage)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
         if config.quantize_activations or rounds_to_integers(fields):

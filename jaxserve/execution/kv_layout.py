@@ -45,6 +45,11 @@ class KVLayout:
             collections.Counter(self.windows[group] for group, pool in layers if not self.pool_specs[pool].keeps_state)
         )
 
+    def pools_of(self, span: range) -> tuple[CacheSpec | None, ...]:
+        """Return what each pool keeps, None for pools that no layer of a range has."""
+        pools = {self.pool_of_layer[layer] for layer in span}
+        return tuple(spec if index in pools else None for index, spec in enumerate(self.pool_specs))
+
     @property
     def num_states(self) -> int:
         """The number of layers that keep a state; if there are any, no prefix can be continued by another request."""

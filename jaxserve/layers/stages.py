@@ -65,7 +65,16 @@ def stage_meshes(mesh: Mesh | AbstractMesh) -> list[Mesh | AbstractMesh]:
         part = AbstractMesh(sizes, names, axis_types=explicit, abstract_device=mesh.abstract_device)
         return [part] * num_stages(mesh)
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPE), 0)
-    return [Mesh(devices.reshape(sizes), names, axis_types=explicit) for devices in by_stage]
+    parts = np.split(by_stage, num_stages(mesh))
+    return [Mesh(devices.reshape(sizes), names, axis_types=explicit) for devices in parts]
+
+
+def with_stages(mesh: AbstractMesh, num_stages: int) -> AbstractMesh:
+    """Return the mesh of as many stages, each of which has a mesh like this one."""
+    if num_stages == 1:
+        return mesh
+    names, sizes = (PIPE, *mesh.axis_names), (num_stages, *mesh.axis_sizes)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
 
 
 def stage_of(path: Any, num_layers: int, num_stages: int) -> int:

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from engine_harness import GREEDY, Model, Result, drain, request, run
+from meshes import make_mesh
 
 from jaxserve.sampling_params import SamplingParams
 
@@ -17,7 +18,7 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(NAME, num_stages=2)
+    return Model(NAME, mesh=make_mesh(pipe=2))
 
 
 def prompts(model, lengths, seed=0):
@@ -110,7 +111,10 @@ def test_what_the_last_stage_does_besides(model, one_device):
 
     (got, [vector]), (expected, [of_one]) = answers(model), answers(one_device)
     for name in ("ranked", "stopped"):
-        assert (got[name].token_ids, got[name].finish_reason) == (expected[name].token_ids, expected[name].finish_reason)
+        assert (got[name].token_ids, got[name].finish_reason) == (
+            expected[name].token_ids,
+            expected[name].finish_reason,
+        )
     for kind in ("logprobs", "prompt_logprobs"):
         pairs = zip(getattr(got["ranked"], kind), getattr(expected["ranked"], kind), strict=True)
         assert all(np.isclose(mine.logprob, other.logprob, atol=1e-5) for mine, other in pairs)
@@ -119,11 +123,12 @@ def test_what_the_last_stage_does_besides(model, one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tensor_parallel_size"), [("deepseek_v3_groups", 2), ("gemma2_caps", 1), ("qwen3_next_tied", 1)]
+    ("name", "axes"),
+    [("deepseek_v3_groups", {"pipe": 2, "tensor": 2}), ("gemma2_caps", {"pipe": 2}), ("qwen3_next_tied", {"pipe": 2})],
 )
-def test_other_families(name, tensor_parallel_size):
+def test_other_families(name, axes):
     """Experts and latents, windows, and states by slot."""
-    one_device, model = Model(name), Model(name, num_stages=2, tensor_parallel_size=tensor_parallel_size)
+    one_device, model = Model(name), Model(name, mesh=make_mesh(**axes))
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
     results = run(model.engine(num_blocks=60), [request(name, *job) for name, job in asked.items()])
     assert_equal(one_device, results, asked)

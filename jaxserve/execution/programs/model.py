@@ -86,7 +86,6 @@ class StepModel:
         kept = hold_in(family.kv_specs(self.config), KV_DTYPES.get(spec.kv_cache_dtype))
         of_drafter = () if drafter is None else hold_in(drafter.cache_specs, KV_DTYPES.get(spec.kv_cache_dtype))
         self.layout, drafter_group = kv_layout_with(kept, of_drafter, max_model_len=spec.max_model_len)
-        pool_specs = (*self.layout.pool_specs, *of_drafter)
         num_groups = len(self.layout.windows)
         speculation = spec.speculation
         self.max_model_len = spec.max_model_len
@@ -132,8 +131,7 @@ class StepModel:
                 )
             ]
         pools = {"dtype": self.dtype, "mesh": mesh}
-        others = set(self.layout.pool_of_layer) - {self.layout.pool_of_layer[layer] for layer in self.span}
-        own_pools = tuple(None if index in others else pool for index, pool in enumerate(pool_specs))
+        own_pools = (*self.layout.pools_of(self.span), *of_drafter)
         pool_specs = tuple(pool for pool in own_pools if pool is not None)
         self.bytes_per_block = block_bytes(pool_specs, block_size=spec.block_size, **pools)
         self._slot_bytes = slot_bytes(pool_specs, num_slots=spec.max_num_seqs, **pools)
