@@ -42,8 +42,8 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
         (  # all reasons at once, those of values that are out of range, too
             "--enable-lora --nnodes 2 --max-loras 4 --max-num-seqs 1.5 --port 99999 --frob 3 --block-size 3 --headless",
             "error: --enable-lora, --max-loras: instead: merge the adapter into the model with peft before it is "
-            "served; --nnodes: '2' is not supported; only 1 (one host is used); argument --max-num-seqs: '1.5' is not a "
-            "whole number such as 4096, 8k (8000) or 8K (8192); --headless: not supported; unknown flag --frob; "
+            "served; --nnodes: '2' is not supported; only 1 (one host is used); argument --max-num-seqs: '1.5' is "
+            "not a whole number such as 4096, 8k (8000) or 8K (8192); --headless: not supported; unknown flag --frob; "
             "block_size must be a power of two up to 512, got 3; port must be in [0, 65535], got 99999\n",
         ),
         ("--max-num-seqs 1.5", "'1.5' is not a whole number such as 4096, 8k (8000) or 8K (8192)"),
