@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax
 import msgspec
 import pytest
 from engine_harness import GOLDENS
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import startup
@@ -12,7 +14,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import shipped as shipped_module
 from jaxserve.execution.programs.lowering import Job, settings_of, versions, write_lowered
 from jaxserve.execution.programs.shipped import LOWERED, MANIFEST, Manifest, write_executable, write_manifest
-from pallas_kernels.deviceless import without_cache
 
 CONFIG = EngineConfig(
     model=str(GOLDENS / "llama_biases_linear_rope"),
@@ -25,9 +26,18 @@ CONFIG = EngineConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_here():
+    """Turn off jax's cache, which other tests fill: on a CPU, what jax has loaded from it cannot be written again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # only a new one asks whether it is turned on
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 def start(config):
-    with without_cache():  # on a CPU, what jax has loaded from its cache cannot be written again
-        engine, info = startup.start_engine(config, mesh=None, progress=False)
+    engine, info = startup.start_engine(config, mesh=None, progress=False)
     return engine.runner, info
 
 
@@ -54,7 +64,7 @@ def write_folder(folder, runner, *, only_lowered=()):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, _compiled_here):
     folder = tmp_path_factory.mktemp("programs")
     runner, _ = start(CONFIG)
     write_folder(folder, runner, only_lowered=runner.builder.shapes.programs[-1:])

@@ -48,7 +48,7 @@ def test_a_kernel_that_is_compiled_is_found_by_the_program_that_calls_it(num_dev
         for kernel in kernels_of(program):
             compile_kernel(kernel, mesh)
     assert compile_lowered(lambda: program).kernels == ()
-    assert len(compile_lowered(lambda: lower(mesh, width, width + 128)).kernels) == 2
+    assert len(compile_lowered(lambda: lower(mesh, width + 128, width + 256)).kernels) == 2
 
 
 @pytest.mark.slow
