@@ -329,7 +329,7 @@ class Runner:
             return
         if self._first_runs:
             program = self._first_runs.popleft()
-            self._run(program, *program.nothing(self.builder.model_of(program)))
+            self.run_empty(program)
             if program not in self._first_runs:
                 self.readiness.add(program)
         elif self._background is not None and self._background.is_done:
@@ -342,7 +342,11 @@ class Runner:
         """
         for _ in range(NUM_FIRST_RUNS):
             for program, _ in self.steps.items():
-                jax.block_until_ready(self._run(program, *program.nothing(self.builder.model_of(program))))
+                jax.block_until_ready(self.run_empty(program))
+
+    def run_empty(self, program: Program) -> Any:
+        """Start a program on nothing, between two steps; returns its results."""
+        return self._run(program, *program.nothing(self.builder.model_of(program)))
 
     def dispatch(self, plan: StepPlan, *, masks: Callable[[int], Masks] | None = None) -> PendingStep:
         """Start a step; returns before the device has finished it.

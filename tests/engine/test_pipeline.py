@@ -1,4 +1,4 @@
-"""Stages on devices of their own: texts are those of one device, and as many plans are in flight as there are stages."""
+"""Stages on devices of their own: texts are those of one device, and as many plans are in flight as stages."""
 
 import itertools
 
