@@ -41,12 +41,12 @@ class Bubble:
 
     @property
     def simulated_without_overlap(self) -> float:
-        """The same with one plan in flight."""
+        """The simulated fraction with one plan in flight."""
         return simulate(self.stage_seconds, num_in_flight=1)
 
     @property
     def measured(self) -> float:
-        """The same for the time that plans take. Below 0 if stages are faster together than alone."""
+        """The fraction of the measured time; below 0 if stages are faster together than alone."""
         return _waiting(self.stage_seconds, self.plan_seconds)
 
     def __repr__(self) -> str:
