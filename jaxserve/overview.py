@@ -190,7 +190,8 @@ def needs(
         """Return the bytes of a block, the bytes for blocks, and the number of blocks."""
         own = [pool for pool in layout.pools_of(stage.span(config.num_layers)) if pool is not None]
         per_block = block_bytes(own, block_size=block_size, **pools) // tensor_parallel_size
-        left = memory - bytes_of_stage(stage, held) - slot_bytes(own, num_slots=MAX_ROWS, **pools)
+        num_states = MAX_ROWS + EngineConfig.max_cached_states
+        left = memory - bytes_of_stage(stage, held) - slot_bytes(own, num_slots=num_states, **pools)
         return per_block, left, max(0, left) // per_block if per_block else MAX_ROWS * blocks.peak(context)
 
     per_block = max(room_of(stage)[0] for stage in stages)
@@ -282,8 +283,7 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
     names = {None: "full", "state": "with a state"}
     spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
-    prefixes = "; prefixes are not cached" if "state" in windows else ""
-    return f"{', '.join(spans)}; {', '.join(kept)}{prefixes}"
+    return f"{', '.join(spans)}; {', '.join(kept)}"
 
 
 def _positions(config: Any) -> str:

@@ -137,6 +137,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
         speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
         drafter=fields,
+        num_kept_states=config.num_kept_states,
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
@@ -384,6 +385,7 @@ def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:
         drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
         num_stages=len(builder.models),
+        num_kept_states=builder.model.num_kept_states,
     )
     return make_scheduler(
         plan.scheduler,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, wants_prompt_logprobs
 from jaxserve.execution.expert_loads import ExpertLoads
-from jaxserve.execution.kv_cache import init_kv_cache
+from jaxserve.execution.kv_cache import zeros
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
@@ -27,8 +27,10 @@ from jaxserve.execution.programs.kinds import (
     AdmitTokens,
     Begin,
     Forward,
+    KeepState,
     PlainDecode,
     Program,
+    ResumeState,
     RunStage,
     TakeTokens,
 )
@@ -258,7 +260,8 @@ class Runner:
         for model, state in zip(self.builder.models, self.states, strict=True):
             with model.on_mesh():
                 state |= {
-                    "kv_cache": init_kv_cache(model.kv_cache(self.num_blocks)),
+                    "kv_cache": zeros(model.kv_cache(self.num_blocks)),
+                    "kept_states": zeros(model.kept_states),
                     # Inside jit, so that two copies of the slots never exist at the same time.
                     "slots": jax.jit(model.init_slots, out_shardings=model.replicated)(),
                     "peers": None if model.peers is None else allocate_peers(model.peers),
@@ -364,6 +367,8 @@ class Runner:
         step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
         self._admit(plan.admitted, step)
         packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
+        for copy in plan.resumed:
+            self._run_on_each_stage(ResumeState, np.asarray(copy, np.int32))
         built = time.perf_counter()
         x = None
         if step.stages:
@@ -374,6 +379,8 @@ class Runner:
         forwarded = self._run(step.forward, packed, x, *self._admissions(plan.admitted, step.forward))
         if step.finish is not None:
             forwarded = self._run(step.finish, forwarded)
+        for copy in plan.kept:
+            self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
@@ -434,6 +441,10 @@ class Runner:
             state[name] = program.put(name, state[name], part)
         return made
 
+    def _run_on_each_stage(self, kind: type[Admit | KeepState | ResumeState], packed: np.ndarray) -> None:
+        for index in (*range(self.num_stages - 1), -1):
+            self._run(kind(index), packed)
+
     def _hand_over_tokens(self, plan: StepPlan) -> None:
         """Let the first stage know the tokens from which rows of the plan continue and that the host does not know: the
         stage waits for the plan in flight that draws them, and no later one.
@@ -472,9 +483,7 @@ class Runner:
         carried = step.forward.carries_admissions(self.model)
         rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
-            packed = pack_admissions(some, **self.model.table_sizes)
-            for program in (*(Admit(index) for index in range(len(step.stages))), Admit()):
-                self._run(program, packed)
+            self._run_on_each_stage(Admit, pack_admissions(some, **self.model.table_sizes))
         for request, slot, *_ in rows:
             if self.model.drafting is not None:
                 known = np.zeros(self.model.max_model_len, np.int32)

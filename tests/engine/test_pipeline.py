@@ -125,7 +125,11 @@ def test_what_the_last_stage_does_besides(model, one_device):
 )
 def test_other_families(name, axes):
     """Experts and latents, windows, and states by slot."""
-    one_device, model = Model(name), Model(name, mesh=make_mesh(**axes))
+    one_device, model = Model(name), Model(name, mesh=make_mesh(**axes), num_kept_states=3)
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
-    results = run(model.engine(num_blocks=60), [request(name, *job) for name, job in asked.items()])
+    engine = model.engine(num_blocks=60)
+    results = run(engine, [request(name, *job) for name, job in asked.items()])
+    asked["again"] = (asked["r3"][0] + [1, 2, 3], 5)
+    results |= run(engine, [request("again", *asked["again"])])
+    assert results["again"].num_cached_tokens > 0
     assert_equal(one_device, results, asked)

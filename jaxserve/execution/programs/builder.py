@@ -79,6 +79,7 @@ class StepBuilder:
             may_be_two_programs=self.model.may_be_two_programs,
             verifying=None if self.model.drafting is None else self.model.verifying_buckets,
             num_stages=len(self.models),
+            keeps_states=self.model.num_kept_states > 0,
         )
         self._paths: dict[tuple[int, Bucket, bool], ProgramPaths] = {}
 
