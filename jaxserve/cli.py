@@ -104,9 +104,10 @@ def _complaints(args: argparse.Namespace) -> list[str]:
     return complaints
 
 
-def flags_of_serve() -> list[str]:
-    """Return the flags of `jaxserve serve`, all names of each."""
-    return sorted(flag for action in _parser().command("serve").shown() for flag in action.option_strings)
+def flags_of_serve() -> dict[str, str]:
+    """Return the flags of `jaxserve serve`, all names of each in alphabetical order, and their help."""
+    shown = _parser().command("serve").shown()
+    return dict(sorted((flag, action.help or "") for action in shown for flag in action.option_strings))
 
 
 def _parser() -> Parser:
@@ -311,9 +312,13 @@ def _models(args: argparse.Namespace) -> None:
         )
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
+        from jaxserve.planning.here import has_gpu, rows_here
 
+        options = ("revision", "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size")
+        config = EngineConfig(model=args.model, **{name: getattr(args, name) for name in options})
         syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
-        print(overview.needs_text(args.model, found, memory=args.memory, more=syntax))
+        here = [] if has_gpu() else rows_here(config)
+        print(overview.needs_text(args.model, found, memory=args.memory, here=here, more=syntax))
 
 
 def _parse(args: argparse.Namespace) -> None:

@@ -308,15 +308,20 @@ def families_text() -> str:
     return aligned(rows)
 
 
-def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str]] = ()) -> str:
-    """Format what `needs` has found, one line per fact; `more` are further facts, as titles and texts."""
+def needs_text(
+    model: str, found: Needs, *, memory: int, here: Sequence[list[str]] = (), more: Sequence[list[str]] = ()
+) -> str:
+    """Format what `needs` has found, one line per fact, between what is known of this machine and further facts, as
+    titles and texts.
+    """
     weights = ", ".join(f"{size_text(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
+        *here,
         [
-            "assumed",
-            f"{size_text(memory)} a device (default of --memory: an H200's), "
-            f"{found.dtype} (of --dtype: the checkpoint's)",
+            "on a GPU",
+            f"with {size_text(memory)} (--memory; default: an H200's), in {found.dtype} (--dtype; default: the "
+            "checkpoint's):",
         ],
         ["layers", found.layers],
         ["positions", found.positions],
@@ -324,11 +329,11 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["parameters", f"{found.num_parameters:,}"],
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
-        ["  rounded", ", ".join(f"{size_text(size)} in {name}" for name, size in found.rounded_bytes.items())],
+        ["  quantized", ", ".join(f"{size_text(size)} in {name}" for name, size in found.rounded_bytes.items())],
         *_codes_rows(found),
         [
-            "  floor",
-            "a token reads them on an H200 in "
+            "  read time",
+            "an H200 reads them for one token in "
             + ", ".join(
                 f"{time:.2f} ms {f'in {name}' if name in found.rounded_bytes else name}"
                 for name, time in found.floors.items()
@@ -337,12 +342,12 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["KV", f"{_kv(found)} in {found.kv_dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]
-    room = f"{size_text(memory)} for weights and KV in {found.dtype}"
     if found.kv_memory < 0:
-        rows.append(["fits", f"not: {room} are {size_text(-found.kv_memory)} too little for the weights alone"])
+        lacking = f"{size_text(-found.kv_memory)} more than {size_text(memory)}"
+        rows.append(["fits", f"no: the weights alone need {lacking} in {found.dtype}"])
     else:
         rows += [
-            ["fits", f"{room}: {size_text(found.kv_memory)} are left for KV"],
+            ["fits", f"yes: the weights in {found.dtype} leave {size_text(found.kv_memory)} for the KV cache"],
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]

@@ -151,7 +151,7 @@ def test_a_dtype_that_is_not_served_is_told_with_the_path(model):
 
 def test_the_text_says_what_it_assumes(model):
     text = overview.needs_text(model, overview.needs(model, memory=2**30), memory=2**30)
-    assert "1.00 GiB a device (default of --memory: an H200's), bfloat16 (of --dtype: the checkpoint's)" in text
+    assert "with 1.00 GiB (--memory; default: an H200's), in bfloat16 (--dtype; default: the checkpoint's)" in text
     windows = str(GOLDENS / "gemma3_two_thetas")
     text = overview.needs_text(windows, overview.needs(windows, memory=2**30), memory=2**30)
     assert "256 more in a window of 7, rounded up to blocks of 16 tokens in float32" in text
