@@ -198,6 +198,7 @@ def _add_models(models: Parser) -> None:
     add("--memory", help="a device's; default: 140GiB, an H200", **size)
     split = {"type": int, "default": 1, "metavar": "N"}
     add("--tensor-parallel-size", "-tp", help="number of devices over which each layer is split", **split)
+    add("--pipeline-parallel-size", "-pp", help="number of stages; bytes are of the one that needs most", **split)
     add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
     add("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help="auto: as --dtype")
 
@@ -306,13 +307,14 @@ def _models(args: argparse.Namespace) -> None:
             memory=args.memory,
             dtype=args.dtype,
             tensor_parallel_size=args.tensor_parallel_size,
+            pipeline_parallel_size=args.pipeline_parallel_size,
             kv_cache_dtype=args.kv_cache_dtype,
         )
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
         from jaxserve.planning.here import has_gpu, rows_here
 
-        options = ("revision", "dtype", "kv_cache_dtype", "tensor_parallel_size")
+        options = ("revision", "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size")
         config = EngineConfig(model=args.model, **{name: getattr(args, name) for name in options})
         syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
         here = [] if has_gpu() else rows_here(config)

@@ -203,6 +203,12 @@ class EngineConfig:
     tensor_parallel_size: int = _option(
         1, "execution", "number of devices over which each layer is split", aliases=("-tp",)
     )
+    pipeline_parallel_size: int = _option(
+        1,
+        "execution",
+        "number of stages, each with some of the layers on tensor_parallel_size devices of its own",
+        aliases=("-pp",),
+    )
     enable_expert_parallel: bool = _option(
         False,
         "execution",
@@ -294,8 +300,11 @@ class EngineConfig:
                 yield "speculative_config: the static scheduler verifies no drafts"
         except ConfigError as error:
             yield str(error)
-        if self.tensor_parallel_size < 1:
-            yield f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                yield f"{name} must be at least 1, got {getattr(self, name)}"
+        if self.pipeline_parallel_size > 1 and self.speculative_config is not None:
+            yield "speculative_config: stages of a pipeline verify no drafts, leave pipeline_parallel_size out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activations, with_schemes
+from jaxserve.layers.stages import Stage, with_stages
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS
@@ -100,7 +101,7 @@ def _features(family: Family) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Sizes and memory needs of one model. Bytes are per device."""
+    """Sizes and memory needs of one model. Bytes are per device, of the stage that needs most."""
 
     model_type: str
     layers: str
@@ -147,6 +148,7 @@ def needs(
     memory: int,
     dtype: DType = "auto",
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     block_size: int = EngineConfig().block_size,
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> Needs:
@@ -156,8 +158,10 @@ def needs(
     is downloaded, except for GGUF files, which are downloaded whole. Raises CheckpointError, and ConfigError for a
     number of devices over which the model cannot be split.
     """
-    EngineConfig(tensor_parallel_size=tensor_parallel_size)  # validates it
+    # validates them
+    EngineConfig(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
     mesh = AbstractMesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Explicit,))
+    stages = [Stage(index, pipeline_parallel_size) for index in range(pipeline_parallel_size)]
     path = resolve_model(model, revision=revision, with_weights=False)
     fields = load_config(path)
     kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, path, fields)
@@ -170,34 +174,47 @@ def needs(
     def bytes_of(specs: Params, dtype: np.dtype = served) -> int:
         return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
 
+    def bytes_of_stage(stage: Stage, specs: Params, dtype: np.dtype = served) -> int:
+        return bytes_of(stage.own(specs, is_tied=config.tie_word_embeddings), dtype)
+
+    def most_of(specs: Params, dtype: np.dtype = served) -> int:
+        return max(bytes_of_stage(stage, specs, dtype) for stage in stages)
+
     held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, mesh=mesh)
     codes = stored_specs(path, specs, dtype=served, quantization=None)
     more = {} if schemes_of(codes).keys() == schemes_of(held).keys() else {ALL_CODES: codes}
     rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
-    held_bytes = bytes_of(held)
     routing = getattr(config, "routing", None)
     read_fraction = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
     context = config.max_position_embeddings
     layout = kv_layout(kv_specs, max_model_len=context)
     pools = {"dtype": served, "mesh": mesh}
-    per_block = block_bytes(layout.pool_specs, block_size=block_size, **pools) // tensor_parallel_size
-    num_states = MAX_ROWS + EngineConfig.max_cached_states
-    kv_memory = memory - held_bytes - slot_bytes(layout.pool_specs, num_slots=num_states, **pools)
     blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
-    num_blocks = max(0, kv_memory) // per_block if per_block else MAX_ROWS * blocks.peak(context)
+
+    def room_of(stage: Stage) -> tuple[int, int, int]:
+        """Return the bytes of a block, the bytes for blocks, and the number of blocks."""
+        own = [pool for pool in layout.pools_of(stage.span(config.num_layers)) if pool is not None]
+        per_block = block_bytes(own, block_size=block_size, **pools) // tensor_parallel_size
+        num_states = MAX_ROWS + EngineConfig.max_cached_states
+        left = memory - bytes_of_stage(stage, held) - slot_bytes(own, num_slots=num_states, **pools)
+        return per_block, left, max(0, left) // per_block if per_block else MAX_ROWS * blocks.peak(context)
+
+    per_block = max(room_of(stage)[0] for stage in stages)
+    kv_memory, num_blocks = (min(room_of(stage)[index] for stage in stages) for index in (1, 2))
     sizes = {"block_size": block_size, "context": context, "kv_cache_dtype": kv_cache_dtype}
+    mesh = with_stages(mesh, pipeline_parallel_size)
     steps = _steps(fields, schemes_of(held), dtype=str(served), mesh=mesh, **sizes)
     return Needs(
         model_type=_model_type(fields),
         layers=_layers(kv_specs),
         positions=_positions(config),
         is_tied="lm_head" not in specs,
-        num_devices=tensor_parallel_size,
+        num_devices=tensor_parallel_size * pipeline_parallel_size,
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
-        weight_bytes={name: bytes_of(specs, np.dtype(kind)) for name, kind in DTYPES.items()},
-        held_bytes=held_bytes,
-        codes_bytes=bytes_of(codes),
-        rounded_bytes={name: bytes_of(specs) for name, specs in rounded.items()},
+        weight_bytes={name: most_of(specs, np.dtype(kind)) for name, kind in DTYPES.items()},
+        held_bytes=most_of(held),
+        codes_bytes=most_of(codes),
+        rounded_bytes={name: most_of(specs) for name, specs in rounded.items()},
         floors={
             name: _bytes_read(specs, bytes_of, read_fraction) / BYTES_PER_MILLISECOND
             for name, specs in ({"as held": held} | more | rounded).items()

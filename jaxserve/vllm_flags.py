@@ -99,7 +99,6 @@ RENAMED: Mapping[str, str] = {
 """Flags that mean what a flag of another name means here."""
 
 SHORT: Mapping[str, str] = {
-    "--pipeline-parallel-size": "-pp",
     "--data-parallel-rank": "-dpn",
     "--data-parallel-start-rank": "-dpr",
     "--data-parallel-size-local": "-dpl",
@@ -189,7 +188,6 @@ FLAGS: Mapping[str, Row] = {
     "--reasoning-parser-plugin": Refused(_PLUGIN),
     # several devices
     "--distributed-executor-backend": Harmless("one process drives all devices", 1, ("mp", "uni")),
-    "--pipeline-parallel-size": Harmless("there is one stage", 1, ("1",)),
     "--data-parallel-backend": Harmless("each engine is a process of its own", 1, ("mp",)),
     "--disable-nccl-for-dp-synchronization": Harmless("engines do not wait for each other"),
     **_each(Harmless(_ONE_CONTEXT, 1, ("1",)), "decode-context-parallel-size prefill-context-parallel-size"),

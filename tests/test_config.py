@@ -27,6 +27,11 @@ CALLS = [
     ("EngineConfig(max_num_batched_tokens=10**30)", "max_num_batched_tokens must be at most 2147483647, got 1000"),
     ("EngineConfig(seed=None)", "seed must be an integer, got None"),
     ("EngineConfig(tensor_parallel_size=1.5)", "tensor_parallel_size must be an integer, got 1.5"),
+    ("EngineConfig(pipeline_parallel_size=0)", "pipeline_parallel_size must be at least 1, got 0"),
+    (
+        "EngineConfig(pipeline_parallel_size=2, speculative_config={'method': 'ngram', 'num_speculative_tokens': 2})",
+        "speculative_config: stages of a pipeline verify no drafts, leave pipeline_parallel_size out",
+    ),
     ("EngineConfig(gpu_memory_utilization='0.9')", "gpu_memory_utilization must be a number, got '0.9'"),
     ("EngineConfig(warmup='no')", "warmup must be one of background, full, none, got 'no'"),
     ("EngineConfig(model='')", "model must not be empty"),

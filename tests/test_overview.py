@@ -85,6 +85,20 @@ def test_memory_of_each_device(model, devices):
     assert f"{devices}; bytes are of each" in overview.needs_text(model, needs, memory=2**30)
 
 
+def test_memory_of_the_stage_that_needs_most(model):
+    """The first one has two of three layers, and the last one no less of the vocabulary."""
+    needs = overview.needs(model, memory=2**30, tensor_parallel_size=2, pipeline_parallel_size=2)
+    attention = (2 * 4 // 2 + 2) * 8 * 32
+    share = 100 * 32 // 2 + 2 * (2 * 32 + attention + 3 * 32 * 48 // 2)
+    assert (needs.num_parameters, needs.num_devices) == (PARAMETERS, 4)
+    assert needs.weight_bytes["bfloat16"] == 2 * (share + 32)
+    assert needs.kv_bytes_per_token == {None: KV_BYTES // 2 * 2 // 3}
+    assert needs.kv_memory == 2**30 - 2 * (share + 32)
+    assert needs.floors == overview.needs(model, memory=2**30, tensor_parallel_size=2).floors
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 4, but this model has 3 layers"):
+        overview.needs(model, memory=2**30, pipeline_parallel_size=4)
+
+
 @pytest.mark.parametrize(("devices", "message"), [(3, "over 3 devices .*tensor_parallel_size"), (0, "at least 1")])
 def test_numbers_of_devices_that_do_not_do(model, devices, message):
     with pytest.raises(ConfigError, match=message):

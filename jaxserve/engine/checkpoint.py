@@ -21,6 +21,7 @@ from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.params import Params
 from jaxserve.layers.schemes import with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
+from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
@@ -140,7 +141,8 @@ def choose_weights(
     them, as the codes of the checkpoint at `path`, whose config.json has these fields. Raises ConfigError for a mesh
     over which they do not divide.
     """
-    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=mesh)
+    of_stage = stage_meshes(mesh)[0]
+    by_default = functools.partial(why_not_held, dtype=dtype, kernels=kernels, is_cpu=is_cpu, mesh=of_stage)
     specs = stored_specs(
         path,
         specs,
@@ -149,14 +151,18 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
-    specs = with_divisible_codes(specs, mesh)
+    specs = with_divisible_codes(specs, of_stage)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
         if config.quantize_activations or rounds_to_integers(fields):
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)
     axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
-    check_mesh(mesh, axes, tensor_parallel_size=config.tensor_parallel_size)
+    sizes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+    }
+    check_mesh(mesh, axes, **sizes)
     return specs
 
 

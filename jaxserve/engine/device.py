@@ -18,6 +18,7 @@ from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, Traits
 from jaxserve.gpus import HOPPER, PEAK_BANDWIDTH
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.sharding import mesh_axes, with_explicit_axes
+from jaxserve.layers.stages import PIPE
 from pallas_kernels.peers import can_reach_each_other
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ def choose_devices(config: EngineConfig, mesh: Mesh | None) -> Devices:
 
 def split_axes(config: EngineConfig) -> dict[str, int]:
     """Return the axes of an engine's mesh and their sizes, as the options say."""
-    return {"expert" if config.enable_expert_parallel else "tensor": config.tensor_parallel_size}
+    axes = {"expert" if config.enable_expert_parallel else "tensor": config.tensor_parallel_size}
+    return axes if config.pipeline_parallel_size == 1 else {PIPE: config.pipeline_parallel_size} | axes
 
 
 def describe_devices(config: EngineConfig, mesh: Any, first: Any, *, reach_peers: Callable[[Mesh], bool]) -> Devices:
@@ -175,7 +177,8 @@ def _make_mesh(axes: dict[str, int]) -> Mesh:
     if needed > len(devices):
         there_are = "there is 1 device" if len(devices) == 1 else f"there are {len(devices)} devices"
         more = f": for so many on a CPU, set JAX_NUM_CPU_DEVICES={needed} in the environment"
-        raise ConfigError(
-            f"tensor_parallel_size is {needed}, but {there_are}" + (more if devices[0].platform == "cpu" else "")
-        )
+        sizes = f"tensor_parallel_size is {needed // axes.get(PIPE, 1)}"
+        if PIPE in axes:
+            sizes = f"pipeline_parallel_size is {axes[PIPE]} and {sizes}, {needed} devices"
+        raise ConfigError(f"{sizes}, but {there_are}" + (more if devices[0].platform == "cpu" else ""))
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:needed])

@@ -27,7 +27,7 @@ NO_PROGRAM = "a program that this request needs does not compile: the log of the
 
 
 class Engine:
-    """One scheduler, one runner, and at most one step in flight while the host works.
+    """One scheduler, one runner, and at most one step in flight while the host works, or as many as there are stages.
 
     Not thread-safe: one thread owns it (`local.LocalEngineClient`).
     """
@@ -51,7 +51,7 @@ class Engine:
         self.on_plan: Callable[[StepPlan], object] | None = None
         """Called with the plan of each step once it is started, by the thread that owns the engine."""
         self._matchers = matchers
-        self._max_in_flight = 1 if overlap else 0
+        self._max_in_flight = runner.num_stages if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
         self._deferred: list[list[EngineRequest]] = []
         """Groups of requests whose programs are not compiled yet."""
@@ -164,7 +164,7 @@ class Engine:
             self._num_step_tokens += plan.num_tokens
             if self.on_plan is not None:
                 self.on_plan(plan)
-        while self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
+        if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._finish(self._in_flight.popleft())
         spent = time.perf_counter() - start
         self.seconds["total"] += spent

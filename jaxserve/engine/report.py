@@ -9,9 +9,9 @@ import numpy as np
 from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.engine.serving_plan import ServingPlan
+from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import WarmUp
 from jaxserve.execution.programs.lowering import Lowering
-from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.layouts import num_bytes
 from jaxserve.layers.params import Params
@@ -43,7 +43,8 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
     model = runner.model
     logger.info(f"{runner.num_compiles} programs compiled, kernels: {model.kernels} on {platform}; ready after {laps}")
     kinds = (
-        f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token" for kind in kv_kinds(model)
+        f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token"
+        for kind in kv_kinds(runner.builder)
     )
     logger.info(f"KV cache: {runner.num_blocks} blocks of {model.block_size} positions; {', '.join(kinds)}")
     if model.kv_dtype != model.dtype:
@@ -83,24 +84,25 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
-        kv_kinds=kv_kinds(model),
+        kv_kinds=kv_kinds(plan.builder),
         kv_dtype=str(model.kv_dtype),
         enable_prefix_caching=plan.enable_prefix_caching and (not model.layout.num_states or model.num_kept_states > 0),
         reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),
         device=plan.devices.description,
         total_weight_bytes=num_bytes(specs, dtype=model.dtype),
-        kv_cache_bytes=num_blocks * model.bytes_per_block,
+        kv_cache_bytes=num_blocks * plan.builder.bytes_per_block,
         num_full_requests=needs.num_requests(num_blocks, num_tokens=checkpoint.max_model_len),
         gpu_memory_utilization=plan.gpu_memory_utilization,
     )
 
 
-def kv_kinds(model: StepModel) -> tuple[KVKind, ...]:
+def kv_kinds(builder: StepBuilder) -> tuple[KVKind, ...]:
     """Return what a token takes in the blocks of each kind of layer, including the unused pools of a partly filled KV
     group.
     """
-    windows, per_group = model.layout.windows, model.bytes_per_block // model.block_size
+    model = builder.model
+    windows, per_group = model.layout.windows, builder.bytes_per_block // model.block_size
     return tuple(
         KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)
         for window, num_layers in model.layout.layers_by_window.items()

@@ -29,6 +29,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import enable_persistent_cache
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.lowering import Lowering
+from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.shipped import Shipped, open_shipped
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.programs.workers import Worker
@@ -40,6 +41,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of
 from jaxserve.layers.sharding import mesh_axes, num_shards
+from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
@@ -59,15 +61,15 @@ def start_engine(
     `workers` are processes that wait to lower steps.
 
     Every axis of `mesh` must split the model, as `layers.sharding` names them: "tensor", or "expert" where there are
-    experts. None: the mesh that `config` says.
+    experts, or "pipe", along which its stages are. None: the mesh that `config` says.
     """
     laps = Laps()
     config, checkpoint = read_checkpoint(config, progress=progress)
     plan = make_plan(config, checkpoint, choose_devices(config, mesh))
     if config.max_model_len == "auto":
         plan = fit_context(plan, free=free_memory(plan.devices.mesh))
-    builder, warmup, sizing = plan.builder, plan.warmup, size(plan)
-    num_blocks = count_blocks(plan, sizing, free=free_memory(plan.devices.mesh))
+    builder, warmup, sizings = plan.builder, plan.warmup, size(plan)
+    num_blocks = count_blocks(plan, sizings, free=free_memory(plan.devices.mesh))
     shipped = None if config.programs is None else open_shipped(config.programs, builder)
     if shipped is not None:
         num_blocks = blocks_of_programs(shipped, num_blocks)
@@ -86,12 +88,12 @@ def start_engine(
             matchers = make_matchers(plan)
             on_error.callback(matchers.close)
             laps.lap("weights")
-        compile_steps(runner, lowering, sizing, num_blocks, warmup, progress=progress)
+        compile_steps(runner, lowering, sizings, num_blocks, warmup, progress=progress)
         laps.lap("steps")
         allocate(runner, plan.devices, warmup)
         laps.lap("first runs")
         log_start(runner, platform=plan.devices.platform, laps=laps)
-        info = make_info(plan, num_blocks=runner.num_blocks, needs=sizing.needs)
+        info = make_info(plan, num_blocks=runner.num_blocks, needs=sizings[0].needs)
         engine = Engine(
             make_scheduler_for(plan, info),
             runner,
@@ -112,6 +114,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     kernels = choose_kernels(config.kernels, devices.first, dtype)
     specs = specs_with_scales(config, checkpoint)
     of_device: dict[str, Any] = {"dtype": dtype, "kernels": kernels, "mesh": mesh, "is_cpu": devices.is_cpu}
+    meshes: list[Any] = stage_meshes(mesh)
     speculation, path, fields = checkpoint.drafter
     drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)
     if drafter is not None and path is None:
@@ -129,7 +132,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         max_num_seqs=devices.max_num_seqs,
         max_num_batched_tokens=devices.max_num_batched_tokens,
         traits=devices.traits,
-        has_peers=kernels != "xla" and devices.reach_peers(mesh),
+        has_peers=kernels != "xla" and all(map(devices.reach_peers, meshes)),
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
@@ -161,15 +164,24 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     )
 
 
-def size(plan: ServingPlan) -> Sizing:
-    """Return what decides how many blocks the KV cache has."""
-    devices, model = plan.devices, plan.builder.model
+def size(plan: ServingPlan) -> list[Sizing]:
+    """Return what decides how many blocks the KV cache has: for each stage, of which the one with the least room
+    decides.
+    """
+    return [_size(plan, model) for model in plan.builder.models]
+
+
+def _size(plan: ServingPlan, model: StepModel) -> Sizing:
+    devices = plan.devices
     weights = [shard_bytes(leaf) for leaf in jax.tree.leaves(model.params)]
+    memory = plan.kv_cache_memory or (CPU_KV_CACHE_MEMORY if devices.is_cpu else None)
+    if memory is not None and model.stage.count > 1:
+        memory = memory * model.bytes_per_block // max(1, plan.builder.bytes_per_block)
     return Sizing(
-        kv_cache_memory=plan.kv_cache_memory or (CPU_KV_CACHE_MEMORY if devices.is_cpu else None),
+        kv_cache_memory=memory,
         weight_bytes=sum(weights),
         trial_bytes=2 * max(weights) if plan.warmup == "none" else 0,
-        num_shards=num_shards(mesh_axes("kv_heads", devices.mesh), devices.mesh),
+        num_shards=num_shards(mesh_axes("kv_heads", model.mesh), model.mesh),
         bytes_per_block=model.bytes_per_block,
         max_num_seqs=devices.max_num_seqs,
         max_model_len=plan.builder.spec.max_model_len,
@@ -182,7 +194,7 @@ def size(plan: ServingPlan) -> Sizing:
 def fit_context(plan: ServingPlan, *, free: int) -> ServingPlan:
     """Return the plan with the longest context that `free` bytes of each device hold, at most the model's own."""
     checkpoint, builder = plan.checkpoint, plan.builder
-    longest = size(plan).longest_context(free, builder.expected_step_memory)
+    longest = min(sizing.longest_context(free, builder.expected_step_memory) for sizing in size(plan))
     if not 0 < longest < checkpoint.max_model_len:
         return plan
     logger.info("max_model_len is %d: memory does not hold the model's %d", longest, checkpoint.max_model_len)
@@ -194,14 +206,15 @@ def fit_context(plan: ServingPlan, *, free: int) -> ServingPlan:
     )
 
 
-def count_blocks(plan: ServingPlan, sizing: Sizing, *, free: int) -> int:
+def count_blocks(plan: ServingPlan, sizings: Sequence[Sizing], *, free: int) -> int:
     """Return the number of blocks, before anything is loaded. Raises OutOfMemory."""
     spec, step_memory = plan.builder.spec, plan.builder.expected_step_memory
-    sizing.check_weights(free, what=plan.checkpoint.path)
-    sizing.check_steps(
-        free, step_memory, max_num_seqs=spec.max_num_seqs, max_num_batched_tokens=spec.max_num_batched_tokens
-    )
-    return sizing.expected_blocks(free, step_memory)
+    for sizing in sizings:
+        sizing.check_weights(free, what=plan.checkpoint.path)
+        sizing.check_steps(
+            free, step_memory, max_num_seqs=spec.max_num_seqs, max_num_batched_tokens=spec.max_num_batched_tokens
+        )
+    return min(sizing.expected_blocks(free, step_memory) for sizing in sizings)
 
 
 def begin_to_lower(
@@ -276,7 +289,7 @@ def compiling_meanwhile(runner: Runner, lowering: Lowering, num_blocks: int, war
 
 def load(plan: ServingPlan, *, progress: bool) -> Params:
     """Load the weights, or make random ones."""
-    dtype, mesh = plan.builder.model.dtype, plan.builder.model.mesh
+    dtype, mesh = plan.builder.model.dtype, plan.builder.mesh
     assert isinstance(mesh, Mesh)
     with naming_out_of_memory("the weights"):
         if plan.weights_seed is not None:
@@ -304,7 +317,13 @@ def make_matchers(plan: ServingPlan) -> Matchers:
 
 
 def compile_steps(
-    runner: Runner, lowering: Lowering, sizing: Sizing, num_blocks: int, warmup: WarmUp, *, progress: bool
+    runner: Runner,
+    lowering: Lowering,
+    sizings: Sequence[Sizing],
+    num_blocks: int,
+    warmup: WarmUp,
+    *,
+    progress: bool,
 ) -> None:
     """Compile what the first requests need, unless that is done, for `num_blocks` blocks or, if steps need more memory
     than was expected, for fewer.
@@ -312,9 +331,9 @@ def compile_steps(
     with naming_unsupported(), naming_out_of_memory("compiling the steps"):
         if not runner.steps.is_warm:  # else they were compiled meanwhile
             warm_up(runner, lowering, num_blocks, warmup, progress=progress)
-        if sizing.is_measured:
-            needed = runner.step_memory()
-            left = sizing.num_blocks(free_memory(runner.mesh), needed)
+        if sizings[0].is_measured:
+            needed, free = runner.step_memory(), free_memory(runner.mesh)
+            left = min(sizing.num_blocks(free, needed) for sizing in sizings)
             if left < num_blocks:
                 logger.warning("steps take %.2f GiB, more than expected: compiling again", needed / 2**30)
                 warm_up(runner, lowering, left, warmup, progress=progress)
@@ -367,6 +386,7 @@ def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:
         windows=builder.model.layout.windows,
         drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
+        num_stages=len(builder.models),
         num_kept_states=builder.model.num_kept_states,
     )
     return make_scheduler(
@@ -382,7 +402,7 @@ def meter(plan: ServingPlan, info: EngineInfo) -> BandwidthMeter:
     model = plan.builder.model
     return BandwidthMeter(
         weight_bytes=round(info.expected_weight_bytes(1)),
-        bytes_per_position=model.bytes_per_block // model.block_size,
+        bytes_per_position=plan.builder.bytes_per_block // model.block_size,
         peak=plan.devices.peak_bandwidth,
     )
 

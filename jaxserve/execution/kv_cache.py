@@ -40,7 +40,7 @@ def _bytes_on_a_device(
 
 
 def abstract_kv_cache(
-    pool_specs: Sequence[CacheSpec],
+    pool_specs: Sequence[CacheSpec | None],
     *,
     pool_of_layer: tuple[int, ...] = (),
     num_blocks: int,
@@ -50,10 +50,12 @@ def abstract_kv_cache(
     mesh: Mesh | AbstractMesh,
     expert_loads: Any = None,
 ) -> KVCache:
-    """Return the shapes and shardings of the pools; `expert_loads` are those of counters, if there are any."""
+    """Return the shapes and shardings of the pools, None for those of other stages; `expert_loads` are those of
+    counters, if there are any.
+    """
     sizes = CacheSizes(num_blocks, block_size, num_slots)
     return KVCache(
-        pools=tuple(spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs),
+        pools=tuple(None if spec is None else spec.abstract(sizes, dtype=dtype, mesh=mesh) for spec in pool_specs),
         num_blocks=num_blocks,
         block_size=block_size,
         pool_of_layer=pool_of_layer,

@@ -47,6 +47,11 @@ class KVLayout:
             collections.Counter(self.windows[group] for group, pool in layers if not self.pool_specs[pool].keeps_state)
         )
 
+    def pools_of(self, span: range) -> tuple[CacheSpec | None, ...]:
+        """Return what each pool keeps, None for pools that no layer of a range has."""
+        pools = {self.pool_of_layer[layer] for layer in span}
+        return tuple(spec if index in pools else None for index, spec in enumerate(self.pool_specs))
+
     @property
     def pools_of_states(self) -> tuple[int, ...]:
         """The pools of layers that keep a state: each has its own."""

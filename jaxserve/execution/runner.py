@@ -31,6 +31,8 @@ from jaxserve.execution.programs.kinds import (
     PlainDecode,
     Program,
     ResumeState,
+    RunStage,
+    TakeTokens,
 )
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.memory import memory_of_step
@@ -150,14 +152,18 @@ class Runner:
         """
         self.builder = builder
         self.model = builder.model
-        assert isinstance(builder.model.mesh, Mesh)
-        self.mesh: Mesh = builder.model.mesh
+        assert isinstance(builder.mesh, Mesh)
+        self.mesh: Mesh = builder.mesh
         self.block_size = builder.model.block_size
         self.layout = builder.model.layout
-        self.bytes_per_block = builder.model.bytes_per_block
-        self.state: dict[State, Any] = {"params": params}
+        self.bytes_per_block = builder.bytes_per_block
+        self.num_stages = len(builder.models)
+        self.states: list[dict[State, Any]] = [{} for _ in builder.models]
+        """The state of each stage."""
+        if params is not None:
+            self.set_params(params)
         self.steps = CompiledSteps(
-            self._lower, compiler_options=lambda program: program.compiler_options(builder.model)
+            self._lower, compiler_options=lambda program: program.compiler_options(builder.model_of(program))
         )
         self._lowering = lowering
         self._background: BackgroundWarmUp | None = None
@@ -166,10 +172,19 @@ class Runner:
         self._first_runs: collections.deque[Program] = collections.deque()
         self._features = np.zeros(self.model.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
-        self._no_admissions: jax.Array | None = None
-        self._loads = ExpertLoads()
+        self._no_admissions: list[jax.Array] = []
+        self._drawn: collections.deque[tuple[set[int], jax.Array]] = collections.deque(maxlen=self.num_stages)
+        """With several stages: the slots for which plans in flight draw, and the last tokens of all slots after each,
+        on the first stage. The oldest plan is first.
+        """
+        self._loads = [ExpertLoads() for _ in builder.models]
         self.num_blocks = 0
         self.seconds = {"build": 0.0, "dispatch": 0.0}
+
+    @property
+    def state(self) -> dict[State, Any]:
+        """The state of the last stage, or the only one."""
+        return self.states[-1]
 
     @property
     def num_compiles(self) -> int:
@@ -185,24 +200,33 @@ class Runner:
         """Return how many tokens each expert of each layer has had, [L, X], None if they are not counted: those of all
         steps, or without `wait` for those that run, those of an earlier call.
         """
-        cache = self.state.get("kv_cache")
-        return None if cache is None or cache.expert_loads is None else self._loads.read(cache.expert_loads, wait=wait)
+        caches = [state.get("kv_cache") for state in self.states]
+        counts = [cache.expert_loads for cache in caches if cache is not None and cache.expert_loads is not None]
+        if not counts:
+            return None
+        read = [loads.read(each, wait=wait) for loads, each in zip(self._loads, counts, strict=True)]
+        return np.sum(read, axis=0)
 
     def step_memory(self) -> int:
-        """Return the bytes that steps need per device besides weights and KV: slots, peers' rows, and what the largest
-        step allocates, whose programs are compiled for this.
+        """Return the bytes that steps need per device besides weights and KV, where they need most: slots, peers' rows,
+        and what the largest step allocates, whose programs are compiled for this.
         """
         step = self.builder.shapes.largest_step
-        programs = [program for program in step if program is not None]
+        programs = step.programs
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiled: dict[Program, jax.stages.Compiled] = dict(
                 zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
             )
-        return memory_of_step(step, compiled, state_bytes=self.model.state_bytes)
+        of_stages = [[program] for program in step.stages] + [step.of_last_stage]
+        return max(
+            memory_of_step({program: compiled[program] for program in programs}, state_bytes=model.state_bytes)
+            for model, programs in zip(self.builder.models, of_stages, strict=True)
+        )
 
     def set_params(self, params: Any) -> None:
         """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""
-        self.state["params"] = params
+        for model, state in zip(self.builder.models, self.states, strict=True):
+            state["params"] = model.put(params)
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """Set how many blocks the KV pools will have, for which steps are compiled. To be called before `allocate`."""
@@ -223,8 +247,8 @@ class Runner:
             has_logprobs=False,
             has_prompt_logprobs=False,
             has_embeddings=False,
-        ).forward
-        for program in (shapes.largest, decode):
+        )
+        for program in (*shapes.largest_step.stages, shapes.largest, *decode.stages, decode.forward):
             if program not in self.steps:
                 self._lower(program)
 
@@ -233,18 +257,18 @@ class Runner:
         here and not in the first step. To be called once, before the first step.
         """
         self._close_lowering()
-        model = self.model
-        with model.on_mesh():
-            self.state |= {
-                "kv_cache": zeros(model.kv_cache(self.num_blocks)),
-                "kept_states": zeros(model.kept_states),
-                # Inside jit, so that two copies of the slots never exist at the same time.
-                "slots": jax.jit(model.init_slots, out_shardings=model.replicated)(),
-                "peers": None if model.peers is None else allocate_peers(model.peers),
-            }
-            nobody = pack_admissions([], **model.table_sizes)
-            self._no_admissions = jax.device_put(nobody, model.replicated)
-        jax.block_until_ready((self.state["kv_cache"], self.state["slots"]))
+        for model, state in zip(self.builder.models, self.states, strict=True):
+            with model.on_mesh():
+                state |= {
+                    "kv_cache": zeros(model.kv_cache(self.num_blocks)),
+                    "kept_states": zeros(model.kept_states),
+                    # Inside jit, so that two copies of the slots never exist at the same time.
+                    "slots": jax.jit(model.init_slots, out_shardings=model.replicated)(),
+                    "peers": None if model.peers is None else allocate_peers(model.peers),
+                }
+                nobody = pack_admissions([], **model.table_sizes)
+                self._no_admissions.append(jax.device_put(nobody, model.replicated))
+            jax.block_until_ready((state["kv_cache"], state["slots"]))
 
     def warm_up(self, *, only_first: bool = False, progress: bool) -> WarmUp:
         """Compile every program that a plan can ask for, or only those that the engine needs before it takes requests;
@@ -308,7 +332,7 @@ class Runner:
             return
         if self._first_runs:
             program = self._first_runs.popleft()
-            self._run(program, *program.nothing(self.model))
+            self.run_empty(program)
             if program not in self._first_runs:
                 self.readiness.add(program)
         elif self._background is not None and self._background.is_done:
@@ -321,7 +345,11 @@ class Runner:
         """
         for _ in range(NUM_FIRST_RUNS):
             for program, _ in self.steps.items():
-                jax.block_until_ready(self._run(program, *program.nothing(self.model)))
+                jax.block_until_ready(self.run_empty(program))
+
+    def run_empty(self, program: Program) -> Any:
+        """Start a program on nothing, between two steps; returns its results."""
+        return self._run(program, *program.nothing(self.builder.model_of(program)))
 
     def dispatch(self, plan: StepPlan, *, masks: Callable[[int], Masks] | None = None) -> PendingStep:
         """Start a step; returns before the device has finished it.
@@ -337,16 +365,22 @@ class Runner:
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
         step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
-        admissions = self._admit(plan.admitted, step.forward)
+        self._admit(plan.admitted, step)
         packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
         for copy in plan.resumed:
-            self._run(ResumeState(), np.asarray(copy, np.int32))
+            self._run_on_each_stage(ResumeState, np.asarray(copy, np.int32))
         built = time.perf_counter()
-        forwarded = self._run(step.forward, packed, *admissions)
+        x = None
+        if step.stages:
+            self._hand_over_tokens(plan)
+        for program, following in zip(step.stages, self.builder.models[1:], strict=True):
+            x = self._run(program, packed, x, *self._admissions(plan.admitted, program))
+            x = jax.device_put(x, following.replicated)
+        forwarded = self._run(step.forward, packed, x, *self._admissions(plan.admitted, step.forward))
         if step.finish is not None:
             forwarded = self._run(step.finish, forwarded)
         for copy in plan.kept:
-            self._run(KeepState(), np.asarray(copy, np.int32))
+            self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
@@ -356,6 +390,9 @@ class Runner:
             self._write_masks(masks(num_columns))
         masked = time.perf_counter()
         drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
+        if step.stages:
+            last_tokens = jax.device_put(self.state["slots"].last_tokens, self.builder.models[0].replicated)
+            self._drawn.append(({row.slot for row in plan.rows if row.samples}, last_tokens))
         if not self.model.traits.leaves_tokens_on_host:  # else the program copies them
             drawn.token_ids.copy_to_host_async()
         self.seconds["build"] += built - start
@@ -396,12 +433,28 @@ class Runner:
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program with the state and these arguments, update the state, and return the other results."""
         executable = self.steps[program]
-        with _LAUNCHING if self.mesh.size > 1 else contextlib.nullcontext():
-            taken = [program.part(self.model, name, self.state[name]) for name in program.takes]
-            *state, made = executable(*taken, *arguments)
-        for name, part in zip(program.gives, state, strict=True):
-            self.state[name] = program.put(name, self.state[name], part)
+        model, state = self.builder.model_of(program), self.states[program.stage]
+        with _LAUNCHING if model.mesh.size > 1 else contextlib.nullcontext():
+            taken = [program.part(model, name, state[name]) for name in program.takes]
+            *given, made = executable(*taken, *arguments)
+        for name, part in zip(program.gives, given, strict=True):
+            state[name] = program.put(name, state[name], part)
         return made
+
+    def _run_on_each_stage(self, kind: type[Admit | KeepState | ResumeState], packed: np.ndarray) -> None:
+        for index in (*range(self.num_stages - 1), -1):
+            self._run(kind(index), packed)
+
+    def _hand_over_tokens(self, plan: StepPlan) -> None:
+        """Let the first stage know the tokens from which rows of the plan continue and that the host does not know: the
+        stage waits for the plan in flight that draws them, and no later one.
+        """
+        slots = {row.slot for row in plan.rows if row.start >= len(row.request.token_ids)}
+        if slots:
+            last_tokens = next(tokens for drawn, tokens in reversed(self._drawn) if not slots.isdisjoint(drawn))
+            padded = np.full(self.model.max_num_seqs, self.model.max_num_seqs, np.int32)
+            padded[: len(slots)] = list(slots)
+            self._run(TakeTokens(), last_tokens, padded)
 
     def close(self) -> None:
         """Free the device memory and the programs now instead of when the last reference goes."""
@@ -409,7 +462,7 @@ class Runner:
         if self._background is not None:
             self._background.close()
         self.steps.clear()
-        for leaf in jax.tree.leaves((self.state, self._no_admissions)):
+        for leaf in jax.tree.leaves((self.states, self._no_admissions)):
             leaf.delete()
 
     def _close_lowering(self) -> None:
@@ -417,14 +470,20 @@ class Runner:
             self._lowering.close()
             self._lowering = None
 
-    def _admit(self, rows: Sequence[Row], forward: PlainDecode | Forward | Begin) -> tuple[Any, ...]:
-        """Write the slots of new requests, except for what is returned: arguments of the forward pass, which writes
-        those.
-        """
-        carried = forward.carries_admissions(self.model)
+    def _admissions(self, rows: Sequence[Row], forward: PlainDecode | Forward | RunStage | Begin) -> tuple[Any, ...]:
+        """Return the arguments by which a forward pass writes the slots of new requests, if it does."""
+        if not forward.carries_admissions(self.builder.model_of(forward)):
+            return ()
+        if not rows:  # the block tables of eight rows may take megabytes
+            return (self._no_admissions[forward.stage],)
+        return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
+
+    def _admit(self, rows: Sequence[Row], step: Step) -> None:
+        """Write the slots of new requests, except for what the forward pass writes."""
+        carried = step.forward.carries_admissions(self.model)
         rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
-            self._run(Admit(), pack_admissions(some, **self.model.table_sizes))
+            self._run_on_each_stage(Admit, pack_admissions(some, **self.model.table_sizes))
         for request, slot, *_ in rows:
             if self.model.drafting is not None:
                 known = np.zeros(self.model.max_model_len, np.int32)
@@ -435,11 +494,6 @@ class Runner:
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
                 self._run(AdmitExtras(), np.int32(slot), extras)
-        if not carried:
-            return ()
-        if not rows:  # the block tables of eight rows may take megabytes
-            return (self._no_admissions,)
-        return (pack_admissions(rows[:ADMISSION_ROWS], **self.model.table_sizes),)
 
     def _write_masks(self, masks: Masks) -> None:
         size, num_columns, _ = masks.words.shape

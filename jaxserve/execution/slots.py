@@ -152,6 +152,14 @@ def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
     return dataclasses.replace(slots, sampling=sampling_state.admit_extras(slots.sampling, slot, extras))
 
 
+def take_tokens(slots: Slots, last_tokens: Int[Array, " N"], slot_ids: Int[Array, " N"]) -> Slots:
+    """Take the last tokens of some slots from another stage, which has drawn them. Runs inside a program; `slots` is
+    donated. Slot ids >= N are padding.
+    """
+    taken = last_tokens.at[slot_ids].get(mode="clip")
+    return dataclasses.replace(slots, last_tokens=slots.last_tokens.at[slot_ids].set(taken, mode="drop"))
+
+
 def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"], *, proposer: Proposer) -> Slots:
     """Give a proposer the tokens of a newly admitted request, which has no drafts yet. In graph, `slots` donated."""
     assert slots.drafts is not None

@@ -115,10 +115,12 @@ def step(
     slots: Slots,
     peers: Peers | None,
     packed: Int[Array, " packed"],
+    x: Float[Array, "T E"] | None = None,
     *,
     family: Family,
     config: Any,
     reading: Reading,
+    span: range,
     has_tokens_on_host: bool,
     drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Drawn]:
@@ -127,7 +129,17 @@ def step(
     """
     assert reading.is_decode_only or reading.bucket.num_columns
     kv_cache, slots, forwarded = forward(
-        params, kv_cache, slots, peers, packed, family=family, config=config, reading=reading, drafting=drafting
+        params,
+        kv_cache,
+        slots,
+        peers,
+        packed,
+        x,
+        family=family,
+        config=config,
+        reading=reading,
+        span=span,
+        drafting=drafting,
     )
     slots, drawn = draw(
         slots,
@@ -148,20 +160,21 @@ def forward(
     slots: Slots,
     peers: Peers | None,
     packed: Int[Array, " packed"],
+    x: Float[Array, "T E"] | None = None,
     admissions: Int[Array, "rows width"] | None = None,
     *,
     family: Family,
     config: Any,
     reading: Reading,
+    span: range,
     drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
     `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
-    are static.
+    are static. `span` are all layers, or those of the last stage, which continues with `x`.
     """
     static: dict[str, Any] = {"family": family, "config": config, "reading": reading, "drafting": drafting}
-    span = range(config.num_layers)
-    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, admissions, **static, span=span)
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, **static, span=span)
     kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
     return kv_cache, slots, forwarded
 
@@ -172,6 +185,7 @@ def begin(
     slots: Slots,
     peers: Peers | None,
     packed: Int[Array, " packed"],
+    x: Float[Array, "T E"] | None = None,
     admissions: Int[Array, "rows width"] | None = None,
     *,
     family: Family,
@@ -180,8 +194,8 @@ def begin(
     span: range,
     drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Begun]:
-    """Begin what `forward` does: with the layers of `span`, which are the first ones, and all if a drafter takes in
-    what they make. Weights and pools of other layers may be missing.
+    """Begin what `forward` does: with the layers of `span`, which are the first ones, or those that follow the stage
+    that has made `x`, and all if a drafter takes in what they make. Weights and pools of other layers may be missing.
     """
     if admissions is not None:
         slots = admit(slots, admissions)
@@ -194,7 +208,7 @@ def begin(
         kv_cache, slots = draft(params, kv_cache, slots, peers, packed, **static)
     slots, batch, rows = read_plan(slots, packed, reading, **sizes)
     own = dataclasses.replace(batch, peers=None if peers is None else peers.sums)
-    x = family.embed(params, config, own)
+    x = family.embed(params, config, own) if x is None else x
     tapped: list[Array] = []
     bounds = [span.start, *(drafter.taps if drafter is not None else ()), span.stop]
     for first, end in itertools.pairwise(bounds):
@@ -204,6 +218,12 @@ def begin(
         assert drafting is not None
         kv_cache = take_in(params, kv_cache, own, tapped[:-1], x, drafting=drafting)
     return kv_cache, slots, Begun(x, batch, rows)
+
+
+def run_stage(*arguments: Any, **static: Any) -> tuple[KVCache, Slots, Float[Array, "T E"]]:
+    """Run `begin` for a stage before the last one; the next one continues with what it has made of the stream."""
+    kv_cache, slots, begun = begin(*arguments, **static)
+    return kv_cache, slots, begun.x
 
 
 def finish(

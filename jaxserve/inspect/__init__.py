@@ -9,11 +9,13 @@
     with inspect.timeline(llm) as timeline:
         llm.generate(["Once upon a time", "The end"])
     timeline                        # what each step computed, as a figure
+    inspect.bubble(llm, rows=8)     # how long the stages of `pipeline_parallel_size` wait
 
 Each result is plain data with a text form and, in a notebook, a table or a picture.
 """
 
 from jaxserve.inspect.arrays import ArrayGroup, Arrays, kv_cache, weights
+from jaxserve.inspect.bubble import Bubble, bubble
 from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.picture import Picture
 from jaxserve.inspect.roofline import Roofline, Speed
@@ -23,6 +25,7 @@ from jaxserve.inspect.timeline import Timeline, TimelineRow, TimelineStep, timel
 __all__ = [
     "ArrayGroup",
     "Arrays",
+    "Bubble",
     "Collective",
     "Picture",
     "ProgramReport",
@@ -32,6 +35,7 @@ __all__ = [
     "Timeline",
     "TimelineRow",
     "TimelineStep",
+    "bubble",
     "find_collectives",
     "kv_cache",
     "step",

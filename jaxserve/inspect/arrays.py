@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxserve.errors import InvalidRequest
+from jaxserve.execution.programs.model import StepModel
 from jaxserve.inspect.engine import engine_of
 from jaxserve.inspect.picture import COLORS, Drawing, Picture, html_table, size, text_table
 from jaxserve.local_model import LocalModel
@@ -188,16 +190,24 @@ class Arrays:
         ]
 
 
-def weights(llm: LocalModel) -> Arrays:
-    """Return where each weight of a model lives."""
-    runner = engine_of(llm).runner
-    return Arrays.of("weights", runner.model.params, runner.mesh)
+def weights(llm: LocalModel, *, stage: int = 0) -> Arrays:
+    """Return where each weight of a model lives, or of one of its stages."""
+    model, of_stage = _model(llm, stage)
+    return Arrays.of(f"weights{of_stage}", model.params, _mesh(model.replicated))
 
 
-def kv_cache(llm: LocalModel) -> Arrays:
-    """Return where the blocks of the KV cache live, and what else layers keep."""
-    runner = engine_of(llm).runner
-    return Arrays.of("KV cache", runner.model.kv_cache(runner.num_blocks), runner.mesh)
+def kv_cache(llm: LocalModel, *, stage: int = 0) -> Arrays:
+    """Return where the blocks of the KV cache live, or those of one stage, and what else layers keep."""
+    model, of_stage = _model(llm, stage)
+    cache = model.kv_cache(engine_of(llm).runner.num_blocks)
+    return Arrays.of(f"KV cache{of_stage}", cache, _mesh(model.replicated))
+
+
+def _model(llm: LocalModel, stage: int) -> tuple[StepModel, str]:
+    models = engine_of(llm).runner.builder.models
+    if not 0 <= stage < len(models):
+        raise InvalidRequest(f"stage must be between 0 and {len(models) - 1}, got {stage}", param="stage")
+    return models[stage], f" of stage {stage}" if len(models) > 1 else ""
 
 
 def _mesh(sharding: NamedSharding) -> Mesh:

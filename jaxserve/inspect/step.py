@@ -174,6 +174,8 @@ def step(
     Raises InvalidRequest for numbers that the engine's steps do not have.
     """
     runner = engine_of(llm).runner
+    if runner.num_stages > 1:
+        raise ConfigError("pipeline_parallel_size: steps of one stage are described; bubble times stages")
     largest = runner.model.buckets[-1]
     num_tokens = rows if tokens is None else tokens
     limits = [("rows", rows, runner.model.max_num_seqs), ("tokens", num_tokens, largest.num_tokens)]
@@ -196,7 +198,7 @@ def step(
     weight_bytes = _bytes_read(runner.model.params, llm.info, num_tokens)
     return StepReport(
         title=f"a step of {what} on {llm.info.device}",
-        programs=tuple(_report(runner, program) for program in found if program is not None),
+        programs=tuple(_report(runner, program) for program in found.programs),
         paths=tuple(runner.builder.describe_paths()),
         roofline=Roofline(
             weight_bytes=weight_bytes,

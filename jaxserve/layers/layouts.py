@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.params import LeafSpec, Params, ParamSpec, leaf_specs
 from jaxserve.layers.sharding import kv_copies, mesh_axes, num_shards, partition_spec, splits_by_expert
+from jaxserve.layers.stages import stage_meshes, stage_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,17 @@ class Layout:
 
 
 def layouts(specs: Params, mesh: Mesh | AbstractMesh) -> Params:
-    """Return the Layout of every array. Raises ConfigError for an axis that does not divide over the mesh."""
-    return jax.tree.map(lambda leaf: _layout(leaf, mesh), leaf_specs(specs))
+    """Return the Layout of every array, on the devices of its stage if the mesh has several. Raises ConfigError for an
+    axis that does not divide over the mesh.
+    """
+    meshes = stage_meshes(mesh)
+    if len(meshes) == 1:
+        return jax.tree.map(lambda leaf: _layout(leaf, meshes[0]), leaf_specs(specs))
+
+    def on_stage(path: Any, leaf: LeafSpec) -> Layout:
+        return _layout(leaf, meshes[stage_of(path, len(specs["layers"]), len(meshes))])
+
+    return jax.tree_util.tree_map_with_path(on_stage, leaf_specs(specs))
 
 
 def _layout(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> Layout:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.stages import PIPE, num_stages, stage_meshes
 
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "vocab": ("expert", "tensor"),
@@ -69,12 +70,24 @@ def with_explicit_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
-def check_mesh(mesh: Mesh | AbstractMesh, used_axes: Collection[str | None], *, tensor_parallel_size: int) -> None:
+def check_mesh(
+    mesh: Mesh | AbstractMesh,
+    used_axes: Collection[str | None],
+    *,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int = 1,
+) -> None:
     """Raise ConfigError, naming the axes, for a mesh of which a model would not use every device.
 
     `used_axes` are the logical axes of the model's weights. `tensor_parallel_size` must be the size of the axis that it
-    sizes, or 1, its default.
+    sizes, or 1, its default, and so must `pipeline_parallel_size`.
     """
+    if pipeline_parallel_size not in (1, num_stages(mesh)):
+        raise ConfigError(
+            f"pipeline_parallel_size is {pipeline_parallel_size}, but mesh has the axes {_described(mesh)}: leave it "
+            f"out, or give the mesh an axis {PIPE!r} of that size"
+        )
+    mesh = stage_meshes(mesh)[0]
     splitting = {name for axis, names in MESH_AXES_OF.items() if axis in used_axes for name in names}
     if "experts" not in used_axes:
         if mesh.shape.get("expert", 1) > 1 or mesh.axis_names == ("expert",):

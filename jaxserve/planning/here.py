@@ -26,8 +26,8 @@ def rows_here(config: EngineConfig) -> list[list[str]]:
         config, checkpoint = read_checkpoint(dataclasses.replace(config, load_format="dummy"), progress=False)
         devices = choose_devices(config, None)
         plan = make_plan(config, checkpoint, devices)
-        sizing, free = size(plan), free_memory(devices.mesh)
-        info = make_info(plan, num_blocks=count_blocks(plan, sizing, free=free), needs=sizing.needs)
+        sizings, free = size(plan), free_memory(devices.mesh)
+        info = make_info(plan, num_blocks=count_blocks(plan, sizings, free=free), needs=sizings[0].needs)
     except (ConfigError, OutOfMemory) as error:
         return [["this machine", f"{cpus}: the model cannot be served here: {error}"]]
     return [

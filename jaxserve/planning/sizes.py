@@ -103,7 +103,7 @@ class Absent:
     @property
     def needs(self) -> BlockNeeds:
         """The blocks that requests need."""
-        return size(self.plan).needs
+        return size(self.plan)[0].needs
 
     def info(self, num_blocks: int) -> EngineInfo:
         """Return the sizes that an engine of so many blocks has."""
@@ -131,18 +131,18 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
     program are compiled too, and say how much steps need. Raises OutOfMemory if they do not fit.
     """
     builder, model = engine.plan.builder, engine.plan.builder.model
-    sizing = size(engine.plan)
+    [sizing] = size(engine.plan)  # plans are of one stage
     found: dict[Program, DevicelessExecutable] = {}
     num_blocks, needed = engine.num_blocks, builder.expected_step_memory
     if compiled:
         prepare_compilers()
         step = builder.shapes.largest_step
-        of_step = [program for program in step if program is not None]
+        of_step = step.programs
         for program in dict.fromkeys([*of_step, *compiled]):
             progress(name_of(program))
             found[program] = compile_program(engine, program)
         memory: dict[Program, jax.stages.Compiled] = {program: found[program].compiled for program in of_step}
-        needed = memory_of_step(step, memory, state_bytes=model.state_bytes)
+        needed = memory_of_step(memory, state_bytes=model.state_bytes)
         if sizing.is_measured:
             num_blocks = min(num_blocks, sizing.num_blocks(engine.free - sizing.weight_bytes, needed))
     info = engine.info(num_blocks)

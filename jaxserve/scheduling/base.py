@@ -45,6 +45,8 @@ class SchedulerLimits:
     """A copy must save so many tokens: to make one, a prompt is computed in one step more, which is as long as that of
     so many tokens.
     """
+    num_stages: int = 1
+    """Number of plans that devices work on at a time, each with rows of other requests."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -40,6 +40,7 @@ and steps run in the order of plans, so a copy whose place is given to another p
 were planned with it.
 """
 
+import itertools
 import math
 from bisect import insort
 from collections import Counter
@@ -111,6 +112,7 @@ class ContinuousScheduler(Scheduler):
                 if self._has_unseen(request):
                     self._index_blocks(request)
                     self._pool.release(self._drop_unseen(request))
+        resting = self._resting() if limits.num_stages > 1 else None
         challenger = self._challenger_priority()
         index = 0
         while index < len(running) and step.budget:
@@ -121,6 +123,8 @@ class ContinuousScheduler(Scheduler):
                 index += is_admitted  # it was inserted at or before `index`, and has its row
                 continue
             index += 1
+            if resting and request in resting:
+                continue
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_pending
             if start % block_size == 0 or num_tokens - start != 1 or request.takes_drafts:
@@ -149,6 +153,22 @@ class ContinuousScheduler(Scheduler):
         plan = StepPlan(rows, len(single_rows), num_tokens, step.admitted, resumed=step.resumed, kept=kept)
         self._in_flight.append(plan)
         return plan
+
+    def _resting(self) -> set[Request]:
+        """Return the running requests that leave a plan of several stages to others: those whose next token is drawn by
+        one of the last plans in flight, for which the first stage would wait, and of those that only need their next
+        token all beyond an equal part. The first running request rests only while it is in flight.
+        """
+        num_stages = self._limits.num_stages
+        recent = itertools.islice(reversed(self._in_flight), num_stages - 1)
+        resting = {row.request for plan in recent for row in plan.rows if row.samples}
+        ready = [request for request in self._running if request not in resting]
+        decoding = [
+            request
+            for request in ready
+            if len(request.token_ids) + request.num_pending - request.num_computed_tokens == 1
+        ]
+        return resting.union(decoding[-(-len(self._running) // num_stages) :])
 
     @override
     def stats(self) -> SchedulerStats:

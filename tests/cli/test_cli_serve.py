@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
     "flags",
     [
         "-O3 --enforce-eager --swap-space 4 --trust_remote_code --compilation-config.mode=3",
-        "--enable-auto-tool-choice --load-format mistral -pp 1 --uvicorn-log-level=info",
+        "--enable-auto-tool-choice --load-format mistral -n 1 --uvicorn-log-level=info",
         "--disable-log-requests --stream-interval=20 --disable-custom-all-reduce",
         "--no-enable-log-requests --no-enable-lora --no-trust-remote-code --no-disable-log-stats --no-enforce-eager",
         "--limit-mm-per-prompt.image 2 --compilation_config.pass_config.x+ 1 -O.mode=3 -cc.x=1",
@@ -40,10 +40,10 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
         ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
         ("-q torchao", "argument --quantization/-q: invalid choice: 'torchao'"),
         (  # all reasons at once, those of values that are out of range, too
-            "--enable-lora -pp 2 --max-loras 4 --max-num-seqs 1.5 --port 99999 --frob 3 --block-size 3 --headless",
+            "--enable-lora --nnodes 2 --max-loras 4 --max-num-seqs 1.5 --port 99999 --frob 3 --block-size 3 --headless",
             "error: --enable-lora, --max-loras: instead: merge the adapter into the model with peft before it is "
-            "served; -pp: '2' is not supported; only 1 (there is one stage); argument --max-num-seqs: '1.5' is not a "
-            "whole number such as 4096, 8k (8000) or 8K (8192); --headless: not supported; unknown flag --frob; "
+            "served; --nnodes: '2' is not supported; only 1 (one host is used); argument --max-num-seqs: '1.5' is "
+            "not a whole number such as 4096, 8k (8000) or 8K (8192); --headless: not supported; unknown flag --frob; "
             "block_size must be a power of two up to 512, got 3; port must be in [0, 65535], got 99999\n",
         ),
         ("--max-num-seqs 1.5", "'1.5' is not a whole number such as 4096, 8k (8000) or 8K (8192)"),

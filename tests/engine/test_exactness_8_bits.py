@@ -75,7 +75,7 @@ def test_heads_on_two_devices(kv_cache_dtype):
 def test_blocks_are_counted_with_their_scales(llama):
     """A vector of 8 bits and a float32 scale, for keys and for values."""
     specs = llama.family.kv_specs(llama.config)
-    (kind,) = kv_kinds(llama.runner.model)
+    (kind,) = kv_kinds(llama.runner.builder)
     assert kind.bytes_per_token == sum(2 * spec.num_kv_heads * (spec.head_dim + 4) for spec in specs)
 
 

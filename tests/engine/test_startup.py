@@ -89,6 +89,9 @@ def test_the_tensor_axis_splits_the_weights(monkeypatch):
     engine.runner.close()
 
 
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
 @pytest.mark.parametrize(
     ("axes", "options", "message"),
     [
@@ -99,11 +102,17 @@ def test_the_tensor_axis_splits_the_weights(monkeypatch):
         ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
         ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
+        ({"tensor": 2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* give the mesh an axis 'pipe'"),
+        ({"pipe": 2, "data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
+        ({"pipe": 3}, {}, "pipeline_parallel_size is 3, but this model has 2 layers, of which each stage needs one"),
+        ({"pipe": 2}, DRAFTS, "speculative_config: stages of a pipeline verify no drafts"),
+        (None, {"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "is 3 and .* is 4, 12 devices, but there are"),
     ],
 )
 def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, message):
+    mesh = None if axes is None else mesh_of(**axes)
     with pytest.raises(ConfigError, match=message) as failure:
-        startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=mesh_of(**axes), progress=False)
+        startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=mesh, progress=False)
     assert "\n" not in str(failure.value)
 
 
@@ -118,16 +127,18 @@ def test_meshes_that_fit():
         engine.runner.close()
 
 
-def test_tokens_of_whole_experts_are_counted():
-    """By an engine that has four of eight experts on each of two devices."""
+@pytest.mark.parametrize("num_stages", quick_first([1, 2]))
+def test_tokens_of_whole_experts_are_counted(num_stages):
+    """By an engine that has four of eight experts on each of two devices of a stage."""
     options = {
         "model": str(GOLDENS / "qwen3_moe_normalised"),
         "tensor_parallel_size": 2,
+        "pipeline_parallel_size": num_stages,
         "enable_expert_parallel": True,
     }
     engine, _ = startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
     try:
-        experts = engine.runner.state["params"]["layers"][0]["mlp"]["experts"]
+        experts = engine.runner.states[0]["params"]["layers"][0]["mlp"]["experts"]
         assert [len(shard.data) for shard in experts["down"].values.addressable_shards] == [4, 4]
         run(engine, [request("one", [3, 4, 5, 6], 3)])
         loads = engine.runner.expert_loads(wait=True)

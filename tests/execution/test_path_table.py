@@ -54,7 +54,7 @@ def test_lines_of_a_dense_model():
 
 
 def test_keys_of_layers():
-    first, *_, last = make_builder(LLAMA | {"num_hidden_layers": 4})._layers
+    first, *_, last = make_builder(LLAMA | {"num_hidden_layers": 4})._layers[0]
     assert first.key == last.key
     for name, other in {
         "layer": dataclasses.replace(first.layer, update_scale=2.0),

@@ -60,7 +60,7 @@ def test_both_programs_of_a_prompt_are_compiled_and_used_together(budget):
             is_short = step.forward.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
             expected = (Begin, Finish) if is_short else (Forward, type(None))
             assert (type(step.forward), type(step.finish)) == expected
-        assert first.issuperset(program for program in ready if program is not None)
+        assert first.issuperset(ready.programs)
 
 
 def sizes(shapes, kind, **fields):
@@ -151,7 +151,7 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
                     assert bucket.num_rows >= num_rows
                     assert bucket.num_tokens == bucket.num_rows * bucket.num_columns <= budget
                     assert bucket.num_new_blocks >= 2 * num_rows
-                    used |= {program for program in step if program is not None}
+                    used |= set(step.programs)
                     used.add(shapes.masks_for(num_rows, num_columns=bucket.num_columns))
                 else:  # no power of two, and too many columns for one more row
                     assert num_rows * num_columns > budget // 2
@@ -196,7 +196,7 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
         if needs["is_plain"] and (needs["has_logprobs"] or needs["has_embeddings"]):
             continue  # rows that need more are not plain
         step = shapes.step_for(num_tokens, **needs)
-        used = {program for program in step if program is not None}
+        used = set(step.programs)
         assert used <= programs
         unused -= used
         bucket = step.forward.bucket
@@ -242,7 +242,7 @@ def test_every_plan_has_a_step_among_the_first_programs(budget, max_num_seqs, ha
     assert shapes.largest in first
     for num_tokens, needs in plans(shapes, budget):
         step = shapes.step_for(num_tokens, **needs, is_ready=first.__contains__)
-        assert {program for program in step if program is not None} <= first
+        assert set(step.programs) <= first
         exact = shapes.step_for(num_tokens, **needs)
         assert num_tokens <= exact.forward.size <= step.forward.size
         assert step.draw is None or step.draw.has_logprobs >= needs["has_logprobs"]

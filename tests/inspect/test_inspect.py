@@ -12,6 +12,7 @@ from jaxserve import inspect
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.inspect import Speed, find_collectives
+from jaxserve.inspect.bubble import simulate
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
@@ -204,3 +205,31 @@ def test_collectives_are_read_off_hlo(line):
     kind, place, num_bytes, group_size, sent = LINES[line]
     assert (found.kind, found.place, found.num_bytes, found.group_size) == (kind, place, num_bytes, group_size)
     assert (found.count, found.sent_bytes) == (1, sent)
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_in_flight", "waiting"),
+    [((2, 2), 2, 0), ((2, 2), 1, 1 / 2), ((1, 3), 2, 1 / 3), ((1, 1, 1), 2, 1 / 3), ((1, 2, 1), 3, 1 / 3)],
+)
+def test_stages_wait_as_a_pipeline_does(stages, num_in_flight, waiting):
+    assert simulate(stages, num_in_flight=num_in_flight) == pytest.approx(waiting)
+
+
+@pytest.mark.slow
+def test_stages_of_an_engine(llm):
+    with LLM("scribe-2m", pipeline_parallel_size=2, kv_cache_memory=2**20, **OPTIONS) as staged:
+        found = inspect.bubble(staged, rows=4, num_tokens=8)
+        assert len(found.stage_seconds) == 2
+        assert min(*found.stage_seconds, found.plan_seconds) > 0
+        assert 0 <= found.simulated <= found.simulated_without_overlap
+        assert "4 rows; stages alone: " in repr(found)
+        first, last = (inspect.weights(staged, stage=stage) for stage in range(2))
+        assert first.total_bytes + last.total_bytes >= staged.info.total_weight_bytes
+        assert inspect.kv_cache(staged, stage=1).total_bytes <= staged.info.kv_cache_bytes
+        for wrong in (lambda: inspect.weights(staged, stage=2), lambda: inspect.bubble(staged, rows=5)):
+            with pytest.raises(InvalidRequest, match=r"(stage|rows) must be between \d and \d, got \d"):
+                wrong()
+        with pytest.raises(ConfigError, match="bubble times stages"):
+            inspect.step(staged, rows=1)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 1"):
+        inspect.bubble(llm, rows=2)

@@ -120,7 +120,7 @@ HARMLESS = [
     {"trust_remote_code": True, "enforce_eager": True, "disable_log_stats": True, "swap_space": 4},
     {"tokenizer_mode": "mistral", "config_format": "mistral", "load_format": "mistral"},
     {"task": "embed", "runner": "pooling", "limit_mm_per_prompt": {"image": 1}, "cpu_offload_gb": 0},
-    {"compilation_config": 3, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1},
+    {"compilation_config": 3, "distributed_executor_backend": "mp", "nnodes": 1},
     {"enable_lora": False, "lora_modules": [], "enable_chunked_prefill": False},
     {"guided_decoding_backend": "xgrammar", "served_model_name": "a", "disable_custom_all_reduce": True},
 ]

@@ -136,6 +136,7 @@ class TestOptions:
             "scheduling_policy": "priority",
             "scheduler": scheduler,
             "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 1 if speculative_config else 2,
             "enable_expert_parallel": True,
             "kernels": "xla",
             "overlap": False,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first, quick_only
-from meshes import FIELDS, SEQUENCE, fields_of, logits_on, make_mesh, random_model
+from meshes import FIELDS, SEQUENCE, fields_of, logits_on, logprobs_on, make_mesh, random_model
 from paged import BLOCK_SIZE, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
@@ -47,6 +47,17 @@ def test_experts_split_over_devices_equal_one_device(model_type, axes):
     """A few cells of the table that `make meshes` prints."""
     on_many = logits_on(model_type, make_mesh(**axes))
     np.testing.assert_allclose(on_many, logits_on(model_type, make_mesh(tensor=1)), rtol=1e-4, atol=1e-5)
+
+
+STAGES = [("qwen2_moe", {"pipe": 2, "expert": 2}), ("llama", {"pipe": 2}), ("deepseek_v2", {"pipe": 2, "tensor": 2})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "axes"), STAGES)
+def test_stages_equal_one_device(model_type, axes):
+    """More cells of it."""
+    on_many, on_one = (logprobs_on(model_type, make_mesh(**each)) for each in (axes, {"tensor": 1}))
+    np.testing.assert_allclose(on_many, on_one, rtol=1e-4, atol=1e-5)
 
 
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_kv_heads": 8}

@@ -55,6 +55,24 @@ def test_budget_below_the_number_of_requests(num_in_flight):
     assert all(request.finish_reason == "length" for request in simulation.requests)
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_plans_of_several_stages_have_equal_parts_of_the_requests(num_stages):
+    """But the chunks of a prompt may follow each other, since they need no token that is drawn."""
+    simulation = Simulation(
+        make_limits(num_stages=num_stages, max_num_seqs=9, max_num_batched_tokens=18, num_blocks=64)
+    )
+    simulation.add(*(never_stops(str(i), 2, 12) for i in range(9)))
+    plans = [simulation.step(num_stages) for _ in range(12)]
+    assert len(simulation.in_flight) == num_stages
+    together = [{row.request for row in plan.rows} for plan in plans[-num_stages:]]
+    assert len(set().union(*together)) == sum(map(len, together)) == 9, "a request is in two plans, or in none"
+    assert max(map(len, together)) == -(-9 // num_stages)
+    simulation.drain(num_stages)
+    simulation.add(never_stops("long", 50, 2))
+    assert [shape(simulation.step(num_stages))[0][1:3] for _ in range(2)] == [(0, 18), (18, 18)]
+    simulation.drain(num_stages)
+
+
 def test_next_step_is_planned_before_the_last_tokens_are_known():
     simulation = Simulation(make_limits())
     (request,) = simulation.add(never_stops("a", 3, 3))

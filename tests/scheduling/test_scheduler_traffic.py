@@ -133,16 +133,19 @@ def test_hypothesis_traffic():
     assert Traffic.num_resumed >= examples(30)
 
 
-@pytest.mark.parametrize("num_in_flight", [0, 1])
+@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(
     ("num_blocks", "windows"), quick_first([(22, (6, None, 6)), (9, (None,)), (16, (None,)), (40, (None,))])
 )
 @pytest.mark.parametrize("num_drafts", quick_first([4, 0]))
 def test_saturating_traffic(policy, num_in_flight, num_blocks, windows, num_drafts):
-    """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens."""
+    """More arrives than fits, for a long time: preemption at every turn, and still everyone gets the right tokens.
+    Three plans are in flight of three stages.
+    """
     rng = random.Random(f"{policy} {num_in_flight} {num_blocks}")
     sizes = {"num_blocks": num_blocks, "max_num_seqs": 6, "max_num_batched_tokens": 12}
+    sizes["num_stages"] = max(1, num_in_flight)
     simulation = Simulation(make_limits(**sizes, policy=policy, windows=windows, drafts=((6, num_drafts),)))
     for index in range(120):
         if len(simulation.unfinished) < 12:

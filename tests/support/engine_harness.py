@@ -29,7 +29,8 @@ class Model:
     """A golden checkpoint with a Runner of few, small shapes; schedulers come and go, the compiled steps stay.
 
     With `changes` to its config, which are all of it if there is no checkpoint, the weights are random. `drafter` is
-    the config of a drafter with a checkpoint of its own, whose weights are random.
+    the config of a drafter with a checkpoint of its own, whose weights are random. `mesh` is there in place of one axis
+    "tensor".
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Model:
         name,
         *,
         tensor_parallel_size=1,
+        mesh=None,
         corrupt_token=None,
         num_blocks=400,
         traits=ON_CPU,
@@ -52,7 +54,7 @@ class Model:
         config = self.family.Config.from_hf(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
         self.vocab_size = self.config.vocab_size
-        self.mesh = mesh = jax.make_mesh(
+        self.mesh = mesh = mesh or jax.make_mesh(
             (tensor_parallel_size,), ("tensor",), devices=jax.devices()[:tensor_parallel_size]
         )
         specs = self.family.param_specs(config)
@@ -110,6 +112,7 @@ class Model:
                 is_late=self.drafter is not None,
             ),
             "has_states": self.runner.layout.num_states > 0,
+            "num_stages": self.runner.num_stages,
             "num_kept_states": self.runner.model.num_kept_states,
             "min_kept_tokens": 4,
         } | limits

@@ -11,13 +11,16 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
+from engine_harness import Model, request, run
 from golden_models import relative_error
 from paged import chunked_logits
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.layouts import layouts, put
 from jaxserve.layers.sharding import check_mesh
+from jaxserve.layers.stages import PIPE
 from jaxserve.models import get_family
+from jaxserve.sampling_params import SamplingParams
 
 FIELDS = {
     "hidden_size": 64,
@@ -150,8 +153,11 @@ MESHES = (
     {"expert": 2, "tensor": 2},
     {"expert": 2, "tensor": 4},
     {"expert": 4, "tensor": 2},
+    {"pipe": 2},
+    {"pipe": 2, "tensor": 2},
+    {"pipe": 2, "expert": 2},
 )
-"""The columns of the table."""
+"""The columns of the table. Stages are those of an engine, all others pass a sequence through the layers."""
 
 
 def make_mesh(**axes):
@@ -187,17 +193,32 @@ def logits_on(model_type, mesh, **changes):
     return chunked_logits(params, config, family, SEQUENCE, [[9, 1, 4]], mesh=mesh)
 
 
+def logprobs_on(model_type, mesh, **changes):
+    """Return the log probabilities that an engine tells: those of a prompt in two chunks, and those of all tokens that
+    may follow the token after it.
+    """
+    model = Model(None, changes=fields_of(model_type, num_hidden_layers=2, **changes), mesh=mesh)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=model.vocab_size)
+    engine = model.engine(max_num_batched_tokens=8)
+    result = run(engine, [request("one", SEQUENCE.tolist(), 2, params)])["one"]
+    of_last = result.logprobs[-1]
+    ranked = dict(zip(of_last.top_ids, of_last.top_logprobs, strict=True))
+    return np.array([each.logprob for each in result.prompt_logprobs] + [ranked[token] for token in sorted(ranked)])
+
+
 def print_table():
     """Print the error of each family on each mesh, of the largest logit; "-" where the mesh is refused."""
     names = [" x ".join(f"{axis} {size}" for axis, size in axes.items()) for axes in MESHES]
     print(f"{'':<14}" + "".join(f"{name:>22}" for name in names) + "   (error, of the largest logit, in float32)")  # noqa: T201
     refused = {}
     for model_type in FAMILIES:
-        expected = logits_on(model_type, make_mesh(tensor=1), **MANY_EXPERTS)
+        ways = logits_on, logprobs_on
+        expected = {way: way(model_type, make_mesh(tensor=1), **MANY_EXPERTS) for way in ways}
         cells = []
         for name, axes in zip(names, MESHES, strict=True):
+            way = logprobs_on if PIPE in axes else logits_on
             try:
-                error = relative_error(logits_on(model_type, make_mesh(**axes), **MANY_EXPERTS), expected)
+                error = relative_error(way(model_type, make_mesh(**axes), **MANY_EXPERTS), expected[way])
             except ConfigError as reason:
                 refused[f"{model_type}, {name}"] = reason
             cells.append(f"{'-':>22}" if f"{model_type}, {name}" in refused else f"{error:>22.1e}")

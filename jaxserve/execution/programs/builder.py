@@ -12,8 +12,9 @@ import jax.export
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxserve.errors import ConfigError
 from jaxserve.execution.batch import Bucket
-from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program, RunStage
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.path_table import ProgramPaths, describe, program_paths
 from jaxserve.execution.programs.shapes import Phase, StepShapes
@@ -21,6 +22,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.paths import LayerShape
+from jaxserve.layers.stages import Stage, stage_meshes
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """The custom calls of steps for which jax guarantees no compatibility. None is needed: an export is for one version of
@@ -57,26 +59,48 @@ class StepBuilder:
         on this mesh.
         """
         self.spec = spec
-        self.model = StepModel(spec, mesh)
+        self.mesh = mesh
+        meshes = stage_meshes(mesh)
+        if len(meshes) > 1 and spec.speculation is not None:
+            raise ConfigError(
+                "speculative_config: stages of a pipeline verify no drafts, leave it or pipeline_parallel_size out"
+            )
+        self.models = [StepModel(spec, part, Stage(index, len(meshes))) for index, part in enumerate(meshes)]
+        """One of each stage."""
+        self.model = self.models[-1]
+        if not all(model.span for model in self.models):
+            raise ConfigError(
+                f"pipeline_parallel_size is {len(meshes)}, but this model has {self.model.config.num_layers} layers, "
+                "of which each stage needs one"
+            )
+        if len(meshes) > 1 and self.model.family.layer_inputs is not None:
+            raise ConfigError(
+                "pipeline_parallel_size: layers of this model read the first stage's embeddings and other layers' keys "
+                "and values, use tensor_parallel_size"
+            )
         self.shapes = StepShapes(
             self.model.buckets,
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
             verifying=None if self.model.drafting is None else self.model.verifying_buckets,
+            num_stages=len(self.models),
             keeps_states=self.model.num_kept_states > 0,
         )
-        self._paths: dict[tuple[Bucket, bool], ProgramPaths] = {}
+        self._paths: dict[tuple[int, Bucket, bool], ProgramPaths] = {}
 
     @property
     def expected_step_memory(self) -> int:
-        """Bytes that steps are expected to need per device besides weights and KV: slots, peers' rows, some copies of
-        the logits of all rows and of a chunk of a prompt, and some of the hidden states, or of the chunk's logits if
-        sorting them needs more. It is compared with what they do need.
+        """Bytes that steps are expected to need per device besides weights and KV, on the devices of the stage that
+        needs most: slots, peers' rows, some copies of the logits of all rows and of a chunk of a prompt, and some of
+        the hidden states, or of the chunk's logits if sorting them needs more. It is compared with what they do need.
         """
-        largest, model = self.shapes.largest.bucket, self.model
-        chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4
+        return max(map(self._expected_memory, self.models))
+
+    def _expected_memory(self, model: StepModel) -> int:
+        largest = self.shapes.largest.bucket
+        chunk = PROMPT_LOGPROBS_CHUNK * model.vocab_size * 4 if model.stage.is_last else 0
         num_logits = max([largest.num_rows, *(bucket.num_tokens for bucket in model.verifying_buckets)])
-        logits = num_logits * model.vocab_size * 4 + chunk
+        logits = num_logits * model.vocab_size * 4 + chunk if model.stage.is_last else 0
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
         activations = COPIES_OF_HIDDEN * hidden
         if not model.has_kernels:
@@ -84,6 +108,15 @@ class StepBuilder:
             activations += COPIES_OF_WIDEST * widest * hidden // model.hidden_size
         more = max(activations, COPIES_TO_SORT * chunk)
         return model.state_bytes + COPIES_OF_LOGITS * logits + more
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block of the KV cache on all devices of all stages together."""
+        return sum(model.bytes_per_block for model in self.models)
+
+    def model_of(self, program: Program) -> StepModel:
+        """Return the model of the stage that runs a program."""
+        return self.models[program.stage]
 
     def order(self) -> list[Phase]:
         """Return what is compiled, for what, in which order."""
@@ -100,43 +133,43 @@ class StepBuilder:
         programs = [
             each
             for each in self.shapes.programs
-            if isinstance(each, PlainDecode | Forward | Begin) and not each.bucket.num_columns
+            if isinstance(each, PlainDecode | Forward | RunStage | Begin) and not each.bucket.num_columns
         ]
         return describe(map(self._paths_of, programs))
 
     def is_tuned(self, program: Program) -> bool:
         """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""
-        if not program.is_tuned(self.model):
+        if not program.is_tuned(self.model_of(program)):
             return False
-        if not self.model.has_kernels or not isinstance(program, PlainDecode | Forward | Begin | Finish):
+        if not self.model.has_kernels or not isinstance(program, PlainDecode | Forward | RunStage | Begin | Finish):
             return True
         return self._paths_of(program).multiplies_by_xla
 
-    def _paths_of(self, program: PlainDecode | Forward | Begin | Finish) -> ProgramPaths:
-        is_decode_only = isinstance(program, PlainDecode | Forward) and program.is_decode_only
-        key = program.bucket, is_decode_only
+    def _paths_of(self, program: PlainDecode | Forward | RunStage | Begin | Finish) -> ProgramPaths:
+        is_decode_only = isinstance(program, PlainDecode | Forward | RunStage) and program.is_decode_only
+        key = program.stage, program.bucket, is_decode_only
         if key not in self._paths:
-            self._paths[key] = program_paths(self.model, self._layers, program.bucket, is_decode_only=is_decode_only)
+            model, layers = self.model_of(program), self._layers[program.stage]
+            self._paths[key] = program_paths(model, layers, program.bucket, is_decode_only=is_decode_only)
         return self._paths[key]
 
     @functools.cached_property
-    def _layers(self) -> list[LayerShape]:
-        model = self.model
-        layers = model.family.layers(model.config)
-        return layer_shapes(layers, model.params, model.kv_cache(1), range(len(layers)))
+    def _layers(self) -> list[list[LayerShape]]:
+        layers = self.model.family.layers(self.model.config)
+        return [layer_shapes(layers, model.params, model.kv_cache(1), model.span) for model in self.models]
 
     def lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
         """Trace and lower a program, for a pool of `num_blocks` blocks; takes seconds of Python if there are kernels.
 
         Raises NotImplementedError for what a kernel does not support.
         """
-        with self.model.on_mesh():
+        with self.model_of(program).on_mesh():
             return self.trace(program, num_blocks).lower()
 
     def trace(self, program: Program, num_blocks: int) -> jax.stages.Traced:
         """Trace a program: the first half of `lower`."""
         declared = self._declare(program, num_blocks)
-        with self.model.on_mesh():
+        with self.model_of(program).on_mesh():
             return jax.jit(declared.function, donate_argnums=declared.donated).trace(*declared.arguments)
 
     def export(self, program: Program, num_blocks: int) -> bytes:
@@ -148,7 +181,7 @@ class StepBuilder:
             return jax.tree.leaves(declared.function(*jax.tree.unflatten(tree, leaves)))
 
         platform = self.model.mesh.abstract_mesh.abstract_device.platform
-        with self.model.on_mesh():
+        with self.model_of(program).on_mesh():
             exported = jax.export.export(
                 jax.jit(flat), platforms=["cuda" if platform == "gpu" else platform], disabled_checks=CUSTOM_CALLS
             )(*jax.tree.leaves(declared.arguments))
@@ -162,7 +195,7 @@ class StepBuilder:
         def call(*arguments: Any) -> Any:
             return jax.tree.unflatten(jax.tree.structure(declared.results), flat.call(*jax.tree.leaves(arguments)))
 
-        with self.model.on_mesh():
+        with self.model_of(program).on_mesh():
             return jax.jit(call, donate_argnums=declared.donated).lower(*declared.arguments)
 
     def trees(self, program: Program, num_blocks: int) -> tuple[Any, Any]:
@@ -171,11 +204,11 @@ class StepBuilder:
         return jax.tree.structure((declared.arguments, {})), jax.tree.structure(declared.results)
 
     def _declare(self, program: Program, num_blocks: int) -> _Declaration:
-        model = self.model
+        model = self.model_of(program)
         state = {name: program.part(model, name, model.state(name, num_blocks)) for name in program.takes}
         return _Declaration(
-            program.function(self.model),
-            (*state.values(), *program.arguments(self.model)),
+            program.function(model),
+            (*state.values(), *program.arguments(model)),
             donated=tuple(program.takes.index(name) for name in program.gives),
             results=(*(state[name] for name in program.gives), program.made(self.model)),
         )

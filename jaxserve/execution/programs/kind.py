@@ -82,6 +82,11 @@ class Kind(msgspec.Struct, frozen=True, tag=True, metaclass=_AbstractStruct):
         return model.traits.tries_out_matmuls and not self.compiler_options(model)
 
     @property
+    def stage(self) -> int:
+        """Index of the stage that runs the program; -1: the last one, which draws."""
+        return -1
+
+    @property
     def size(self) -> int:
         """Number of tokens or rows that the program is for."""
         return 0

@@ -18,8 +18,8 @@ from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.kv_cache import copy_states
 from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
-from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode
-from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, admit_tokens, allow, pack_masks
+from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode, RunStage
+from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, admit_tokens, allow, pack_masks, take_tokens
 from jaxserve.execution.step import (
     DrawingRows,
     Drawn,
@@ -140,6 +140,13 @@ class Embed(_OfHidden, frozen=True, tag=True):
 
 
 class _CopiesState(Kind, frozen=True):
+    index: int = -1
+
+    @property
+    @override
+    def stage(self) -> int:
+        return self.index
+
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         return (model.array((2,), jnp.int32),)
@@ -211,9 +218,16 @@ class _WritesSlots(Kind, frozen=True):
 
 
 class Admit(_WritesSlots, frozen=True, tag=True):
-    """Runs `slots.admit`: block tables and sampling parameters of new requests."""
+    """Runs `slots.admit`: block tables and sampling parameters of new requests, in the slots of one stage."""
 
     write: ClassVar[Callable[..., Slots]] = staticmethod(admit)
+
+    index: int = -1
+
+    @property
+    @override
+    def stage(self) -> int:
+        return self.index
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
@@ -248,6 +262,22 @@ class AdmitTokens(_WritesSlots, frozen=True, tag=True):
         return np.int32(model.max_num_seqs), np.zeros(model.max_model_len, np.int32)
 
 
+class TakeTokens(_WritesSlots, frozen=True, tag=True):
+    """Runs `slots.take_tokens`: what the last stage has drawn, in the slots of the first one."""
+
+    write: ClassVar[Callable[..., Slots]] = staticmethod(take_tokens)
+
+    @property
+    @override
+    def stage(self) -> int:
+        return 0
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        num_slots = model.max_num_seqs
+        return np.zeros(num_slots, np.int32), np.full(num_slots, num_slots, np.int32)
+
+
 class Allow(_WritesSlots, frozen=True, tag=True):
     """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample, in `num_columns`."""
 
@@ -271,6 +301,7 @@ class Allow(_WritesSlots, frozen=True, tag=True):
 Program = (
     PlainDecode
     | Forward
+    | RunStage
     | Begin
     | Finish
     | Draw
@@ -281,6 +312,7 @@ Program = (
     | Admit
     | AdmitExtras
     | AdmitTokens
+    | TakeTokens
     | Allow
 )
 """One compiled program: a function, its shapes and its static arguments."""

@@ -302,7 +302,7 @@ def _prune(folder: pathlib.Path, max_bytes: int) -> None:
 
 def settings_of(builder: StepBuilder) -> WorkerSettings:
     """Return what decides how the steps of a builder are lowered, besides the versions."""
-    mesh = builder.model.mesh
+    mesh = builder.mesh
     assert isinstance(mesh, Mesh)
     return WorkerSettings(builder.spec, MeshSpec.of(mesh), _jax_options())
 

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxserve.execution.programs.kinds import Program
-from jaxserve.execution.programs.shapes import Step
+from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program, RunStage
 
 
 class ProgramMemory(NamedTuple):
@@ -26,12 +25,13 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
     )
 
 
-def memory_of_step(step: Step, compiled: Mapping[Program, jax.stages.Compiled], *, state_bytes: int) -> int:
+def memory_of_step(compiled: Mapping[Program, jax.stages.Compiled], *, state_bytes: int) -> int:
     """Return the bytes that steps need per device besides weights and KV: `state_bytes` for slots and peers' rows, and
-    what `step` allocates, the largest one, whose programs are `compiled`.
+    what the largest one allocates, whose programs, of one stage, are `compiled`.
     """
-    memory = {program: memory_of(each) for program, each in compiled.items()}
-    forward = [memory.pop(program) for program in (step.forward, step.finish) if program is not None]
+    passes = (PlainDecode, Forward, RunStage, Begin, Finish)
+    forward = [memory_of(each) for program, each in compiled.items() if isinstance(program, passes)]
+    others = [memory_of(each) for program, each in compiled.items() if not isinstance(program, passes)]
     # Logits and hidden states are there until the others have run, one after the other.
-    used = max(*(program.temporary for program in forward), *(rest.temporary + rest.made for rest in memory.values()))
+    used = max([program.temporary for program in forward] + [rest.temporary + rest.made for rest in others])
     return state_bytes + sum(program.made for program in forward) + used

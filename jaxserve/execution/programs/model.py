@@ -25,9 +25,11 @@ from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.moe import Experts
+from jaxserve.layers.params import Params
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.schemes import with_schemes
 from jaxserve.layers.sharding import mesh_axes
+from jaxserve.layers.stages import Stage
 from jaxserve.models import get_family, with_context
 from jaxserve.speculative import make_drafter, make_proposer
 
@@ -35,6 +37,8 @@ MIN_BYTES_IN_PROGRAMS = 6e9
 """Smallest weights of a device for which a forward pass is launched as two programs, in bytes: fewer are read in the
 time that the host needs to launch a program.
 """
+
+ONLY_STAGE = Stage()
 
 type State = Literal["params", "kv_cache", "kept_states", "slots", "peers"]
 """The names of the state that stays on the device from step to step."""
@@ -52,11 +56,12 @@ class StepModel:
         table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
         kept_states: of each pool of states, those that are kept for the prefix cache; empty if there are none.
         peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
+        span: the layers of the stage.
     """
 
-    def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh):
-        """Look up the model's family and derive all shapes. Raises CheckpointError or ConfigError if the model cannot
-        run on this mesh.
+    def __init__(self, spec: StepSpec, mesh: Mesh | AbstractMesh, stage: Stage = ONLY_STAGE):
+        """Look up the model's family and derive all shapes, of weights, KV cache and slots those of one stage, which is
+        on this mesh. Raises CheckpointError or ConfigError if the model cannot run there.
         """
         family = get_family(spec.model)
         config = family.Config.from_hf(spec.model)
@@ -70,7 +75,9 @@ class StepModel:
         specs = with_kv_scales(family.param_specs(config), spec.kv_scales)
         specs |= {} if drafter is None else {"drafter": drafter.specs()}
         specs = with_schemes(specs, spec.schemes, dtype=self.dtype)
-        self.params = abstract_params(specs, dtype=self.dtype, mesh=mesh)
+        self.stage = stage
+        self.span = stage.span(config.num_layers)
+        self.params = abstract_params(self.own(specs, config), dtype=self.dtype, mesh=mesh)
         self.config = with_context(config, spec.max_model_len)
         self.mesh = mesh
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -91,7 +98,6 @@ class StepModel:
         kept = hold_in(family.kv_specs(self.config), KV_DTYPES.get(spec.kv_cache_dtype))
         of_drafter = () if drafter is None else hold_in(drafter.cache_specs, KV_DTYPES.get(spec.kv_cache_dtype))
         self.layout, drafter_group = kv_layout_with(kept, of_drafter, max_model_len=spec.max_model_len)
-        pool_specs = (*self.layout.pool_specs, *of_drafter)
         num_groups = len(self.layout.windows)
         speculation = spec.speculation
         self.max_model_len = spec.max_model_len
@@ -137,11 +143,13 @@ class StepModel:
                 )
             ]
         pools = {"dtype": self.dtype, "mesh": mesh}
+        own_pools = (*self.layout.pools_of(self.span), *of_drafter)
+        pool_specs = tuple(pool for pool in own_pools if pool is not None)
         self.bytes_per_block = block_bytes(pool_specs, block_size=spec.block_size, **pools)
         self._slot_bytes = slot_bytes(pool_specs, num_slots=spec.max_num_seqs, **pools)
         self._kv_cache = functools.partial(
             abstract_kv_cache,
-            pool_specs,
+            own_pools,
             pool_of_layer=self.layout.pool_of_layer,
             block_size=spec.block_size,
             num_slots=spec.max_num_seqs,
@@ -150,9 +158,8 @@ class StepModel:
         )
         self.num_kept_states = spec.num_kept_states if self.layout.num_states else 0
         kept_sizes = CacheSizes(0, spec.block_size, self.num_kept_states)
-        self.kept_states = tuple(
-            pool.abstract(kept_sizes, **pools) for pool in pool_specs if self.num_kept_states and pool.keeps_state
-        )
+        of_states = [own_pools[pool] for pool in self.layout.pools_of_states if self.num_kept_states]
+        self.kept_states = tuple(pool and pool.abstract(kept_sizes, **pools) for pool in of_states)
         self.peers = None
         if self.has_kernels and spec.has_peers:
             self.peers = abstract_peers(
@@ -187,7 +194,8 @@ class StepModel:
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
         """
         has_drafter = self.drafting is not None and self.drafting.drafter is not None
-        if not self.has_kernels or has_drafter:  # which takes in what all layers make
+        # A drafter takes in what all layers make.
+        if not self.has_kernels or has_drafter or self.stage.count > 1:
             return False
         pools = self.layout.pool_of_layer
         weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
@@ -214,14 +222,25 @@ class StepModel:
         return self._kv_cache(num_blocks=num_blocks)
 
     def init_slots(self) -> Slots:
-        """Make empty slots."""
+        """Make empty slots. Those of stages that do not draw have no room for what only a draw needs."""
+        draws = self.stage.is_last
         return init_slots(
             **self.table_sizes,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size if draws else 1,
+            hidden_size=self.hidden_size if draws else 0,
             proposer=None if self.drafting is None else self.drafting.proposer,
             max_length=self.max_model_len,
         )
+
+    def own(self, tree: Params, config: Any = None) -> Params:
+        """Return the stage's part of a model's weights."""
+        return self.stage.own(tree, is_tied=(config or self.config).tie_word_embeddings)
+
+    def put(self, params: Params) -> Params:
+        """Return the stage's weights on its devices; `params` are those of all stages."""
+        if self.stage.count == 1:
+            return params
+        return jax.tree.map(lambda leaf, own: jax.device_put(leaf, own.sharding), self.own(params), self.params)
 
     def no_drafts(self, num_rows: int) -> np.ndarray:
         """Return what masks say of drafts if there are none, [num_rows, width] int32; nothing without speculation."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.programs.kind import LEAF, ROWS, ROWS_WITH_DRAFTS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
-from jaxserve.execution.step import Begun, Drawn, Forwarded, Reading, begin, finish, forward, read_plan, step
+from jaxserve.execution.step import Begun, Drawn, Forwarded, Reading, begin, finish, forward, read_plan, run_stage, step
 from jaxserve.layers.batch import Launch
 from jaxserve.layers.launch import spans_of_programs
 
@@ -51,12 +51,15 @@ class _WithLayers(Kind, frozen=True):
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         packed = model.packed(self.bucket)
-        return (packed, model.replicate(no_admissions(model))) if self.carries_admissions(model) else (packed,)
+        x = None if model.stage.is_first else model.hidden(self.bucket)
+        return (packed, x, model.replicate(no_admissions(model))) if self.carries_admissions(model) else (packed, x)
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
         packed = pack_nothing(self.bucket, **model.table_sizes)
-        return (packed, no_admissions(model)) if self.carries_admissions(model) else (packed,)
+        hidden = model.hidden(self.bucket)
+        x = None if model.stage.is_first else np.zeros(hidden.shape, hidden.dtype)
+        return (packed, x, no_admissions(model)) if self.carries_admissions(model) else (packed, x)
 
 
 class PlainDecode(_WithLayers, frozen=True, tag=True):
@@ -76,6 +79,7 @@ class PlainDecode(_WithLayers, frozen=True, tag=True):
             family=model.family,
             config=model.config,
             reading=self.reading(model, is_decode_only=self.is_decode_only),
+            span=model.span,
             has_tokens_on_host=model.traits.leaves_tokens_on_host,
             drafting=model.drafting,
         )
@@ -105,6 +109,7 @@ class Forward(_WithLayers, frozen=True, tag=True):
             family=model.family,
             config=model.config,
             reading=self.reading(model, is_decode_only=self.is_decode_only, launch=launch),
+            span=model.span,
             drafting=model.drafting,
         )
 
@@ -113,6 +118,36 @@ class Forward(_WithLayers, frozen=True, tag=True):
         has_columns = self.bucket.num_columns > 0
         hidden = None if self.is_decode_only or has_columns else LEAF
         return Forwarded(logits=LEAF, rows=ROWS_WITH_DRAFTS if has_columns else ROWS, hidden=hidden)
+
+
+class RunStage(_WithLayers, frozen=True, tag=True):
+    """`step.run_stage`: the layers of a stage before the last one, for rows as `Forward` or `PlainDecode` have them."""
+
+    index: int
+    is_decode_only: bool
+
+    @property
+    @override
+    def stage(self) -> int:
+        return self.index
+
+    @override
+    def carries_admissions(self, model: StepModel) -> bool:
+        return model.traits.admits_in_forward and not self.is_decode_only
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        return functools.partial(
+            run_stage,
+            family=model.family,
+            config=model.config,
+            reading=self.reading(model, is_decode_only=self.is_decode_only),
+            span=model.span,
+        )
+
+    @override
+    def made(self, model: StepModel) -> Any:
+        return LEAF
 
 
 class _SomeLayers(_WithLayers, frozen=True):

@@ -49,7 +49,9 @@ class ProgramPaths:
 def program_paths(
     model: StepModel, layers: Sequence[LayerShape], bucket: Bucket, *, is_decode_only: bool
 ) -> ProgramPaths:
-    """Trace a step of a bucket with one layer of each kind, and return what is recorded. `layers` are the model's."""
+    """Trace a step of a bucket with one layer of each kind, and return what is recorded. `layers` are those of
+    the model's stage.
+    """
     record, x = Record(), model.hidden(bucket)
     batch = _batch(model, bucket, is_decode_only=is_decode_only, record=record)
     span = range(len(layers))
@@ -60,9 +62,11 @@ def program_paths(
     def run(params: Any, x: Any, batch: Batch, cache: KVCache, last_tokens: Any, logits_peers: Any) -> None:
         of_layers = model.family.with_layer_inputs(params, model.config, batch)
         run_paths(values, params, x, of_layers, cache, span, traced)
-        model.family.embed(params, model.config, batch)
-        logits = model.family.head(params, model.config, last_tokens, batch.context)
-        gathered(logits, logits_peers, batch.context)
+        if model.stage.is_first:
+            model.family.embed(params, model.config, batch)
+        if model.stage.is_last:
+            logits = model.family.head(params, model.config, last_tokens, batch.context)
+            gathered(logits, logits_peers, batch.context)
 
     with model.on_mesh():
         paths = choose(layers, x, batch.context)
@@ -105,7 +109,7 @@ def _batch(model: StepModel, bucket: Bucket, *, is_decode_only: bool, record: Re
     )
     if (num_groups := sizes["num_groups"]) == 1:
         return batch
-    groups, group_of_layer = (tables,) * num_groups, model.layout.group_of_layer
+    groups, group_of_layer = (tables,) * num_groups, tuple(model.layout.group_of_layer[i] for i in model.span)
     return dataclasses.replace(batch, write_index=None, block_tables=None, groups=groups, group_of_layer=group_of_layer)
 
 

@@ -91,4 +91,4 @@ class Readiness:
             has_prompt_logprobs=needs.has_prompt_logprobs,
             has_embeddings=bool(needs.features & Feature.POOLING),
         ):
-            yield step.forward.bucket.num_tokens, [*filter(None, step), *of_slots]
+            yield step.forward.bucket.num_tokens, [*step.programs, *of_slots]

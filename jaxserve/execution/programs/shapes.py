@@ -26,6 +26,8 @@ from jaxserve.execution.programs.kinds import (
     Program,
     PromptLogprobs,
     ResumeState,
+    RunStage,
+    TakeTokens,
 )
 
 SMALLEST_GENERAL = 16
@@ -51,6 +53,19 @@ class Step(NamedTuple):
     draw: Draw | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embed: Embed | None = None
+    stages: tuple[RunStage, ...] = ()
+    """What earlier stages run before; all others are of the last stage."""
+
+    @property
+    def of_last_stage(self) -> list[Program]:
+        """The programs of the last stage, or the only one."""
+        programs = (self.forward, self.finish, self.draw, self.prompt_logprobs, self.embed)
+        return [program for program in programs if program is not None]
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs."""
+        return [*self.stages, *self.of_last_stage]
 
 
 class Phase(NamedTuple):
@@ -80,12 +95,14 @@ class StepShapes:
         has_lean_programs: bool,
         may_be_two_programs: bool,
         verifying: list[Bucket] | None = None,
+        num_stages: int = 1,
         keeps_states: bool = False,
     ):
         """`may_be_two_programs`: forward passes of few tokens of prompts are launched so. `verifying` are the sizes of
         steps that verify drafts; None: tokens are not drafted. `keeps_states`: the prefix cache has copies of layers'
         states.
         """
+        self._num_stages = num_stages
         self._copies: list[Program] = [KeepState(), ResumeState()] if keeps_states else []
         self._verifying = verifying or []
         self._drafts = verifying is not None
@@ -137,7 +154,7 @@ class StepShapes:
         passes = [program for program in verifying if isinstance(program, PlainDecode | Forward)]
         with_layers: list[PlainDecode | Forward | Begin | Finish] = [*mixed, *plain, *decode, *passes]
         with_layers.sort(key=lambda program: -program.bucket.num_tokens)
-        return [
+        programs: list[Program] = [
             *with_layers,
             *map(PromptLogprobs, reversed(self._with_hidden)),
             *map(Embed, reversed(self._with_hidden)),
@@ -149,6 +166,7 @@ class StepShapes:
             *self._copies,
             *self._masks,
         ]
+        return self._with_stages(programs)
 
     @property
     def largest(self) -> Forward:
@@ -209,7 +227,7 @@ class StepShapes:
         ]
         seen: set[Program] = set()
         for index, phase in enumerate(phases):
-            new = [program for program in dict.fromkeys(phase.programs) if program not in seen]
+            new = [program for program in self._with_stages(phase.programs) if program not in seen]
             seen.update(new)
             phases[index] = phase._replace(programs=new)
         return [phase for phase in phases if phase.programs]
@@ -239,10 +257,12 @@ class StepShapes:
                 if num_columns > 1:
                     yield from self._steps_that_verify(num_tokens, num_columns, is_plain=is_plain)
                 if is_plain:
-                    yield from (Step(PlainDecode(bucket)) for bucket in _from(self._plain, num_tokens))
+                    for bucket in _from(self._plain, num_tokens):
+                        yield Step(plain := PlainDecode(bucket), stages=self._stages(plain))
                 for bucket in _from(self._decode, num_tokens):
                     for draw in self._draws(bucket.num_rows, has_logprobs):
-                        yield Step(Forward(bucket, is_decode_only=True), draw=draw)
+                        forward = Forward(bucket, is_decode_only=True)
+                        yield Step(forward, draw=draw, stages=self._stages(forward))
             yield from self.steps_of_any(
                 num_tokens,
                 is_plain=is_plain,
@@ -251,7 +271,7 @@ class StepShapes:
                 has_embeddings=has_embeddings,
             )
 
-        return next(step for step in steps() if all(program is None or is_ready(program) for program in step))
+        return next(step for step in steps() if all(map(is_ready, step.programs)))
 
     def steps_of_any(
         self,
@@ -270,12 +290,15 @@ class StepShapes:
             draws = self._draws(bucket.num_rows, has_logprobs)
             if is_plain and bucket is self._small and not self._has_lean_programs:
                 draws = [*draws, self._lean_draw]
+            forward, finish = self._of_prompts(bucket)
             for draw in draws:
                 yield Step(
-                    *self._of_prompts(bucket),
+                    forward,
+                    finish,
                     draw,
                     PromptLogprobs(bucket) if has_prompt_logprobs else None,
                     Embed(bucket) if has_embeddings else None,
+                    self._stages(forward),
                 )
 
     def _steps_that_verify(self, num_rows: int = 0, num_columns: int = 0, *, is_plain: bool = True) -> Iterator[Step]:
@@ -289,6 +312,25 @@ class StepShapes:
         for bucket in holding(self._verifying_general):
             draw = Draw(bucket.num_rows, has_logprobs=True, num_columns=bucket.num_columns)
             yield Step(Forward(bucket, is_decode_only=False), draw=draw)
+
+    def _stages(self, forward: Program) -> tuple[RunStage, ...]:
+        """Return what earlier stages run before this forward pass of the last one."""
+        if self._num_stages == 1 or not isinstance(forward, PlainDecode | Forward):
+            return ()
+        indices = range(self._num_stages - 1)
+        return tuple(RunStage(forward.bucket, index, forward.is_decode_only) for index in indices)
+
+    def _with_stages(self, programs: Iterable[Program]) -> list[Program]:
+        """Return programs of the last stage, each after those of earlier stages that belong to it."""
+        found: dict[Program, None] = {}
+        for program in programs:
+            found |= dict.fromkeys(self._stages(program))
+            if isinstance(program, Admit | KeepState | ResumeState):
+                found |= dict.fromkeys(map(type(program), range(self._num_stages - 1)))
+            if isinstance(program, Admit) and self._num_stages > 1:
+                found[TakeTokens()] = None
+            found[program] = None
+        return list(found)
 
     @property
     def _programs_that_verify(self) -> list[Program]:

@@ -378,7 +378,8 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
     Raises StartupError.
     """
-    environments = _device_environments(config.data_parallel_size, engine.tensor_parallel_size)
+    stages = engine.pipeline_parallel_size, engine.tensor_parallel_size
+    environments = _device_environments(config.data_parallel_size, *stages)
 
     async def start_engine(index: int, folder: pathlib.Path) -> Child:
         settings = process.Settings(
@@ -402,18 +403,21 @@ def _children(owners: Sequence[_Worker | _Engine]) -> list[Child]:
     return [owner.child for owner in owners if owner.child is not None]
 
 
-def _device_environments(num_engines: int, num_devices: int) -> list[dict[str, str]]:
+def _device_environments(num_engines: int, num_stages: int, devices_a_stage: int) -> list[dict[str, str]]:
     """Return the variable that gives each of several engines its own GPUs, of those that this process may use.
 
     Raises StartupError if these are listed and too few.
     """
     if num_engines == 1:
         return [{}]
+    num_devices = num_stages * devices_a_stage
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = listed.split(",") if listed else list(map(str, range(num_engines * num_devices)))
     if len(devices) < num_engines * num_devices:
         raise StartupError(
-            f"data_parallel_size {num_engines} with tensor_parallel_size {num_devices} needs "
+            f"data_parallel_size {num_engines} with tensor_parallel_size {devices_a_stage}"
+            + (f" and pipeline_parallel_size {num_stages}" if num_stages > 1 else "")
+            + " needs "
             f"{num_engines * num_devices} GPUs, CUDA_VISIBLE_DEVICES has {len(devices)}"
         )
     return [
