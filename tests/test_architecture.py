@@ -23,7 +23,7 @@ PLAIN = "errors config request sampling_params speculation values"
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
+    "cli": f"{PLAIN} gpus jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
     "overview parse planning engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} decoding answers loading tokenizer",
@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
     "planning": f"{PLAIN} arguments flags bench gpus tables engine scheduling execution layers pallas_kernels",
-    "overview": f"{PLAIN} gpus tables scheduling execution models loading layers quantization",
+    "overview": f"{PLAIN} gpus tables planning engine models loading layers quantization",
     "tables": "",
     "gpus": "errors",
     "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution speculative models structured "
@@ -198,7 +198,10 @@ JAX = {"jax", "jaxlib", "optax", "orbax"}
 # The functions in which a module of NO_JAX starts an engine or reads a model: everything before stays fast.
 MAY_START_AN_ENGINE = {
     "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
-    "jaxserve.planning.commands": {"jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"},
+    "jaxserve.planning.commands": {
+        *("jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"),
+        "pallas_kernels.deviceless",
+    },
     "jaxserve.engine.early": {"jax"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},

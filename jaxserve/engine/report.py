@@ -81,6 +81,7 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         expert_bytes=expert_bytes,
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(model),
+        state_bytes=model.request_state_bytes,
         kv_dtype=str(model.kv_dtype),
         enable_prefix_caching=plan.enable_prefix_caching and not model.layout.num_states,
         reranker=read_reranker(checkpoint.path, checkpoint.fields),

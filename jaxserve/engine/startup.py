@@ -63,6 +63,7 @@ def start_engine(
     laps = Laps()
     config, checkpoint = read_checkpoint(config, progress=progress)
     plan = make_plan(config, checkpoint, choose_devices(config, mesh))
+    check_kernels(plan.builder)
     if config.max_model_len == "auto":
         plan = fit_context(plan, free=free_memory(plan.devices.mesh))
     builder, warmup, sizing = plan.builder, plan.warmup, size(plan)
@@ -174,6 +175,12 @@ def size(plan: ServingPlan) -> Sizing:
             windows=model.layout.windows, block_size=model.block_size, max_chunk=devices.max_num_batched_tokens
         ),
     )
+
+
+def check_kernels(builder: StepBuilder) -> None:
+    """Raise ConfigError if the model has a part without a kernel on devices with kernels."""
+    with naming_unsupported():
+        builder.check_kernels()
 
 
 def fit_context(plan: ServingPlan, *, free: int) -> ServingPlan:
