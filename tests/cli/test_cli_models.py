@@ -38,7 +38,7 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
     assert re.search(r"KV +320 bytes a token in bfloat16\n", shown)
     assert cli.main(["models", model, "--memory", "256KiB"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"fits +not: 0\.2\d MiB may be used, .* for steps; weights and steps need \d.* more\n", shown)
+    assert re.search(r"fits +not: 0\.2\d MiB may be used; .*, which with the weights is \d.* too much\n", shown)
 
 
 def test_convert_and_its_mistakes(platform, capsys, test_data, tmp_path):
