@@ -210,6 +210,15 @@ class EngineClient(abc.ABC):
     def stats(self) -> EngineStats:
         """Return the latest stats; never waits for a step."""
 
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        """Return the latest stats of each engine behind this client, by its number; of one that has died, zeros."""
+        return {"0": self.stats()}
+
+    @property
+    def info_of_one(self) -> EngineInfo:
+        """The sizes of one engine; all are alike."""
+        return self.info
+
     @abc.abstractmethod
     def snapshot(self) -> EngineSnapshot:
         """Copy the engine's state between two steps, waiting for the current one. Raises EngineDead."""
