@@ -167,6 +167,12 @@ class EngineConfig:
         "dtype of the activations, which is auto",
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
+    max_cached_states: int = _option(
+        32,
+        "cache",
+        "for models with states: how many are kept for requests that continue the same prefix; 0: prefixes are not "
+        "cached",
+    )
 
     max_num_seqs: int | None = _option(
         None, "scheduling", "requests that run at once; default: 256 on a GPU, 64 on CPU"
@@ -249,6 +255,12 @@ class EngineConfig:
         _raise_all(complaints or list(self._complaints()))
 
     @property
+    def num_kept_states(self) -> int:
+        """How many states of requests are kept for others, of a model that has states."""
+        is_cached = self.enable_prefix_caching and self.scheduler == "continuous"
+        return self.max_cached_states if is_cached else 0
+
+    @property
     def speculation(self) -> Speculation | None:
         """`speculative_config`, checked. Raises ConfigError."""
         return parse_speculation(self.speculative_config)
@@ -270,6 +282,8 @@ class EngineConfig:
             yield f"override_generation_config: {', '.join(unknown)} is not read, only {known}"
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             yield f"block_size must be a power of two up to 512, got {self.block_size}"
+        if not 0 <= self.max_cached_states <= MAX_COUNT:
+            yield f"max_cached_states must be in [0, {MAX_COUNT}], got {self.max_cached_states}"
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
         if not -1 <= self.max_logprobs <= MAX_COUNT:

@@ -216,8 +216,7 @@ def _layers(kv_specs: tuple[Any, ...]) -> str:
     names = {None: "full", "state": "with a state"}
     spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
-    prefixes = "; prefixes are not cached" if "state" in windows else ""
-    return f"{', '.join(spans)}; {', '.join(kept)}{prefixes}"
+    return f"{', '.join(spans)}; {', '.join(kept)}"
 
 
 def _positions(config: Any) -> str:

@@ -49,7 +49,8 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
     if model.kv_dtype != model.dtype:
         logger.info(f"keys and values are held in {model.kv_dtype}, with a scale for each token and head")
     if model.layout.num_states:
-        logger.info(f"{model.layout.num_states} layers keep a state per request: prefixes are not cached")
+        cached = f"prefixes at {model.num_kept_states} places" if model.num_kept_states else "no prefixes"
+        logger.info(f"{model.layout.num_states} layers keep a state per request: {cached} are cached")
 
 
 def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
@@ -83,7 +84,7 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         kv_kinds=kv_kinds(model),
         state_bytes=model.request_state_bytes,
         kv_dtype=str(model.kv_dtype),
-        enable_prefix_caching=plan.enable_prefix_caching and not model.layout.num_states,
+        enable_prefix_caching=plan.enable_prefix_caching and (not model.layout.num_states or model.num_kept_states > 0),
         reranker=read_reranker(checkpoint.path, checkpoint.fields),
         can_generate=not is_classifier(checkpoint.fields),
         device=plan.devices.description,

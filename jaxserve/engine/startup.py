@@ -135,6 +135,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
         speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
         drafter=fields,
+        num_kept_states=config.num_kept_states,
     )
     builder = StepBuilder(spec, mesh)
     if builder.model.has_kernels:
@@ -371,6 +372,7 @@ def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:
         windows=builder.model.layout.windows,
         drafts=drafts,
         has_states=builder.model.layout.num_states > 0,
+        num_kept_states=builder.model.num_kept_states,
     )
     return make_scheduler(
         plan.scheduler,

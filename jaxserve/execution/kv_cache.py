@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Int
 
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import CacheSizes, CacheSpec
@@ -60,6 +61,19 @@ def abstract_kv_cache(
     )
 
 
-def init_kv_cache(abstract: KVCache) -> KVCache:
-    """Allocate the pools, zeroed once: even masked positions must hold finite values."""
+def copy_states(target: Any, source: Any, index: Int[Array, ""], source_index: Int[Array, ""]) -> Any:
+    """Return `target` with one state replaced by one of `source`; both are trees of arrays with a state for each index
+    of their first axis. Nothing is replaced where `index` is negative.
+    """
+
+    def copy(target: Array, source: Array) -> Array:
+        old = jax.lax.dynamic_slice_in_dim(target, index, 1)
+        new = jax.lax.dynamic_slice_in_dim(source, source_index, 1)
+        return jax.lax.dynamic_update_slice_in_dim(target, jax.lax.select(index < 0, old, new), index, 0)
+
+    return jax.tree.map(copy, target, source)
+
+
+def zeros[Pools](abstract: Pools) -> Pools:
+    """Allocate pools, zeroed once: even masked positions must hold finite values."""
     return jax.tree.map(lambda pool: jnp.zeros(pool.shape, pool.dtype, device=pool.sharding), abstract)

@@ -46,9 +46,14 @@ class KVLayout:
         )
 
     @property
+    def pools_of_states(self) -> tuple[int, ...]:
+        """The pools of layers that keep a state: each has its own."""
+        return tuple(index for index, spec in enumerate(self.pool_specs) if spec.keeps_state)
+
+    @property
     def num_states(self) -> int:
-        """The number of layers that keep a state; if there are any, no prefix can be continued by another request."""
-        return sum(spec.keeps_state for spec in self.pool_specs)
+        """The number of layers that keep a state."""
+        return len(self.pools_of_states)
 
 
 def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:

@@ -17,11 +17,21 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, wants_prompt_logprobs
 from jaxserve.execution.expert_loads import ExpertLoads
-from jaxserve.execution.kv_cache import init_kv_cache
+from jaxserve.execution.kv_cache import zeros
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import CompiledSteps, WarmUp
-from jaxserve.execution.programs.kinds import Admit, AdmitExtras, AdmitTokens, Begin, Forward, PlainDecode, Program
+from jaxserve.execution.programs.kinds import (
+    Admit,
+    AdmitExtras,
+    AdmitTokens,
+    Begin,
+    Forward,
+    KeepState,
+    PlainDecode,
+    Program,
+    ResumeState,
+)
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.memory import memory_of_step
 from jaxserve.execution.programs.model import State
@@ -226,7 +236,8 @@ class Runner:
         model = self.model
         with model.on_mesh():
             self.state |= {
-                "kv_cache": init_kv_cache(model.kv_cache(self.num_blocks)),
+                "kv_cache": zeros(model.kv_cache(self.num_blocks)),
+                "kept_states": zeros(model.kept_states),
                 # Inside jit, so that two copies of the slots never exist at the same time.
                 "slots": jax.jit(model.init_slots, out_shardings=model.replicated)(),
                 "peers": None if model.peers is None else allocate_peers(model.peers),
@@ -328,10 +339,14 @@ class Runner:
         step = self.step_for(plan, needed, has_prompt_logprobs=has_prompt_logprobs)
         admissions = self._admit(plan.admitted, step.forward)
         packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
+        for copy in plan.resumed:
+            self._run(ResumeState(), np.asarray(copy, np.int32))
         built = time.perf_counter()
         forwarded = self._run(step.forward, packed, *admissions)
         if step.finish is not None:
             forwarded = self._run(step.finish, forwarded)
+        for copy in plan.kept:
+            self._run(KeepState(), np.asarray(copy, np.int32))
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()

@@ -46,9 +46,10 @@ class CacheSpec(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """True if the layer keeps one state per slot, which every token replaces, and nothing in blocks.
+        """True if the layer keeps one state per slot, which every token replaces, and nothing in blocks: arrays whose
+        first axis is that of slots.
 
-        Then nobody starts from what another request has computed, since the state at that token is gone.
+        Then another request starts from what one has computed only where the state was copied.
         """
         ...
 

@@ -63,7 +63,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     """Those of them for slots."""
     state_bytes: int
-    """Those for the states that layers keep of requests, of all slots."""
+    """Those for the states that layers keep of requests, of all slots, and for cached ones."""
     peer_bytes: int
     """Those that other devices write into."""
     expected_step_bytes: int

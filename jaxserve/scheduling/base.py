@@ -36,7 +36,15 @@ class SchedulerLimits:
     drafts: DraftPolicy = NO_DRAFTS
     """How many drafts each row may verify in a step."""
     has_states: bool = False
-    """True if layers keep states by slot: then no request, sibling or not, starts from what another has computed."""
+    """True if layers keep states by slot: then a request starts from what another has computed only where there is a
+    copy of the state.
+    """
+    num_kept_states: int = 0
+    """Number of these copies."""
+    min_kept_tokens: int = 128
+    """A copy must save so many tokens: to make one, a prompt is computed in one step more, which is as long as that of
+    so many tokens.
+    """
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

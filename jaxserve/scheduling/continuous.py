@@ -32,6 +32,12 @@ Why blocks outside a window can be released while the request runs. They are rel
 request in it gets blocks, and only if no token from there on attends to them. Steps in flight that still attend to them
 run before the step in which the next holder writes. Their ids remain in the request's block table on the device without
 effect: attention lets nothing from outside a window into its result.
+
+Why a state that was kept is the right one. A request that has `keep_at` computes up to there in one step and goes on in
+a later one. The copy is made behind the first, whose tokens are known, and may be used by steps that are planned after
+it. A row that resumes has it copied to its slot before its step, when the slot's former owner has no step ahead. Copies
+and steps run in the order of plans, so a copy whose place is given to another prefix is still there for the rows that
+were planned with it.
 """
 
 import math
@@ -42,7 +48,8 @@ from typing import override
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestStatus
 from jaxserve.scheduling.base import Scheduler, SchedulerLimits, SchedulerStats, request_key
 from jaxserve.scheduling.block_pool import BlockPool
-from jaxserve.scheduling.plan import Row, StepPlan
+from jaxserve.scheduling.kept_states import KeptStates
+from jaxserve.scheduling.plan import Row, StateCopy, StepPlan
 from jaxserve.scheduling.prefix_cache import PrefixCache, domain_hash
 from jaxserve.scheduling.snapshot import BlocksSnapshot
 
@@ -50,13 +57,15 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 class _Step:
     """A plan under construction."""
 
-    __slots__ = ("admitted", "budget", "chunk_rows", "has_preempted", "single_rows")
+    __slots__ = ("admitted", "budget", "chunk_rows", "cut_rows", "has_preempted", "resumed", "single_rows")
 
     def __init__(self, budget: int):
         self.budget = budget
         self.single_rows: list[Row] = []
         self.chunk_rows: list[Row] = []
         self.admitted: list[Row] = []
+        self.cut_rows: list[Row] = []  # where a state is kept
+        self.resumed: list[StateCopy] = []
         self.has_preempted = False
 
 
@@ -64,7 +73,7 @@ class ContinuousScheduler(Scheduler):
     """Continuous batching with chunked prefill, prefix sharing and preemption by recompute.
 
     `model_domain` separates the prefixes of different models. Without `enable_prefix_caching` only siblings share their
-    prompt, and not even they if `limits.has_states`.
+    prompt.
     """
 
     def __init__(self, limits: SchedulerLimits, *, enable_prefix_caching: bool, model_domain: bytes):
@@ -73,6 +82,7 @@ class ContinuousScheduler(Scheduler):
         self._model_domain = model_domain
         self._cache = PrefixCache(self._needs)
         self._pool = BlockPool(limits.num_blocks, self._cache, num_groups=len(limits.windows))
+        self._states = KeptStates(limits.num_kept_states)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._group_sizes: Counter[str] = Counter()  # group id -> number of unfinished siblings
         # The first waiting request and the number of blocks it lacked, so that a long waiting prompt is not matched
@@ -129,7 +139,14 @@ class ContinuousScheduler(Scheduler):
             return None
         if limits.drafts.by_rows and not step.chunk_rows:
             rows = self._with_drafts(rows, step.budget)
-        plan = StepPlan(rows, len(single_rows), budget - step.budget, step.admitted)
+        # From here on: the rows of this step cannot resume from what it computes.
+        kept = [
+            StateCopy(row.slot, index)
+            for row in step.cut_rows
+            if (index := self._states.keep(self._hash_at(row.request, row.start + row.num_tokens))) is not None
+        ]
+        num_tokens = budget - step.budget
+        plan = StepPlan(rows, len(single_rows), num_tokens, step.admitted, resumed=step.resumed, kept=kept)
         self._in_flight.append(plan)
         return plan
 
@@ -170,6 +187,7 @@ class ContinuousScheduler(Scheduler):
         if self._running:
             return False
         self._pool.forget_evictable()
+        self._states.clear()
         return True
 
     def _extend(self, request: Request, step: _Step) -> Row | None:
@@ -182,7 +200,8 @@ class ContinuousScheduler(Scheduler):
         num_tokens = len(request.token_ids) + request.num_pending
         if num_tokens >= request.max_total_tokens:  # greater: an accepted draft made a row in flight one too many
             return None  # its last token is in flight
-        end = min(num_tokens, start + step.budget)
+        stops = [stop for stop in request.keep_at if stop > start]
+        end = min([num_tokens, start + step.budget, *stops])
         tables = request.block_tables
         num_new_blocks = self._num_new_blocks(request, end)
         while self._pool.num_free < num_new_blocks * len(tables):
@@ -191,7 +210,7 @@ class ContinuousScheduler(Scheduler):
                 return None
         for group, table in enumerate(tables):
             table += self._pool.allocate(num_new_blocks, group)
-        if request.takes_drafts and end - start == 1:
+        if end - start == 1 and (request.takes_drafts or end in stops):
             self._index_blocks(request)  # but no block that this token fills, as for the common case in `schedule`
             request.num_computed_tokens = end
         else:
@@ -203,6 +222,8 @@ class ContinuousScheduler(Scheduler):
         rows = step.single_rows if end - start == 1 else step.chunk_rows
         row = Row(request, request.slot, start, end - start, samples, num_new_blocks)
         rows.append(row)
+        if end in stops:
+            step.cut_rows.append(row)
         return row
 
     def _num_new_blocks(self, request: Request, end: int) -> int:
@@ -257,6 +278,7 @@ class ContinuousScheduler(Scheduler):
         request.clear_blocks()
         request.num_computed_tokens = 0
         request.num_indexed_blocks = 0
+        request.keep_at = ()
         self._free_slots.append(request.slot)
         request.slot = -1
         request.proposed = []
@@ -277,6 +299,11 @@ class ContinuousScheduler(Scheduler):
         while step.budget and self._free_slots and self._waiting:
             request = self._waiting[0]
             num_available = self._pool.num_free
+            for row in step.cut_rows:
+                if row.request.request.group_id == request.request.group_id:
+                    return  # the rest of their prompt comes with the next step
+                num_missing = self._num_new_blocks(row.request, len(row.request.token_ids))
+                num_available -= num_missing * len(self._limits.windows)
             if request.status is RequestStatus.PREEMPTED:
                 # Blocks are scarce: leave a spare one per running request and KV group, or this one would soon be
                 # preempted again.
@@ -364,6 +391,9 @@ class ContinuousScheduler(Scheduler):
             self._num_prefix_queries += request.num_prompt_tokens
             self._num_prefix_hits += request.num_computed_tokens
         request.status = RequestStatus.RUNNING
+        if request.num_computed_tokens and self._limits.has_states:
+            index = self._states.use(self._hash_at(request, request.num_computed_tokens))
+            step.resumed.append(StateCopy(request.slot, index))
         row = self._extend(request, step)
         assert row is not None, "a request that was admitted has room"
         step.admitted.append(row)
@@ -371,7 +401,7 @@ class ContinuousScheduler(Scheduler):
     # Prefix sharing
 
     def _shares(self, request: Request) -> bool:
-        if self._limits.has_states:
+        if self._limits.has_states and not self._limits.num_kept_states:
             return False
         return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
 
@@ -388,14 +418,40 @@ class ContinuousScheduler(Scheduler):
     def _match(self, request: Request) -> list[list[int]]:
         """Return block tables of the longest cached prefix of the request's tokens.
 
-        At least one token is left to be computed, so that there are logits.
+        At least one token is left to be computed, so that there are logits. Where layers keep states, the prefix ends
+        at a state that was kept, and it is decided which ones the request leaves.
         """
         if not self._may_hit(request):
             return [[] for _ in self._limits.windows]
         num_blocks = (len(request.token_ids) - 1) // self._limits.block_size
-        domain = self._domain(request)
-        self._cache.extend_hashes(request.block_hashes, request.token_ids, num_blocks, domain=domain)
-        return self._cache.match(request.block_hashes, request.token_ids, num_blocks, domain=domain)
+        domain, hashes, token_ids = self._domain(request), request.block_hashes, request.token_ids
+        self._cache.extend_hashes(hashes, token_ids, num_blocks, domain=domain)
+        tables = self._cache.match(hashes, token_ids, num_blocks, domain=domain)
+        if not self._limits.has_states:
+            return tables
+        while num_hits := len(tables[0]):
+            num_kept = next((number for number in range(num_hits, 0, -1) if hashes[number - 1] in self._states), 0)
+            if num_kept == num_hits:
+                break
+            tables = self._cache.match(hashes, token_ids, num_kept, domain=domain)
+        num_shared = next((number for number in range(num_blocks, 0, -1) if self._cache.has(hashes[number - 1])), 0)
+        request.keep_at = self._worth_keeping(num_hits, num_shared, num_blocks)
+        return tables
+
+    def _worth_keeping(self, *numbers_of_blocks: int) -> tuple[int, ...]:
+        """Return behind how many tokens states are kept: where prefixes part, as far as another request has shared this
+        one, and at the end; `numbers_of_blocks` begin with where the request itself starts.
+        """
+        size, stops = self._limits.block_size, []
+        last, *others = (number * size for number in numbers_of_blocks)
+        for stop in others:
+            if stop - last >= self._limits.min_kept_tokens:
+                stops.append(stop)
+                last = stop
+        return tuple(stops)
+
+    def _hash_at(self, request: Request, num_tokens: int) -> bytes:
+        return request.block_hashes[num_tokens // self._limits.block_size - 1]
 
     def _index_blocks(self, request: Request) -> None:
         """Offer to the cache the blocks that are full of tokens known to the host whose KV has been scheduled."""
@@ -417,6 +473,7 @@ class ContinuousScheduler(Scheduler):
     @override
     def _distrust(self, request: Request) -> None:
         self._pool.purge(request.block_hashes)
+        self._states.clear()
 
     @override
     def check_integrity(self) -> None:
@@ -425,6 +482,7 @@ class ContinuousScheduler(Scheduler):
         running = self._running
         self._pool.check_integrity([request.held_blocks() for request in running])
         self._cache.check_integrity()
+        self._states.check_integrity()
         slots = [*self._free_slots, *(request.slot for request in running)]
         assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
         assert self._group_sizes == Counter(request.request.group_id for request in self._requests.values())

@@ -1,5 +1,6 @@
 """StepPlan: decided by the scheduler, executed by the runner. Plain data, no jax."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.request import Request
@@ -32,13 +33,21 @@ class Drafted(NamedTuple):
     """The drafts that the request's next row may verify."""
 
 
+class StateCopy(NamedTuple):
+    """A copy between what layers keep of a slot and one of the states that are kept for the prefix cache."""
+
+    slot: int
+    place: int
+
+
 class StepPlan(NamedTuple):
     """One step of the device.
 
     `rows` begins with the requests that compute exactly one token (`num_decode_rows` of them). `admitted` are the
     rows (also in `rows`) of requests that have just got their slot: their whole slot state, including the block table,
     must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except
-    under the static scheduler, which pays for its padding.
+    under the static scheduler, which pays for its padding. Before the step, the slots of `resumed` get states that were
+    kept; behind it, those of `kept` are copied.
     """
 
     rows: list[Row]
@@ -46,3 +55,5 @@ class StepPlan(NamedTuple):
     num_tokens: int
     admitted: list[Row]
     padded_tokens: int = 0
+    resumed: Sequence[StateCopy] = ()
+    kept: Sequence[StateCopy] = ()

@@ -61,6 +61,10 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._hash_of
 
+    def has(self, block_hash: bytes) -> bool:
+        """Return true if a block with this hash is cached, for any KV group."""
+        return block_hash in self._entries
+
     def extend_hashes(self, hashes: list[bytes], token_ids: list[int], num_blocks: int, *, domain: bytes) -> None:
         """Append to `hashes` until it has those of the first `num_blocks` full blocks of `token_ids`."""
         size = self._block_size

@@ -32,7 +32,7 @@ def model(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_rule, "CHUNK_SIZE", 4)  # so that rows of a step are several chunks, and begin within one
         patch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
-        yield Model(GOLDEN, changes=LAYERS[request.param])
+        yield Model(GOLDEN, changes=LAYERS[request.param], num_kept_states=3)
 
 
 def jobs(seed, lengths):
@@ -45,7 +45,10 @@ def assert_naive(model, results, asked):
         expected = model.naive(prompt, max_tokens)
         assert results[name].finish_reason == "length", (name, results[name].error)
         assert results[name].token_ids == expected, name
-        assert results[name].num_cached_tokens == 0, name
+
+
+def num_cached(results):
+    return [result.num_cached_tokens for result in results.values()]
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 2}], ids=["all at once", "two slots"])
@@ -69,13 +72,31 @@ def test_a_preempted_request_begins_again(model):
     assert engine.stats().num_preemptions == 2
 
 
-def test_equal_prompts_and_siblings_begin_at_their_first_token(model):
+def test_prompts_continue_where_states_were_kept(model):
+    """At the last full block of a prompt, and where a second one parts from it."""
+    [(stem, _), (tail, _), (other, _)] = jobs(2, [30, 9, 11]).values()
+    asked = {"whole": (stem, 5), "again": (stem, 7), "parts": (stem[:22] + tail, 5), "there": (stem[:22] + other, 6)}
     engine = model.engine(max_num_batched_tokens=8)
+    results = {}
+    for name, job in asked.items():
+        results |= run(engine, [request(name, *job)])
+    assert_naive(model, results, asked)
+    assert num_cached(results) == [0, 28, 0, 20]
+    evicting = {f"e{index}": job for index, job in enumerate(jobs(5, [17, 18, 19]).values())}
+    for name, job in evicting.items():
+        run(engine, [request(name, *job)])
+    results = run(engine, [request("late", stem, 5)])
+    assert_naive(model, results, {"late": (stem, 5)})
+    assert num_cached(results) == [0], "its state has made room"
+
+
+def test_siblings_continue_behind_the_prompt_of_the_first(model):
     [(prompt, _)] = jobs(2, [30]).values()
-    for group in (None, "s0"):
-        asked = {f"s{index}": (prompt, 5) for index in range(3)}
-        ids = {} if group is None else {"group_id": group}
-        assert_naive(model, run(engine, [request(name, *job, **ids) for name, job in asked.items()]), asked)
+    asked = {f"s{index}": (prompt, 5 + index) for index in range(3)}
+    engine = model.engine(max_num_batched_tokens=8)
+    results = run(engine, [request(name, *job, group_id="s") for name, job in asked.items()])
+    assert_naive(model, results, asked)
+    assert num_cached(results) == [0, 28, 28]
 
 
 def test_a_request_that_ends_early_leaves_nothing_behind(model):
@@ -105,7 +126,7 @@ def test_an_engine_starts(tmp_path, changes):
     )
     engine, info = start_engine(config, mesh=None, progress=False)
     try:
-        assert not info.enable_prefix_caching
+        assert info.enable_prefix_caching
         assert [kind.num_layers for kind in info.kv_kinds] == ([] if changes else [1])
         assert len(run(engine, [request("one", [3, 4, 5], 4)])["one"].token_ids) == 4
         held = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for name, tree in engine.runner.state.items()}
@@ -115,9 +136,9 @@ def test_an_engine_starts(tmp_path, changes):
     sizes = sizes_of(absent)
     assert sizes.weight_bytes == held["params"]
     assert sizes.state_bytes > 0
-    assert sizes.kv_bytes + sizes.state_bytes == held["kv_cache"]
+    assert sizes.kv_bytes + sizes.state_bytes == held["kv_cache"] + held["kept_states"]
     assert sizes.slot_bytes == held["slots"]
-    assert info.state_bytes * config.max_num_seqs == sizes.state_bytes
+    assert info.kv_cache_bytes + info.state_bytes * config.max_num_seqs == held["kv_cache"]
     found = needs(EngineConfig(model=str(tmp_path)), memory=2**30)
     assert "2 with a state" in found.layers
     assert "a state of 6 matrices 7 x 9 in float32" in found.layers

@@ -129,6 +129,7 @@ class TestOptions:
             "kv_cache_memory": 12345,
             "gpu_memory_utilization": 0.5,
             "enable_prefix_caching": False,
+            "max_cached_states": 4,
             "max_num_seqs": 3,
             "max_num_batched_tokens": 77,
             "max_num_waiting": 5,

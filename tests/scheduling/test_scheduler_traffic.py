@@ -39,7 +39,7 @@ class Traffic(RuleBasedStateMachine):
     """Any order of operations that a client and an engine could choose, under any limits."""
 
     requests = Bundle("requests")
-    num_operations = num_accepted = num_rejected = 0
+    num_operations = num_accepted = num_rejected = num_resumed = 0
 
     @initialize(
         limits=st.builds(
@@ -51,6 +51,8 @@ class Traffic(RuleBasedStateMachine):
             policy=st.sampled_from(["fcfs", "priority"]),
             windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
             drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((8, 4),), ((2, 5), (4, 2)), ((4, 5), (8, 3))]),
+            num_kept_states=st.sampled_from([None, None, None, None, 1, 4]),
+            min_kept_tokens=st.sampled_from([1, 2, 6]),
         ),
         enable_prefix_caching=st.booleans(),
         kind=st.sampled_from(["continuous"] * 5 + ["static"]),
@@ -111,6 +113,7 @@ class Traffic(RuleBasedStateMachine):
             Traffic.num_operations += self.simulation.num_operations
             Traffic.num_accepted += self.simulation.device.num_accepted
             Traffic.num_rejected += self.simulation.device.num_rejected
+            Traffic.num_resumed += self.simulation.device.num_resumed
 
 
 def test_hypothesis_traffic():
@@ -126,7 +129,8 @@ def test_hypothesis_traffic():
         ),
     )
     assert Traffic.num_operations >= examples(10_000)
-    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(1000)
+    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(300)
+    assert Traffic.num_resumed >= examples(30)
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])

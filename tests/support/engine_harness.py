@@ -44,6 +44,7 @@ class Model:
         speculation=None,
         drafter=None,
         kv_cache_dtype="auto",
+        num_kept_states=0,
     ):
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
         self.speculation = speculation
@@ -78,6 +79,7 @@ class Model:
             speculation=speculation,
             drafter=drafter,
             kv_cache_dtype=kv_cache_dtype,
+            num_kept_states=num_kept_states,
         )
         self.runner = Runner(StepBuilder(spec, mesh), self.params)
         self.runner.set_num_blocks(num_blocks)
@@ -108,6 +110,8 @@ class Model:
                 is_late=self.drafter is not None,
             ),
             "has_states": self.runner.layout.num_states > 0,
+            "num_kept_states": self.runner.model.num_kept_states,
+            "min_kept_tokens": 4,
         } | limits
         scheduler = make_scheduler(
             kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"

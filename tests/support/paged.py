@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from naive import QUICK_TO_COMPILE
 
-from jaxserve.execution.kv_cache import abstract_kv_cache, init_kv_cache
+from jaxserve.execution.kv_cache import abstract_kv_cache, zeros
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN
 from jaxserve.layers.embedding import gathered
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 
 def empty_cache(kv_specs, num_blocks, mesh):
     """Pools of float32 zeros."""
-    return init_kv_cache(
+    return zeros(
         abstract_kv_cache(
             kv_specs,
             num_blocks=num_blocks,

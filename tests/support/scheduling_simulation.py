@@ -41,6 +41,7 @@ def make_request(
 
 
 def make_limits(**changes):
+    """Return small limits with these changes; `num_kept_states` None, which is the default: layers keep no states."""
     defaults = {
         "num_blocks": 16,
         "block_size": 4,
@@ -48,6 +49,8 @@ def make_limits(**changes):
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
     }
+    if (num_kept := changes.pop("num_kept_states", None)) is not None:
+        changes |= {"has_states": True, "num_kept_states": num_kept, "drafts": ()}
     return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
 
 
@@ -135,6 +138,9 @@ class Device:
         self.share_all = share_all
         self.histories = Histories(limits.block_size)
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, node)
+        self.states: dict[int, tuple[int, bool]] = {}  # slot -> (node, poisoned)
+        self.kept_states: dict[int, tuple[int, bool]] = {}
+        self.has_states = limits.has_states
         self.poisoned: set[tuple[int, int]] = set()
         self.owners: dict[int, Request] = {}
         self.tables: dict[int, list[list[int]]] = {}
@@ -145,6 +151,7 @@ class Device:
         """The positions before which the rows of the step that runs compute, those of drafts included."""
         self.num_accepted = 0
         self.num_rejected = 0
+        self.num_resumed = 0
         self.num_shared_decodes = 0
         """Steps of one token per row in which two rows read the same position."""
         self.num_cut_decodes = 0
@@ -159,6 +166,10 @@ class Device:
             self.tables[request.slot] = [list(table) for table in request.block_tables]
             self.tokens[request.slot] = list(request.token_ids)
             self.nodes[request.slot] = []
+        for slot, index in plan.resumed:
+            assert slot in admitted, "a state in a running request's slot"
+            self.states[slot] = self.kept_states[index]
+            self.num_resumed += 1
         for row in plan.rows:
             assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
             for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):
@@ -185,7 +196,13 @@ class Device:
                 assert held == (group, nodes[position]), "a row reads somebody else's KV"
         if plan.num_decode_rows == len(plan.rows) and not any(row.num_drafts for row in plan.rows):
             self._check_decode_only(plan)
+        if self.has_states:
+            self._advance_states(plan)
         failed = self._spread_poison(plan, poisoned_requests)
+        if self.has_states:
+            self.states |= {row.slot: (self.states[row.slot][0], True) for row in plan.rows if row.request in failed}
+        for slot, index in plan.kept:
+            self.kept_states[index] = self.states[slot]
 
         for row in plan.rows:
             new = outcomes[row.slot]
@@ -194,6 +211,15 @@ class Device:
                 self.computed[row.slot] += row.num_tokens + max(0, len(new) - 1)
             del self.nodes[row.slot][self.computed[row.slot] :]
         return [outcomes[row.slot] for row in plan.rows], [row.request not in failed for row in plan.rows]
+
+    def _advance_states(self, plan: StepPlan) -> None:
+        """Check that each row starts from the state of its own history, and replace it."""
+        for row in plan.rows:
+            start, end, nodes = self.computed[row.slot], self.ends[row.slot], self.nodes[row.slot]
+            if start:
+                assert self.states[row.slot][0] == nodes[start - 1], "a row starts from somebody else's state"
+            is_poisoned = start > 0 and self.states[row.slot][1]
+            self.states[row.slot] = nodes[end - 1], is_poisoned
 
     def _verify(self, row: Row) -> list[int]:
         """Return the tokens that a row draws: one, and one for each of its drafts that is right. Drafts are made up
@@ -254,6 +280,7 @@ class Device:
                 row.request
                 for row in plan.rows
                 if any(self._place(row, *place) in self.poisoned for place in self._reads(row))
+                or self.states.get(row.slot, (0, False))[1]
             }
             if reached <= failed:
                 return failed
@@ -371,7 +398,10 @@ class Simulation:
                 nodes = [node for _, node in held]
                 assert all(histories.links[node][0] == before for before, node in itertools.pairwise(nodes))
                 assert histories.block_hash(nodes[-1]) == block_hash, "a stale write into a cached block"
+        kept = [(of, device.kept_states[index]) for of, index in scheduler._states._indices.items()]
+        assert all(histories.block_hash(node) == of for of, (node, _) in kept), "the state of another prefix"
         if not self.in_flight:
+            assert not any(is_poisoned for _, (_, is_poisoned) in kept), "a poisoned state is kept"
             cached = set(scheduler._cache.block_ids())
             assert cached.isdisjoint(block_id for block_id, _ in device.poisoned), "poison in the cache"
 

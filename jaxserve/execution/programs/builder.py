@@ -63,6 +63,7 @@ class StepBuilder:
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
             verifying=None if self.model.drafting is None else self.model.verifying_buckets,
+            keeps_states=self.model.num_kept_states > 0,
         )
         self._paths: dict[tuple[Bucket, bool], ProgramPaths] = {}
 

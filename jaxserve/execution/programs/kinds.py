@@ -12,8 +12,10 @@ from typing import Any, ClassVar, override
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from jaxserve.execution.batch import Bucket, pack_nothing
+from jaxserve.execution.kv_cache import copy_states
 from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode
@@ -25,6 +27,7 @@ from jaxserve.execution.step import (
     embed,
     prompt_logprobs,
 )
+from jaxserve.layers.batch import KVCache
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import empty_extras
 
@@ -136,6 +139,55 @@ class Embed(_OfHidden, frozen=True, tag=True):
         return LEAF
 
 
+class _CopiesState(Kind, frozen=True):
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        return (model.array((2,), jnp.int32),)
+
+    @override
+    def made(self, model: StepModel) -> None:
+        return None
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        return (np.full(2, -1, np.int32),)
+
+
+class KeepState(_CopiesState, frozen=True, tag=True):
+    """Copies what layers keep of a slot to a state of the prefix cache; takes both numbers, in this order."""
+
+    takes: ClassVar[tuple[State, ...]] = ("kv_cache", "kept_states")
+    gives: ClassVar[tuple[State, ...]] = ("kept_states",)
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        def keep(kv_cache: KVCache, kept: Any, numbers: Int[Array, "2"]) -> tuple[Any, None]:
+            slot, index = numbers
+            return copy_states(kept, tuple(kv_cache.pools[i] for i in model.layout.pools_of_states), index, slot), None
+
+        return keep
+
+
+class ResumeState(_CopiesState, frozen=True, tag=True):
+    """Copies a state of the prefix cache to a slot; takes the numbers of the slot and of the state."""
+
+    takes: ClassVar[tuple[State, ...]] = ("kv_cache", "kept_states")
+    gives: ClassVar[tuple[State, ...]] = ("kv_cache",)
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        def resume(kv_cache: KVCache, kept: Any, numbers: Int[Array, "2"]) -> tuple[KVCache, None]:
+            slot, index = numbers
+            which = model.layout.pools_of_states
+            copied = copy_states(tuple(kv_cache.pools[i] for i in which), kept, slot, index)
+            pools = list(kv_cache.pools)
+            for i, pool in zip(which, copied, strict=True):
+                pools[i] = pool
+            return dataclasses.replace(kv_cache, pools=tuple(pools)), None
+
+        return resume
+
+
 class _WritesSlots(Kind, frozen=True):
     takes: ClassVar[tuple[State, ...]] = ("slots",)
     gives: ClassVar[tuple[State, ...]] = ("slots",)
@@ -217,6 +269,18 @@ class Allow(_WritesSlots, frozen=True, tag=True):
 
 
 Program = (
-    PlainDecode | Forward | Begin | Finish | Draw | PromptLogprobs | Embed | Admit | AdmitExtras | AdmitTokens | Allow
+    PlainDecode
+    | Forward
+    | Begin
+    | Finish
+    | Draw
+    | PromptLogprobs
+    | Embed
+    | KeepState
+    | ResumeState
+    | Admit
+    | AdmitExtras
+    | AdmitTokens
+    | Allow
 )
 """One compiled program: a function, its shapes and its static arguments."""

@@ -19,7 +19,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.layers import launch
 from jaxserve.layers.batch import KVCache
-from jaxserve.layers.cache import KV_DTYPES, hold_in
+from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.moe import Experts
@@ -34,7 +34,7 @@ MIN_BYTES_IN_PROGRAMS = 6e9
 time that the host needs to launch a program.
 """
 
-type State = Literal["params", "kv_cache", "slots", "peers"]
+type State = Literal["params", "kv_cache", "kept_states", "slots", "peers"]
 """The names of the state that stays on the device from step to step."""
 
 
@@ -47,6 +47,7 @@ class StepModel:
         verifying_buckets: the sizes of steps that verify drafts, by width, smallest first.
         drafting: how tokens are drafted; None: not at all.
         table_sizes: sizes of the block tables in slots, as arguments of `pack` and `init_slots`.
+        kept_states: of each pool of states, those that are kept for the prefix cache; empty if there are none.
         peers: buffers for rows that devices send each other; None if no kernel adds up partial sums.
     """
 
@@ -136,6 +137,11 @@ class StepModel:
             expert_loads=self._expert_loads(),
             **pools,
         )
+        self.num_kept_states = spec.num_kept_states if self.layout.num_states else 0
+        kept_sizes = CacheSizes(0, spec.block_size, self.num_kept_states)
+        self.kept_states = tuple(
+            pool.abstract(kept_sizes, **pools) for pool in pool_specs if self.num_kept_states and pool.keeps_state
+        )
         self.peers = None
         if self.has_kernels and spec.has_peers:
             self.peers = abstract_peers(
@@ -177,8 +183,8 @@ class StepModel:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes on a device of the slots, of what layers keep by slot, and of what its peers send it."""
-        return self._slot_bytes + sum(map(shard_bytes, jax.tree.leaves((self.slots, self.peers))))
+        """Bytes on a device of the slots, of layers' states, those kept for others too, and of what its peers send."""
+        return self._slot_bytes + sum(map(shard_bytes, jax.tree.leaves((self.slots, self.kept_states, self.peers))))
 
     @property
     def request_state_bytes(self) -> int:
@@ -189,7 +195,12 @@ class StepModel:
         """Return the shapes of one part of the state, for a KV pool of `num_blocks` blocks."""
         if name == "kv_cache":
             return self.kv_cache(num_blocks)
-        return {"params": self.params, "slots": self.slots, "peers": self.peers}[name]
+        return {
+            "params": self.params,
+            "kept_states": self.kept_states,
+            "slots": self.slots,
+            "peers": self.peers,
+        }[name]
 
     def kv_cache(self, num_blocks: int) -> KVCache:
         """Return the shapes of the KV pools, with `num_blocks` blocks."""

@@ -21,9 +21,11 @@ from jaxserve.execution.programs.kinds import (
     Embed,
     Finish,
     Forward,
+    KeepState,
     PlainDecode,
     Program,
     PromptLogprobs,
+    ResumeState,
 )
 
 SMALLEST_GENERAL = 16
@@ -78,10 +80,13 @@ class StepShapes:
         has_lean_programs: bool,
         may_be_two_programs: bool,
         verifying: list[Bucket] | None = None,
+        keeps_states: bool = False,
     ):
         """`may_be_two_programs`: forward passes of few tokens of prompts are launched so. `verifying` are the sizes of
-        steps that verify drafts; None: tokens are not drafted.
+        steps that verify drafts; None: tokens are not drafted. `keeps_states`: the prefix cache has copies of layers'
+        states.
         """
+        self._copies: list[Program] = [KeepState(), ResumeState()] if keeps_states else []
         self._verifying = verifying or []
         self._drafts = verifying is not None
         # As for decode steps: what only some rows need is not worth many sizes.
@@ -141,6 +146,7 @@ class StepShapes:
             Admit(),
             AdmitExtras(),
             *self._admits_tokens,
+            *self._copies,
             *self._masks,
         ]
 
@@ -180,14 +186,16 @@ class StepShapes:
         largest_masks = {masks.num_columns: masks for masks in self._masks}.values()
         any_step = Phase("any step", self._with_draws(self._programs_of_prompts([largest])))
         hidden = Phase("hidden states", [PromptLogprobs(largest), Embed(largest)])
-        slots = Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, *largest_masks])
+        slots = Phase("slots", [Admit(), AdmitExtras(), *self._admits_tokens, *self._copies, *largest_masks])
         if self._has_lean_programs:
             decode = Phase("decode", plain[-1:])
             phases = [each._replace(is_first=True) for each in (any_step, hidden, slots, decode)]
             phases.append(Phase("tuned on the device", tuned, is_first=True))
         else:
             small = self._programs_of_prompts([self._small])
-            lean = Phase("plain requests", [*small, self._lean_draw, Admit(), *self._admits_tokens], is_first=True)
+            lean = Phase(
+                "plain requests", [*small, self._lean_draw, Admit(), *self._admits_tokens, *self._copies], is_first=True
+            )
             more = Phase("decode", self._with_draws(small))
             phases = [lean, *(each._replace(is_urgent=True) for each in (any_step, slots, more, hidden))]
         phases += [

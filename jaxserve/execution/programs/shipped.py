@@ -43,6 +43,7 @@ NAMES = {
     "kv_cache_dtype": "kv_cache_dtype",
     "speculation": "speculative_config",
     "drafter": "the config.json of what drafts",
+    "num_kept_states": "max_cached_states",
     "schemes": "the format of the weights (quantization)",
     "has_peers": "whether the devices reach each other's memory",
     "traits": "the kind of device",

@@ -68,6 +68,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
         schemes: how quantized weights are stored, by path in the tree of weights.
         speculation: how tokens are drafted; None: not at all.
         drafter: the config.json of a drafter that is a checkpoint of its own.
+        num_kept_states: how many states of requests are kept for the prefix cache, if layers have states.
     """
 
     model: dict[str, Any]
@@ -84,6 +85,7 @@ class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     speculation: Speculation | None = None
     drafter: dict[str, Any] | None = None
+    num_kept_states: int = 0
 
 
 class MeshSpec(msgspec.Struct, frozen=True):
