@@ -63,7 +63,6 @@ def start_engine(
     laps = Laps()
     config, checkpoint = read_checkpoint(config, progress=progress)
     plan = make_plan(config, checkpoint, choose_devices(config, mesh))
-    check_kernels(plan.builder)
     if config.max_model_len == "auto":
         plan = fit_context(plan, free=free_memory(plan.devices.mesh))
     builder, warmup, sizing = plan.builder, plan.warmup, size(plan)
