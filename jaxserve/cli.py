@@ -110,9 +110,10 @@ def _complaints(args: argparse.Namespace) -> list[str]:
     return complaints
 
 
-def flags_of_serve() -> list[str]:
-    """Return the flags of `jaxserve serve`, all names of each."""
-    return sorted(flag for action in _parser().command("serve").shown() for flag in action.option_strings)
+def flags_of_serve() -> dict[str, str]:
+    """Return the flags of `jaxserve serve`, all names of each in alphabetical order, and their help."""
+    shown = _parser().command("serve").shown()
+    return dict(sorted((flag, action.help or "") for action in shown for flag in action.option_strings))
 
 
 def _parser() -> Parser:
@@ -304,9 +305,11 @@ def _models(args: argparse.Namespace) -> None:
         found = overview.needs(config, memory=args.memory)
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
+        from jaxserve.planning.here import has_gpu, rows_here
 
         syntax = rows_of(resolve_model(config.model, revision=config.revision, with_weights=False))
-        print(overview.needs_text(args.model, found, memory=args.memory, more=syntax))
+        here = [] if has_gpu() else rows_here(config)
+        print(overview.needs_text(args.model, found, memory=args.memory, here=here, more=syntax))
 
 
 def _parse(args: argparse.Namespace) -> None:

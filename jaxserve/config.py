@@ -212,8 +212,8 @@ class EngineConfig:
     kernels: Literal["auto", "xla", "sm90"] = _option(
         "auto",
         "execution",
-        "attention, sampling and what else has kernels of its own for a GPU; "
-        "auto: sm90 on Hopper GPUs, xla on CPUs and, with a warning, on other GPUs",
+        "sm90: jaxserve's own kernels for Hopper GPUs; xla: plain XLA; auto: sm90 on Hopper GPUs, else xla, with a "
+        "warning on other GPUs",
     )
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
@@ -233,8 +233,9 @@ class EngineConfig:
     warmup: WarmUp | None = _option(
         None,
         "compilation",
-        "what is compiled before the first request is taken: the programs without which there would be requests to "
-        "wait for a compiler (background: the others are compiled while the server is at work), all (full), or none; "
+        "what is compiled before the first request is taken. background: on a CPU the three programs that every "
+        "request needs, on a GPU those without which a request would wait for the compiler; the others follow while "
+        "the server is at work. full: all of them. none: nothing, each is compiled when a request first needs it. "
         "default: background",
     )
     programs: Name | None = _option(
@@ -385,14 +386,16 @@ class ServerConfig:
     max_stored_responses: int = _option(
         1000, "answers", "answers of /v1/responses that are kept for later turns; 0: none"
     )
-    response_ttl: float = _option(3600.0, "answers", "seconds that they are kept")
+    response_ttl: float = _option(3600.0, "answers", "seconds that answers of /v1/responses are kept")
     metrics_names: Literal["jaxserve", "vllm"] = _option(
         "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
     )
     profile_dir: Name | None = _option(
         None, "server", "directory for what /start_profile records; default: the route is off"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "logging", "what is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = _option(
+        "info", "logging", "log messages of this severity and above"
+    )
     log_format: Literal["text", "json"] = _option("text", "logging", "json: one object a line")
     access_log: bool = _option(True, "logging", "log each request, with its X-Request-Id")
     otlp_traces_endpoint: Name | None = _option(

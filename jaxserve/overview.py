@@ -241,15 +241,20 @@ def families_text() -> str:
     return aligned(rows)
 
 
-def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str]] = ()) -> str:
-    """Format what `needs` has found, one line per fact; `more` are further facts, as titles and texts."""
+def needs_text(
+    model: str, found: Needs, *, memory: int, here: Sequence[list[str]] = (), more: Sequence[list[str]] = ()
+) -> str:
+    """Format what `needs` has found, one line per fact, between what is known of this machine and further facts, as
+    titles and texts.
+    """
     weights = ", ".join(f"{size_text(size)} in {name}" for name, size in found.weight_bytes.items())
     rows = [
         ["model", f"{model} ({found.model_type})"],
+        *here,
         [
-            "assumed",
-            f"{size_text(memory)} a device (default of --memory: an H200's), "
-            f"{found.dtype} (of --dtype: the checkpoint's)",
+            "on a GPU",
+            f"with {size_text(memory)} (--memory; default: an H200's), in {found.dtype} (--dtype; default: the "
+            "checkpoint's):",
         ],
         ["layers", found.layers],
         ["positions", found.positions],
@@ -257,11 +262,11 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["parameters", f"{found.num_parameters:,}"],
         *([["devices", f"{found.num_devices}; bytes are of each"]] if found.num_devices > 1 else []),
         ["weights", weights],
-        ["  rounded", ", ".join(f"{size_text(size)} in {name}" for name, size in found.rounded_bytes.items())],
+        ["  quantized", ", ".join(f"{size_text(size)} in {name}" for name, size in found.rounded_bytes.items())],
         *_codes_rows(found),
         [
-            "  floor",
-            "a token reads them on an H200 in "
+            "  read time",
+            "an H200 reads them for one token in "
             + ", ".join(
                 f"{time:.2f} ms {f'in {name}' if name in found.rounded_bytes else name}"
                 for name, time in found.floors.items()
@@ -271,14 +276,16 @@ def needs_text(model: str, found: Needs, *, memory: int, more: Sequence[list[str
         ["context", f"{found.context:,} tokens at most"],
     ]
     room = (
-        f"{size_text(found.usable_memory)} may be used; steps take {size_text(found.step_bytes)}, "
-        f"a reserve {size_text(GPU_MEMORY_RESERVE)}"
+        f"of {size_text(found.usable_memory)} that may be used, steps take {size_text(found.step_bytes)} "
+        f"and a reserve {size_text(GPU_MEMORY_RESERVE)}"
     )
     if found.kv_memory < 0:
-        rows.append(["fits", f"not: {room}, which with the weights is {size_text(-found.kv_memory)} too much"])
+        rows.append(
+            ["fits", f"no: {room}; with the weights in {found.dtype} that is {size_text(-found.kv_memory)} too much"]
+        )
     else:
         rows += [
-            ["fits", f"{room}; {size_text(found.kv_memory)} are left for KV"],
+            ["fits", f"yes: {room}; the weights in {found.dtype} leave {size_text(found.kv_memory)} for the KV cache"],
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]

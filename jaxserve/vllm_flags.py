@@ -76,6 +76,16 @@ _BIASES = "logit_bias, bad_words and structured_outputs are fields of requests"
 _ONE_ENGINE, _ONE_HOST, _ONE_CONTEXT = "there is one engine", "one host is used", "a context is not split"
 _PLUGIN = "a checkpoint's response_template is read; see docs/syntaxes.md"
 
+_ONLY_OURS = (
+    "access-log admin-api-key admin-api-key-file api-key-file api-workers compilation-cache-dir dequantize "
+    "disable-additional-properties kernels keep-alive-timeout kv-cache-memory log-format log-level max-body-size "
+    "max-cached-states "
+    "max-num-waiting max-stored-responses metrics-names overlap pooling profile-dir programs quantize-activations "
+    "receive-timeout request-timeout response-ttl scheduler send-timeout warmup"
+)
+ONLY_OURS = tuple(f"--{name}" for name in _ONLY_OURS.split())
+"""Flags of `jaxserve serve` that `vllm serve` does not have."""
+
 RENAMED: Mapping[str, str] = {
     "--disable-uvicorn-access-log": "--no-access-log",
     "--no-disable-uvicorn-access-log": "--access-log",

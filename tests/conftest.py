@@ -76,12 +76,14 @@ WITH_MANY_PROGRAMS = tuple(
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Sort the files: those with most slow tests first, then those with most tests. With several processes, each of
-    which takes the next file, none is left alone with a long one in the end.
+    """Sort the files: those whose tests have a time limit of their own first, then those with most slow tests, then
+    those with most tests. With several processes, each of which takes the next file, none is left alone with a long
+    one in the end.
     """
+    longest = {item.path for item in items if item.get_closest_marker("timeout")}
     num_slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     num_tests = collections.Counter(item.path for item in items)
-    items.sort(key=lambda item: (-num_slow[item.path], -num_tests[item.path]))
+    items.sort(key=lambda item: (item.path not in longest, -num_slow[item.path], -num_tests[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "vllm_flags": "",
     "unsupported": "errors",
     "vllm_page": "vllm_flags cli",
+    "options_page": "config sampling_params",
     "logs": "",
     "server": f"{PLAIN} unsupported decoding jaxserve logs answers tokenizer metrics engine structured",
     "answers": f"{PLAIN} structured tokenizer",
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "local_model": f"{PLAIN} vllm_flags interrupts tokenizer engine loading",
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
-    "planning": f"{PLAIN} arguments flags bench gpus tables engine scheduling execution layers pallas_kernels",
+    "planning": f"{PLAIN} arguments cpus flags bench gpus tables engine scheduling execution layers pallas_kernels",
     "overview": f"{PLAIN} gpus tables planning engine models loading layers quantization",
     "tables": "",
     "gpus": "errors",
@@ -197,7 +198,9 @@ JAX = {"jax", "jaxlib", "optax", "orbax"}
 
 # The functions in which a module of NO_JAX starts an engine or reads a model: everything before stays fast.
 MAY_START_AN_ENGINE = {
-    "jaxserve.cli": {"jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview"},
+    "jaxserve.cli": {
+        *("jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview", "jaxserve.planning.here"),
+    },
     "jaxserve.planning.commands": {
         *("jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"),
         "pallas_kernels.deviceless",

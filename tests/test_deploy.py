@@ -12,6 +12,7 @@ import yaml
 from depths import quick_first
 from dockerfile_parse import DockerfileParser
 
+import jaxserve
 from jaxserve import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -53,8 +54,10 @@ def faults_of_dockerfile(text):
 
     faults = [f"no instruction {each['instruction']}" for each in structure if each["instruction"] not in INSTRUCTIONS]
     stages = {words[2] for base in values("FROM") if len(words := base.split()) == 3}
+    default = dict(value.split("=") for value in values("ARG") if "=" in value)
     for base in values("FROM"):
-        if ":" not in base or base.split()[0].endswith(":latest"):
+        name = re.sub(r"\$\{(\w+)\}", lambda found: default.get(found[1], ""), base.split()[0])
+        if name not in stages and (":" not in name or name.endswith(":latest")):
             faults.append(f"{base} is not pinned")
     if values("USER")[-1:] != ["10001"]:
         faults.append("it does not end as a user without privileges")
@@ -198,6 +201,14 @@ def test_there_are_no_faults(name):
     assert CHECKS[name]((DEPLOY / name).read_text()) == []
 
 
+def test_images_have_one_name():
+    pages = [*(DEPLOY / name for name in CHECKS), ROOT / "README.md", ROOT / "docs" / "containers.md"]
+    named = {page.name: re.findall(r"\bjaxserve:\d+\.[\w.-]+", page.read_text()) for page in pages}
+    assert all(named.values()), named
+    names = {name.removesuffix("-cpu") for names in named.values() for name in names}
+    assert names == {f"jaxserve:{jaxserve.__version__}"}
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     quick_first(
@@ -205,8 +216,9 @@ def test_there_are_no_faults(name):
             ("Dockerfile", "USER 10001\n", ""),
             ("Dockerfile", "USER 10001\n", "USER 10001\nUSER root\n"),
             ("Dockerfile", "WORKDIR /src", "WROKDIR /src"),
-            ("Dockerfile", "ubuntu24.04 AS build", "ubuntu24.04:latest AS build"),
-            ("Dockerfile", ":13.0.1-base-ubuntu24.04\n", "\n"),
+            ("Dockerfile", "ubuntu:24.04 AS cpu", "ubuntu:latest AS cpu"),
+            ("Dockerfile", ":13.0.1-base-ubuntu24.04", ""),
+            ("Dockerfile", "ACCELERATOR=cuda13", "ACCELERATOR=cuda14"),
             ("Dockerfile", '["jaxserve", "serve", "--host", "0.0.0.0"]', "jaxserve serve --host 0.0.0.0"),
             ("Dockerfile", '"--host", "0.0.0.0"', '"--hots", "0.0.0.0"'),
             ("Dockerfile", "COPY checkpoints checkpoints", "COPY checkpoint checkpoints"),

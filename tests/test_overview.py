@@ -120,7 +120,7 @@ def test_what_does_not_fit(model, memory):
     needs = needs_of(model, memory=memory)
     assert needs.kv_memory < 0
     assert (needs.max_context, needs.max_batch) == (0, 0)
-    assert "which with the weights is" in overview.needs_text(model, needs, memory=memory)
+    assert "with the weights in" in overview.needs_text(model, needs, memory=memory)
 
 
 def test_families_say_what_their_configs_can():
@@ -142,7 +142,7 @@ def test_a_dtype_that_is_not_served_is_told_with_the_path(model):
 
 def test_the_text_says_what_it_assumes(model):
     text = overview.needs_text(model, needs_of(model), memory=2**30)
-    assert "1.00 GiB a device (default of --memory: an H200's), bfloat16 (of --dtype: the checkpoint's)" in text
+    assert "with 1.00 GiB (--memory; default: an H200's), in bfloat16 (--dtype; default: the checkpoint's)" in text
     windows = str(GOLDENS / "gemma3_two_thetas")
     text = overview.needs_text(windows, needs_of(windows), memory=2**30)
     assert "256 more in a window of 7, rounded up to blocks of 16 tokens in float32" in text

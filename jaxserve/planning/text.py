@@ -32,14 +32,14 @@ def plan_text(plan: Plan) -> str:
 
 
 def _size_rows(plan: Plan, sizes: Sizes, *, total: int) -> list[list[str]]:
-    steps = f"{size_text(sizes.slot_bytes)} of them slots"
+    steps = f"{size_text(sizes.slot_bytes)} of it for slots"
     if sizes.state_bytes:
-        steps += f", {size_text(sizes.state_bytes)} states of layers"
+        steps += f", {size_text(sizes.state_bytes)} for states of layers"
     if sizes.peer_bytes:
-        steps += f", {size_text(sizes.peer_bytes)} rows of other devices"
+        steps += f", {size_text(sizes.peer_bytes)} for rows of other devices"
     rows = [
         ["memory", f"{size_text(sizes.memory_bytes)}, of which {size_text(sizes.usable_bytes)} may be used"],
-        ["  weights", f"{size_text(sizes.weight_bytes)} in {plan.dtype} and what codes there are"],
+        ["  weights", f"{size_text(sizes.weight_bytes)} in {plan.dtype}, quantized matrices as they are held"],
         ["  steps", f"{size_text(sizes.step_bytes)}, {steps}; {plan.how_sized}"],
         ["  reserve", size_text(sizes.reserve_bytes)],
         [

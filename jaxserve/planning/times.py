@@ -97,8 +97,9 @@ def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
 def estimate_prefill(kind: Kind, roofline: float, *, num_tokens: int) -> Estimate:
     """Predict the time of prompts of so many tokens from the seconds of their roofline."""
     weighted = []
-    for batches, run in _runs(kernels=kind.kernels):
-        if run.prefill is None or run.prefill_roofline is None or batches.has_experts != kind.has_experts:
+    runs = _runs(kernels=kind.kernels)
+    for batches, run in [each for each in runs if each[0].has_experts == kind.has_experts] or runs:
+        if run.prefill is None or run.prefill_roofline is None:
             continue
         distance = _unlike(kind, batches)
         distance += PER_DOUBLING_OF_ROWS * abs(math.log2(num_tokens / (run.num_rows * run.input_len)))

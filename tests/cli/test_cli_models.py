@@ -38,7 +38,28 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
     assert re.search(r"KV +320 bytes a token in bfloat16\n", shown)
     assert cli.main(["models", model, "--memory", "256KiB"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"fits +not: 0\.2\d MiB may be used; .*, which with the weights is \d.* too much\n", shown)
+    assert re.search(r"fits +no: of 0\.2\d MiB .* with the weights in float32 that is \d.* too much\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "expected"),
+    [
+        ("", 2**30, [" CPU cores, no GPU: .* plain XLA, in float32", r"1023\.98 MiB .*: 341 requests of 1,024 tokens"]),
+        ("-tp 2 --kv-cache-dtype int8", 2**30, ["weights +9.38 MiB of 2.00 GiB", r": 1,285 requests of 1,024 tokens"]),
+        (
+            "",
+            2**20,
+            ["the model cannot be served here: .* but 0.0 GiB are free"],
+        ),
+    ],
+)
+def test_models_begins_with_this_machine(platform, monkeypatch, capsys, flags, free, expected):
+    monkeypatch.setattr("jaxserve.planning.here.has_gpu", lambda: False)
+    monkeypatch.setattr("jaxserve.planning.here.free_memory", lambda _: free)
+    assert cli.main(["models", "scribe-2m", *flags.split()]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(r"model .*\nthis machine  ", shown)
+    assert all(re.search(text, shown) for text in expected), shown
 
 
 def test_convert_and_its_mistakes(platform, capsys, test_data, tmp_path):

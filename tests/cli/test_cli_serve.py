@@ -8,7 +8,7 @@ import socket
 import pytest
 
 import jaxserve.llm
-from jaxserve import cli, logs, vllm_flags, vllm_page
+from jaxserve import cli, logs, options_page, vllm_flags, vllm_page
 from jaxserve.arguments import arguments_of
 from jaxserve.config import EngineConfig
 
@@ -88,6 +88,7 @@ def test_commands_of_model_cards_and_recipes_start_or_are_refused_with_all_reaso
 def test_no_row_of_the_table_of_vllms_flags_hides_a_flag_that_we_have():
     ours = {flag for flag in cli.flags_of_serve() if not flag.startswith("--no-")}
     assert not ours & (vllm_flags.FLAGS.keys() | vllm_flags.RENAMED.keys())
+    assert ours >= {*vllm_flags.ONLY_OURS}
     assert {name.split(".")[0] for name in vllm_flags.RENAMED.values()} <= {*cli.flags_of_serve()}
 
 
@@ -99,9 +100,10 @@ def test_advice_for_keywords_names_keywords():
     assert vllm_flags.in_python(advice) == "max_num_seqs or access_log=False, kernels='xla'; kv_cache_memory N"
 
 
-def test_the_page_of_vllms_flags_is_printed_from_the_table():
-    page = (pathlib.Path(jaxserve.__file__).parents[1] / "docs/vllm.md").read_text()
-    assert vllm_page.page() in page, "run python -m jaxserve.vllm_page"
+@pytest.mark.parametrize(("page", "name"), [(vllm_page, "vllm.md"), (options_page, "api.md")])
+def test_pages_have_the_tables_as_they_are_printed(page, name):
+    text = (pathlib.Path(jaxserve.__file__).parents[1] / "docs" / name).read_text()
+    assert page.page() in text, f"run python -m {page.__name__}"
 
 
 @pytest.mark.parametrize(("text", "number"), [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1M", 2**20), ("7", 7)])

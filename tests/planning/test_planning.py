@@ -107,6 +107,14 @@ def test_errors_are_those_of_predictions_without_the_run_itself():
     assert 0.04 < times.error_among_runs() < times.error_among_models() < 0.25
 
 
+@pytest.mark.parametrize("kernels", ["sm90", "xla"])
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_there_are_times_of_every_kind(kernels, has_experts):
+    kind = kind_of(MEASURED[0])._replace(kernels=kernels, has_experts=has_experts)
+    assert estimate_step(kind, 1e-3, num_rows=8).seconds > 5e-4
+    assert estimate_prefill(kind, 1e-3, num_tokens=512).seconds > 5e-4
+
+
 def test_an_h100_is_predicted_from_runs_of_an_h200(monkeypatch):
     """What is left out was measured later."""
     of_h100 = [(batches, run) for batches, run in RUNS if batches.gpu == "h100" and batches.num_devices == 1]

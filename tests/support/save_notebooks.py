@@ -10,6 +10,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TIMEOUT = 600
 """Seconds that a cell may take: those with several models take half a minute on two cores."""
 
@@ -48,5 +49,6 @@ def _save(name: str) -> None:
 
 if __name__ == "__main__":
     only = sys.argv[1] if len(sys.argv) > 1 else ""
-    for path in sorted(FOLDER.glob(f"{only}*.py")):
-        _save(path.stem)
+    for name in NAMES:
+        if name.startswith(only):
+            _save(name)

@@ -3,7 +3,7 @@
 import { $, recall, remember } from "./dom.js";
 
 const SENT = [
-  "temperature", "max_tokens", "top_p", "top_k", "min_p", "seed",
+  "temperature", "max_tokens", "top_p", "top_k", "min_p", "top_n_sigma", "seed",
   "presence_penalty", "frequency_penalty", "repetition_penalty",
 ];
 const DEFAULTS = { alternatives: "5" };

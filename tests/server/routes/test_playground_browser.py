@@ -125,14 +125,15 @@ def test_a_completion_goes_on_where_the_text_ends(page, server):
 
 def test_parameters_go_with_the_request_and_empty_ones_do_not(page, server):
     page.run("document.querySelector('[name=panel][value=parameters]').click()")
-    for name, value in {"temperature": "0.5", "top_k": "7", "seed": "3"}.items():
+    for name, value in {"temperature": "0.5", "top_k": "7", "top_n_sigma": "1.5", "seed": "3"}.items():
         page.type(f"[name={name}]", value)
     page.type("[name=system]", "Be brief.")
     page.type("[name=stop]", "END")
     _say(page, "hello")
     _answer(page)
     (request,) = server.client.submitted
-    assert (request.params.temperature, request.params.top_k, request.params.seed) == (0.5, 7, 3)
+    sent = request.params
+    assert (sent.temperature, sent.top_k, sent.top_n_sigma, sent.seed) == (0.5, 7, 1.5, 3)
     assert request.max_tokens > 256, "the rest of the context"
     assert list(request.params.stop) == ["END"]
     assert request.params.top_p in (None, 1.0)

@@ -1,0 +1,28 @@
+"""The options in docs/api.md: `python -m jaxserve.options_page` prints them."""
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from jaxserve.config import EngineConfig
+from jaxserve.sampling_params import PARAMETERS, SamplingParams
+
+
+def page() -> str:
+    """Return what each option of LLM and each field of SamplingParams means, as Markdown."""
+    engine = ((field.name, field.default, field.metadata["help"]) for field in dataclasses.fields(EngineConfig))
+    sampling = (
+        (field.name, field.default, PARAMETERS[field.name].meaning) for field in msgspec.structs.fields(SamplingParams)
+    )
+    return f"## Options of LLM\n\n{_table(engine)}\n## Fields of SamplingParams\n\n{_table(sampling)}"
+
+
+def _table(rows: Iterable[tuple[str, object, str]]) -> str:
+    cells = (f"| `{name}` | `{default!r}` | {text.replace('|', '/')} |\n" for name, default, text in rows)
+    return f"| name | default | meaning |\n|---|---|---|\n{''.join(cells)}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

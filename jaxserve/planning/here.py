@@ -1,0 +1,41 @@
+"""What `jaxserve serve` would do on this machine: the start of an engine up to where it would load weights."""
+
+import dataclasses
+import pathlib
+import shutil
+
+from jaxserve.config import EngineConfig
+from jaxserve.cpus import num_usable_cpus
+from jaxserve.engine.checkpoint import read_checkpoint
+from jaxserve.engine.device import choose_devices, free_memory
+from jaxserve.engine.report import make_info
+from jaxserve.engine.startup import count_blocks, make_plan, size
+from jaxserve.errors import ConfigError, OutOfMemory
+from jaxserve.tables import size_text
+
+
+def has_gpu() -> bool:
+    """Return true if this machine has a driver of NVIDIA's."""
+    return pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def rows_here(config: EngineConfig) -> list[list[str]]:
+    """Return what an engine would do on the CPU of this machine, as titles and texts."""
+    cpus = f"{num_usable_cpus()} CPU cores, no GPU"
+    try:
+        config, checkpoint = read_checkpoint(dataclasses.replace(config, load_format="dummy"), progress=False)
+        devices = choose_devices(config, None)
+        plan = make_plan(config, checkpoint, devices)
+        sizing, free = size(plan), free_memory(devices.mesh)
+        info = make_info(plan, num_blocks=count_blocks(plan, sizing, free=free), needs=sizing.needs)
+    except (ConfigError, OutOfMemory) as error:
+        return [["this machine", f"{cpus}: the model cannot be served here: {error}"]]
+    return [
+        ["this machine", f"{cpus}: the model runs in plain XLA, in {plan.builder.spec.dtype}"],
+        ["  weights", f"{size_text(info.total_weight_bytes)} of {size_text(free * devices.mesh.size)} free memory"],
+        [
+            "  KV cache",
+            f"{size_text(info.kv_cache_bytes)} (--kv-cache-memory): {info.num_full_requests:,} requests of "
+            f"{info.max_model_len:,} tokens; at most {info.max_num_seqs:,} run at once",
+        ],
+    ]
