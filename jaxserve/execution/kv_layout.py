@@ -6,6 +6,8 @@ and the layers of all groups use the same g pools. So a block, which is one bloc
 whichever group it is given to, and memory is never divided between layers that keep everything and layers that forget.
 Gemma 3 with 4 layers of one kind and 22 of the other has g = 4, and the last of its 7 groups leaves two pools unused.
 
+Layers that read the keys and values of another have its group and its pool, and keep nothing.
+
 Layers that keep a state need no blocks. Schedulers count tokens in blocks all the same, so a model of such layers alone
 has blocks that take no memory and that are released as soon as their tokens are computed.
 """
@@ -15,7 +17,7 @@ import dataclasses
 import itertools
 from typing import Any, cast
 
-from jaxserve.layers.cache import CacheSpec
+from jaxserve.layers.cache import CacheSpec, source_of
 
 MAX_PADDING = 0.1
 """Largest fraction of a kind's layers that may be missing from its last group. Larger groups mean fewer block
@@ -62,6 +64,21 @@ def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayou
     If layers differ in what they keep, they cannot have pools in common: all are one group then, which gives back
     blocks that no layer attends to.
     """
+    owners = [layer for layer, spec in enumerate(kv_specs) if source_of(spec) is None]
+    layout = _layout_of_owners(tuple(kv_specs[layer] for layer in owners), max_model_len=max_model_len)
+    if len(owners) == len(kv_specs):
+        return layout
+    sources = [layer if (source := source_of(spec)) is None else source for layer, spec in enumerate(kv_specs)]
+    places = [owners.index(source) for source in sources]
+    return dataclasses.replace(
+        layout,
+        group_of_layer=tuple(layout.group_of_layer[place] for place in places),
+        pool_of_layer=tuple(layout.pool_of_layer[place] for place in places),
+    )
+
+
+def _layout_of_owners(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
+    """Return the layout of layers that keep something each."""
     windows = [_window(spec, max_model_len) for spec in kv_specs if not spec.keeps_state] or [ITSELF]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
     shapes = {_without_window(spec) for spec in kv_specs}

@@ -76,17 +76,18 @@ class HeadNorm:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScale:
     """A factor of queries that grows with each original context before their position (Nakanishi 2025,
-    arXiv:2501.19399): 1 + beta ln(1 + floor(position / original_context)).
+    arXiv:2501.19399): 1 + beta ln(1 + floor((position + offset) / original_context)).
     """
 
     beta: float
     original_context: int
+    offset: int = 0
 
     def __call__(
         self, qkv: Float[Array, "T K members D"], positions: Int[Array, " T"]
     ) -> Float[Array, "T K members D"]:
         """Return qkv with scaled queries. A rotation may come before or after that, a norm only before it."""
-        spans = (positions // self.original_context).astype(jnp.float32)
+        spans = ((positions + self.offset) // self.original_context).astype(jnp.float32)
         factors = (1.0 + self.beta * jnp.log1p(spans))[:, None, None, None]
         q = qkv[:, :, :-2].astype(jnp.float32) * factors
         return jnp.concatenate([q.astype(qkv.dtype), qkv[:, :, -2:]], axis=2)
@@ -100,11 +101,15 @@ class Attention:
         rope: how positions rotate queries and keys; None if they do not.
         scale: factor of the scores; None for head_dim^-1/2.
         sliding_window: number of tokens that a token attends to, its own included; None for all up to its own.
+        chunk_size: a token attends to those before it in its chunk of so many tokens; None for all. Without a window.
         soft_cap, alibi_slopes: as in `Scores`.
         has_sinks: each head has a logit that joins the softmax's denominator and nothing else.
         query_scale: a factor of queries by position; None if there is none.
         has_gate: the output of each head is multiplied by the sigmoid of a projection of the input. Checkpoints have
             the rows of a head's gate behind those of its query.
+        value_norm: the norm of each value, without a gain; None if there is none.
+        keys_are_values: one projection makes both, before norms and the rotation.
+        source: the earlier layer, with equal KV heads, whose keys and values this one reads; None if it has its own.
     """
 
     num_heads: int
@@ -113,6 +118,7 @@ class Attention:
     rope: Rope | None
     scale: float | None = None
     sliding_window: int | None = None
+    chunk_size: int | None = None
     soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     qkv_bias: bool = False
@@ -121,11 +127,15 @@ class Attention:
     has_sinks: bool = False
     query_scale: QueryScale | None = None
     has_gate: bool = False
+    value_norm: Norm | None = None
+    keys_are_values: bool = False
+    source: int | None = None
 
     @property
     def cache_spec(self) -> KVSpec:
-        """What the layer keeps: K and V of its KV heads, within its window."""
-        return KVSpec(self.num_kv_heads, self.head_dim, self.sliding_window)
+        """What the layer keeps: K and V of its KV heads, within its window; no token sees more than a chunk."""
+        window = self.sliding_window if self.chunk_size is None else self.chunk_size
+        return KVSpec(self.num_kv_heads, self.head_dim, window, source=self.source)
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the block in the checkpoint, `names` its projections.
@@ -133,7 +143,8 @@ class Attention:
         Q, K and V are fused into [K, G + 2, D, E]: KV head k's G query heads, then its key, then its value, so that a
         split over KV heads keeps together what attends together; on more devices than K, several devices have a copy of
         each head with a part of its queries (see `params.Layout`). Where the checkpoint rotates pairs (2i, 2i + 1), the
-        rotated dimensions of q and k are reordered (see `half_split_order`).
+        rotated dimensions of q and k are reordered (see `half_split_order`). A layer without keys of its own has the
+        queries alone, [K, G, D, E].
         """
         E, H, K, D = hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
         G = H // K
@@ -143,12 +154,22 @@ class Attention:
         assert not (names.is_by_kv_head and num_interleaved), "no family has both"
         assert not (self.has_gate and (names.is_by_kv_head or num_interleaved)), "no family has both"
         rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved, has_gate=self.has_gate)
+        projections, members, kind = names.qkv, G + 2, "members"
+        if self.source is not None or self.keys_are_values:
+            assert rows is not None
+            assert len(names.qkv) == 3, "other families have three projections"
+            by_head = rows.reshape(K, G + 2, D)
+            if self.source is not None:
+                projections, members, kind, rows = names.qkv[:1], G, "queries", by_head[:, :-2].ravel()
+            else:
+                projections, rows = names.qkv[:2], by_head[:, [*range(G + 1), G]].ravel()
+            sizes = sizes[: len(projections)]
         specs: Params = {
             "qkv": ParamSpec(
-                shape=(K, G + 2, D, E),
-                axes=("kv_heads", "members", None, "embed"),
+                shape=(K, members, D, E),
+                axes=("kv_heads", kind, None, "embed"),
                 num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in names.qkv),
+                source=tuple(f"{prefix}.{name}.weight" for name in projections),
                 source_shapes=tuple((size, E) for size in sizes),
                 rows=rows,
                 quantize=True,
@@ -166,9 +187,9 @@ class Attention:
             specs |= self._gate_specs(f"{prefix}.{names.qkv[0]}", E)
         if self.qkv_bias:
             specs["qkv_bias"] = ParamSpec(
-                shape=(K, G + 2, D),
-                axes=("kv_heads", "members", None),
-                source=tuple(f"{prefix}.{name}.bias" for name in names.qkv),
+                shape=(K, members, D),
+                axes=("kv_heads", kind, None),
+                source=tuple(f"{prefix}.{name}.bias" for name in projections),
                 source_shapes=tuple((size,) for size in sizes),
                 rows=rows,
                 init_scale=0.0,
@@ -180,7 +201,9 @@ class Attention:
         if self.head_norm is not None:
             of_head = {"head_dim": D, "num_interleaved": num_interleaved}
             specs["q_norm"] = self.head_norm.specs(f"{prefix}.{names.q_norm}", num_heads=H, axis="heads", **of_head)
-            specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", num_heads=K, axis="kv_heads", **of_head)
+            if self.source is None:
+                of_keys: dict[str, Any] = {"num_heads": K, "axis": "kv_heads"} | of_head
+                specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", **of_keys)
         if self.has_sinks:  # in float32, like the scores
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
         return specs
@@ -245,6 +268,18 @@ class Attention:
         rotation: Rotation | None,
     ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
         """Compute what is between the block's two projections."""
+        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+        scores = Scores(
+            scale=self.score_scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=params.get("sinks"),
+            alibi_slopes=slopes,
+        )
+        if self.source is not None:
+            return cache.read(self._queries(qkv, params.get("q_norm"), rotation), batch, scores), cache
+        if self.value_norm is not None:
+            qkv = jnp.concatenate([qkv[:, :, :-1], self.value_norm(qkv[:, :, -1:], {})], axis=2)
         head_norms = None
         if self.head_norm is not None and self.head_norm.has_kernel:
             head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=self.head_norm.norm.eps)
@@ -255,15 +290,18 @@ class Attention:
         if self.query_scale is not None:
             assert self.head_norm is None, "a norm after the scale would undo it"
             qkv = self.query_scale(qkv, batch.positions)
-        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
-        scores = Scores(
-            scale=self.score_scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=params.get("sinks"),
-            alibi_slopes=slopes,
-        )
-        return cache.attend(qkv, batch, scores, rotation=rotation, head_norms=head_norms)
+        options = {"rotation": rotation, "head_norms": head_norms, "chunk_size": self.chunk_size}
+        return cache.attend(qkv, batch, scores, **options)
+
+    def _queries(self, q: Float[Array, "T K G D"], q_norm: Any, rotation: Rotation | None) -> Float[Array, "T H D"]:
+        """Return the queries of a layer without keys of its own, normalised and rotated."""
+        assert self.query_scale is None
+        q = q.reshape(len(q), -1, self.head_dim)
+        norm = self.head_norm
+        if norm is not None and not norm.is_after_rotation:
+            q = norm(q, q_norm)
+        q = q if rotation is None else rotate(q, *rotation)
+        return norm(q, q_norm) if norm is not None and norm.is_after_rotation else q
 
     @property
     def score_scale(self) -> float:
@@ -275,6 +313,8 @@ class Attention:
         """Why no kernel multiplies by both projections and what is around them, or None if some do."""
         if self.has_gate:
             return "the attention's output is gated"
+        if self.source is not None:
+            return "the attention reads the keys and values of another layer"
         return "the attention has an output bias" if self.out_bias else None
 
     @property
@@ -282,12 +322,15 @@ class Attention:
         """Why the kernel of a whole layer does not attend like this, or None if it does."""
         if self.sliding_window is not None:
             return f"there is a window of {self.sliding_window}"
+        if self.chunk_size is not None:
+            return f"there are chunks of {self.chunk_size}"
         more = {
             "norms of heads": self.head_norm,
             "sinks": self.has_sinks or None,
             "capped scores": self.soft_cap,
             "ALiBi": self.alibi_slopes,
             "a scale of queries": self.query_scale,
+            "a norm of values": self.value_norm,
         }
         if found := [name for name, value in more.items() if value is not None]:
             return f"the attention has {', '.join(found)}"

@@ -80,6 +80,8 @@ class Batch:
     """
     group_of_layer: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     """Static: the group of each layer, if there are several."""
+    layer_inputs: Array | None = None
+    """Where tokens have an embedding for each layer [L, T, P]; that of one layer [T, P] in the Batch of a layer."""
 
     record: Record | None = flax.struct.field(pytree_node=False, default=None)
     """Static: see `StepContext`."""
@@ -93,14 +95,15 @@ class Batch:
 
     def of_layer(self, index: int) -> "Batch":
         """Return the Batch of this layer, with the block tables of its KV group."""
+        own = self if self.layer_inputs is None else dataclasses.replace(self, layer_inputs=self.layer_inputs[index])
         if not self.groups:
-            return self
+            return own
         tables = self.groups[self.group_of_layer[index]]
-        return dataclasses.replace(self, **tables._asdict(), groups=(), group_of_layer=())
+        return dataclasses.replace(own, **tables._asdict(), groups=(), group_of_layer=())
 
     def same_on_each_device(self) -> "Batch":
         """Return the Batch without what differs between devices."""
-        return dataclasses.replace(self, peers=None, loads=None)
+        return dataclasses.replace(self, peers=None, loads=None, layer_inputs=None)
 
 
 @no_type_check

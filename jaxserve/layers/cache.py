@@ -72,6 +72,14 @@ def hold_in(specs: Sequence[CacheSpec], dtype: jnp.dtype | None) -> tuple[CacheS
     )
 
 
+def source_of(spec: CacheSpec) -> int | None:
+    """Return the earlier layer whose keys and values a layer reads instead of its own; None if it has its own.
+
+    Specs of layers that may do so have a field `source`.
+    """
+    return getattr(spec, "source", None)
+
+
 @runtime_checkable
 class KeyValueCache(Protocol):
     """A LayerCache of layers whose heads attend to keys and values."""
@@ -84,12 +92,18 @@ class KeyValueCache(Protocol):
         *,
         rotation: Rotation | None,
         head_norms: HeadNorms | None,
+        chunk_size: int | None = None,
     ) -> tuple[Float[Array, "T H D"], Any]:
         """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
 
         `qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
-        leaves norms to others, `rotation` None positions. Returns the heads' output, and the cache as it is after that.
+        leaves norms to others, `rotation` None positions. With `chunk_size` a token attends to tokens of its chunk of
+        the text alone. Returns the heads' output, and the cache as it is after that.
         """
+        ...
+
+    def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
+        """Attend with normalised and rotated queries over what another layer has stored, this step's tokens too."""
         ...
 
 

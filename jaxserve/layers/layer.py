@@ -8,12 +8,14 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSpec
+from jaxserve.layers.dense_and_experts import DenseAndExperts
+from jaxserve.layers.layer_input import LayerInput
 from jaxserve.layers.linear import Consumer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, PendingUpdate, add_update
-from jaxserve.layers.params import Params
+from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation
 from jaxserve.layers.weight import Weight
 
@@ -84,16 +86,20 @@ class Layer:
             those after them ("post") their updates. Parallel blocks with "attention_norm" alone read it both.
         update_scale: a factor of both blocks' updates.
         mixer_name: the mixer's module in the checkpoint, if layers differ in it; by default that of `Names`.
+        layer_input: a third block, in sequential layers; None if there is none.
+        has_scalar: the residual stream is multiplied by a weight after the last block, in sequential layers.
     """
 
     hidden_size: int
     mixer: Mixer
-    feed_forward: FeedForward | Experts
+    feed_forward: FeedForward | Experts | DenseAndExperts
     norm: Norm
     norms: tuple[str, ...] = PRE_NORMS
     arrangement: Arrangement = Arrangement.SEQUENTIAL
     update_scale: float = 1.0
     mixer_name: str | None = None
+    layer_input: LayerInput | None = None
+    has_scalar: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what the arrangement would leave out."""
@@ -105,6 +111,8 @@ class Layer:
             needed, known = PRE_NORMS, PRE_NORMS
             if self.update_scale != 1.0:
                 raise ValueError(f"{self.arrangement}: updates are not scaled, got update_scale={self.update_scale}")
+        if self.arrangement != Arrangement.SEQUENTIAL and (self.layer_input is not None or self.has_scalar):
+            raise ValueError(f"{self.arrangement}: there is no block or factor after the updates")
         if not set(needed) <= set(self.norms) <= set(known):
             raise ValueError(f"{self.arrangement}: norms must be among {known}, with {needed}, got {self.norms}")
 
@@ -112,10 +120,16 @@ class Layer:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         mlp = f"{prefix}.{names.mlp}" if names.mlp else prefix
         mixer = f"{prefix}.{self.mixer_name or names.attention}"
-        return {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms} | {
+        specs = {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms} | {
             "attention": self.mixer.specs(mixer, self.hidden_size, names),
             "mlp": self.feed_forward.specs(mlp, self.hidden_size, names),
         }
+        if self.layer_input is not None:
+            specs["layer_input"] = self.layer_input.specs(prefix, self.hidden_size)
+            specs["layer_input_norm"] = self.norm.specs(f"{prefix}.post_per_layer_input_norm", self.hidden_size)
+        if self.has_scalar:
+            specs["scalar"] = ParamSpec(shape=(1,), axes=(None,), source=(f"{prefix}.layer_scalar",), init_scale=None)
+        return specs
 
     @property
     def adds_in_first_norm(self) -> bool:
@@ -135,6 +149,8 @@ class Layer:
             return "the layer has norms after blocks"
         if self.update_scale != 1.0:
             return "the layer has scaled updates"
+        if self.layer_input is not None or self.has_scalar:
+            return "the layer has a third block or a factor"
         return self.mixer.why_not_fused or self.feed_forward.why_not_fused
 
     def run(
@@ -186,7 +202,14 @@ class Layer:
         update = self._pending(update, params, "attention_post_norm")
         x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
         update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
-        return x, self._pending(update, params, "mlp_post_norm"), cache
+        update = self._pending(update, params, "mlp_post_norm")
+        if self.layer_input is not None:
+            x = add_update(x, update, batch.context)
+            y = self.layer_input.run(params["layer_input"], x, batch)
+            update = PendingUpdate(value=y, weights=params["layer_input_norm"], norm=self.norm, scale=1.0)
+        if self.has_scalar:
+            return add_update(x, update, batch.context) * params["scalar"][None], None, cache
+        return x, update, cache
 
     def _parallel(
         self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
@@ -232,7 +255,8 @@ class Layer:
 
     def consumer_of_mlp(self, consumer: Consumer) -> Consumer:
         """Return what takes the update of the feed-forward if the layer's update has this consumer."""
-        return consumer if self._adds_parts("mlp_post_norm") else "stream"
+        is_last = self.layer_input is None and not self.has_scalar
+        return consumer if is_last and self._adds_parts("mlp_post_norm") else "stream"
 
     def _adds_parts(self, post_norm: str) -> bool:
         """Return true if a block's update is added as it is, by a norm of the kind that adds up parts of one."""

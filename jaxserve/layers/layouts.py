@@ -79,13 +79,13 @@ def _indices_of_copies(spec: LeafSpec, mesh: Mesh | AbstractMesh) -> tuple[np.nd
     if copies == 1:
         return ()
     head, copy = np.divmod(np.arange(spec.shape[0] * copies), copies)
-    if "members" not in spec.axes:
+    if not {"members", "queries"}.intersection(spec.axes):
         return (head,)
-    num_queries = spec.shape[1] - 2
+    num_queries = spec.shape[1] - (2 if "members" in spec.axes else 0)
     partition_spec(("heads",), (spec.shape[0] * num_queries,), mesh, name=spec.name)
     queries = np.arange(num_queries).reshape(copies, -1)[copy]
-    key_and_value = np.broadcast_to([num_queries, num_queries + 1], (len(head), 2))
-    return head[:, None], np.concatenate([queries, key_and_value], axis=1)
+    others = np.arange(num_queries, spec.shape[1])  # the key and the value
+    return head[:, None], np.concatenate([queries, np.broadcast_to(others, (len(head), len(others)))], axis=1)
 
 
 def abstract_params(specs: Params, *, dtype: np.dtype, mesh: Mesh | AbstractMesh) -> Params:

@@ -6,6 +6,7 @@ arXiv:2211.15841). No expert computes for a token that is not its own, nor for t
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ class Experts:
         has_selection_bias: a bias is added to scores for the choice among experts, and to nothing else.
         shared: a feed-forward that serves every token, or None.
         has_shared_gate: the shared one is multiplied by a gate of its own.
+        weighs_inputs: an expert's weight is a factor of its input, instead of its output.
     """
 
     routing: Routing
@@ -50,6 +52,7 @@ class Experts:
     has_selection_bias: bool = False
     shared: FeedForward | None = None
     has_shared_gate: bool = False
+    weighs_inputs: bool = False
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights: the router, all experts' gate and up in [X, 2, F, E] and down in [X, E, F]; `prefix`
@@ -115,7 +118,8 @@ class Experts:
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
         num_tokens = batch.query_starts[batch.num_rows]
-        return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer)
+        options: dict[str, Any] = {"weighs_inputs": self.weighs_inputs}
+        return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer, **options)
 
     @property
     def why_not_fused(self) -> str:
@@ -145,11 +149,15 @@ def moe(
     activation: str | Gate,
     context: StepContext = PLAIN,
     consumer: Consumer = "stream",
+    *,
+    router_input: Float[Array, "T E"] | None = None,
+    weighs_inputs: bool = False,
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `activations.gate_of`,
-    `consumer` as for `residual_update`. Raises NotImplementedError for experts that kernels cannot multiply by; if they
+    `consumer` as for `residual_update`. `router_input` is by default x; with `weighs_inputs` an expert's input is
+    weighted instead of its output. Raises NotImplementedError for experts that kernels cannot multiply by; if they
     do not support the routing, XLA does it.
     """
     has_peers = context.peers is not None
@@ -160,13 +168,19 @@ def moe(
     with jax.named_scope("moe"):
         by_xla = dataclasses.replace(context, kernels="xla")
         float32 = jnp.dtype(jnp.float32)
-        logits = linear(x, params["router"], context=by_xla, name="router", output_dtype=float32)
+        routed = x if router_input is None else router_input
+        logits = linear(routed, params["router"], context=by_xla, name="router", output_dtype=float32)
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
         run = functools.partial(
-            _run_experts, routing=routing, activation=activation, context=context, leaves_partial_sums=together or alone
+            _run_experts,
+            run=functools.partial(
+                _run_local_experts, routing=routing, activation=activation, context=context, weighs_inputs=weighs_inputs
+            ),
+            leaves_partial_sums=together or alone,
         )
-        y, load = run(params["experts"], x, logits, params.get("selection_bias"), num_tokens)
+        of_experts = params.get("selection_bias"), params.get("expert_scale")
+        y, load = run(params["experts"], x, logits, of_experts, num_tokens)
         if context.loads is not None:
             context.loads.counts.append(load)
         if alone:
@@ -185,21 +199,19 @@ def _run_experts(
     experts: Params,
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
-    selection_bias: Float[Array, " X"] | None,
+    of_experts: tuple[Float[Array, " X"] | None, Float[Array, " X"] | None],
     num_tokens: Int[Array, ""],
     *,
-    routing: Routing,
-    activation: str | Gate,
-    context: StepContext,
+    run: Callable[..., tuple[Array, Array]],
     leaves_partial_sums: bool,
 ) -> tuple[Float[Array, "T E"], Int[Array, " X"]]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
-    of their inner sizes, for all tokens. Returns the number of tokens of each expert, too.
+    of their inner sizes, for all tokens. `run` is `_run_local_experts`. Returns the number of tokens of each expert,
+    too.
     """
-    run = functools.partial(_run_local_experts, routing=routing, activation=activation, context=context)
     gate_up: Weight = experts["gate_up"]
     if gate_up.mesh.empty:
-        return run(experts, x, logits, selection_bias, num_tokens, first_expert=0)
+        return run(experts, x, logits, of_experts, num_tokens, first_expert=0)
     expert_axis, ffn_axis = gate_up.spec[0], gate_up.spec[2]
     axes = _axes_of_partial_sums(experts)
 
@@ -221,7 +233,7 @@ def _run_experts(
         ),
         check_vma=False,  # a kernel call does not say over which axes its outputs vary
     )
-    return island(experts, x, logits, selection_bias, num_tokens)
+    return island(experts, x, logits, of_experts, num_tokens)
 
 
 def _axes_of_partial_sums(experts: Params) -> tuple[str, ...]:
@@ -234,15 +246,20 @@ def _run_local_experts(
     experts: Params,
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
-    selection_bias: Float[Array, " X"] | None,
+    of_experts: tuple[Float[Array, " X"] | None, Float[Array, " X"] | None],
     num_tokens: Int[Array, ""],
     *,
     first_expert: int | Int[Array, ""],
     routing: Routing,
     activation: str | Gate,
     context: StepContext,
+    weighs_inputs: bool,
 ) -> tuple[Float[Array, "T E"], Int[Array, " L"]]:
-    """Return the partial sum of these experts, which begin at `first_expert`, and the number of tokens of each."""
+    """Return the partial sum of these experts, which begin at `first_expert`, and the number of tokens of each.
+
+    `of_experts` are what is added to the scores of all experts for the choice, and a factor of their weights.
+    """
+    selection_bias, expert_scale = of_experts
     num_choices, num_experts = len(x) * routing.num_experts_per_token, experts["down"].shape[0]
     routed_by = context.choose("routing", routing_part(len(x), routing, kernels=context.kernels))
     # The kernel for codes has tiles of its own; one plan of tiles does for both matmuls unless one is of codes.
@@ -268,12 +285,17 @@ def _run_local_experts(
             tiles = routed.tiles if is_of_codes[name] == has_tiles_of_codes else None
             return products[name].run(rows, routed.group_sizes, experts.get(f"{name}_bias"), tiles)
 
-        rows = x[routed.token]
+        rows, weights = x[routed.token], routed.weights
+        if expert_scale is not None:
+            weights = weights * expert_scale.astype(jnp.float32)[routed.experts]
+        if weighs_inputs:
+            of_row = jnp.zeros(len(rows), jnp.float32).at[routed.row].set(weights, mode="drop")
+            rows, weights = (rows * of_row[:, None]).astype(x.dtype), jnp.ones_like(weights)
         y = multiply(multiply(rows, "gate_up"), "down")
         has_row = routed.row < len(rows)
         y = y.at[routed.row].get(mode="clip").astype(jnp.float32)
         # After the last group y may be NaN.
-        total = jnp.sum(jnp.where(has_row[:, :, None], y * routed.weights[:, :, None], 0), axis=1)
+        total = jnp.sum(jnp.where(has_row[:, :, None], y * weights[:, :, None], 0), axis=1)
         return total.astype(x.dtype), routed.group_sizes
 
     return context.call(run, (result(x.shape, x.dtype), result((num_experts,), jnp.dtype(jnp.int32))))

@@ -45,13 +45,17 @@ class Norm:
 
     def specs(self, source: str, size: int) -> ParamSpec | Params:
         """Declare the weights for vectors of this size; `source` is the norm's module in the checkpoint."""
+        if not self.has_gain:
+            return {}
         if self.kind == "rms":
             return norm_spec(source, size, offset=self.offset)
-        return layer_norm_specs(source, size, bias=self.has_bias) if self.has_gain else {}
+        return layer_norm_specs(source, size, bias=self.has_bias)
 
     def __call__(self, x: Float[Array, "*batch N"], weights: Any) -> Float[Array, "*batch N"]:
         """Normalise the vectors of the last axis with the weights of `specs`."""
-        return rms_norm(x, weights, self.eps) if self.kind == "rms" else layer_norm(x, weights, self.eps)
+        if self.kind == "layer":
+            return layer_norm(x, weights, self.eps)
+        return rms_norm(x, weights if self.has_gain else None, self.eps)
 
     def alone(self, x: Float[Array, "T E"], params: Params, name: str, context: StepContext) -> Float[Array, "T E"]:
         """Normalise with the weights of this name, by XLA."""
@@ -150,15 +154,16 @@ def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
     return specs
 
 
-def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"], eps: float) -> Float[Array, "*batch N"]:
-    """Scale the vectors of the last axis to a root mean square of 1, times `weight`; computed in float32.
+def rms_norm(x: Float[Array, "*batch N"], weight: Float[Array, "... N"] | None, eps: float) -> Float[Array, "*batch N"]:
+    """Scale the vectors of the last axis to a root mean square of 1, times `weight` if given; computed in float32.
 
     A weight of [H, N] has one vector for each of the H heads in x [T, H, N].
     """
     with jax.named_scope("norm"):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        return (wide * scale * _spread(weight, x.ndim)).astype(x.dtype)
+        normed = wide * scale if weight is None else wide * scale * _spread(weight, x.ndim)
+        return normed.astype(x.dtype)
 
 
 def add_rms_norm(

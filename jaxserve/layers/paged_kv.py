@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
+from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import kv_copies, mesh_axes
@@ -32,6 +33,7 @@ class PagedKV(Pages):
         *,
         rotation: Rotation | None,
         head_norms: HeadNorms | None,
+        chunk_size: int | None = None,
     ) -> tuple[Float[Array, "T H D"], "PagedKV"]:
         """Write K and V into their pages, then attend over block tables, as `KeyValueCache` says.
 
@@ -50,23 +52,21 @@ class PagedKV(Pages):
                 head_norms=head_norms,
                 implementation=kernels,
             )
+            if chunk_size is not None:
+                batch = cut_rows(batch, chunk_size=chunk_size, block_size=self.k.shape[2])
             return attend_over_pages(q, pages, batch, scores, kernels=kernels), PagedKV(*pages)
 
         context = batch.context
         T, K, members, D = qkv.shape
         half = D // 2 if rotation is None else rotation[0].shape[1]
-        why_not = self._why_not(qkv.dtype, num_queries=max(1, batch.num_columns) * (members - 2), half=half)
-        context.choose("attention", self._chosen(why_not, context))
-        kernels: Kernels = "xla" if why_not and self.scales is not None else context.kernels
+        kernels: Kernels = self._choose(qkv, batch, num_queries=members - 2, half=half)
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
             return context.call(on_local_heads, makes, qkv, self, scores, head_norms, rotation, batch)
         axis = sharding.spec[1]
         heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
-        if scores.alibi_slopes is not None:  # a constant, so that every device has all of them
-            slopes = jax.sharding.reshard(scores.alibi_slopes, PartitionSpec(axis))
-            scores = dataclasses.replace(scores, alibi_slopes=slopes)
+        scores = _over_heads(scores, axis)
         island = jax.shard_map(
             on_local_heads,
             in_specs=(of_heads, of_heads, PartitionSpec(axis), whole, whole, whole),
@@ -75,6 +75,32 @@ class PagedKV(Pages):
         )
         makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
         return context.call(island, makes, qkv, self, scores, head_norms, rotation, batch.same_on_each_device())
+
+    def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
+        """Attend over what another layer of this step has written, as `KeyValueCache` says."""
+
+        def on_local_heads(q: Any, cache: Any, scores: Any, batch: Any) -> Array:
+            return attend_over_pages(q, cache, batch, scores, kernels=kernels)
+
+        kernels: Kernels = self._choose(q, batch, num_queries=q.shape[1] // self.k.shape[1], half=q.shape[2] // 2)
+        axis = jax.typeof(self.k).sharding.spec[1]
+        if jax.typeof(self.k).sharding.mesh.empty:
+            return batch.context.call(on_local_heads, q, q, self, scores, batch)
+        heads, of_pages = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None)
+        island = jax.shard_map(
+            on_local_heads,
+            in_specs=(heads, of_pages, PartitionSpec(axis), PartitionSpec()),
+            out_specs=heads,
+            check_vma=False,  # a kernel call does not say over which axes its outputs vary
+        )
+        return batch.context.call(island, q, q, self, _over_heads(scores, axis), batch.same_on_each_device())
+
+    def _choose(self, x: Array, batch: Batch, *, num_queries: int, half: int) -> Kernels:
+        """Choose what attends with activations like `x` and `num_queries` a KV head, and record it."""
+        context, num_columns = batch.context, max(1, batch.num_columns)
+        why_not = self._why_not(x.dtype, num_queries=num_columns * num_queries, half=half)
+        context.choose("attention", self._chosen(why_not, context))
+        return "xla" if why_not and self.scales is not None else context.kernels
 
     def _why_not(self, dtype: Any, *, num_queries: int, half: int) -> str | None:
         """Return why no kernel attends or writes with activations of `dtype`, `num_queries` a decoding row and KV head,
@@ -104,6 +130,8 @@ class KVSpec:
     """A token attends to this many tokens, itself included; None: to all before it."""
     dtype: jnp.dtype | None = None
     """A dtype of 8 bits, for which each token and head has scales; None: that of activations."""
+    source: int | None = None
+    """The earlier layer whose keys and values this one reads, without any of its own; None: it has its own."""
 
     @property
     def keeps_state(self) -> bool:
@@ -126,7 +154,16 @@ class KVSpec:
 
     def describe(self) -> str:
         """Return the number of heads and their size."""
-        return f"KV heads: {self.num_kv_heads} of {self.head_dim}"
+        heads = f"{self.num_kv_heads} of {self.head_dim}"
+        return f"KV heads: {heads}" if self.source is None else f"KV of earlier layers: {heads}"
+
+
+def _over_heads(scores: Scores, axis: Any) -> Scores:
+    """Return the scores with slopes, a constant of which every device has all, split over the axis of heads."""
+    if scores.alibi_slopes is None:
+        return scores
+    slopes = jax.sharding.reshard(scores.alibi_slopes, PartitionSpec(axis))
+    return dataclasses.replace(scores, alibi_slopes=slopes)
 
 
 def attend_over_pages(

@@ -63,7 +63,7 @@ class ParamSpec:
     Attributes:
         axes: logical names ("embed", "heads", "kv_heads", "ffn", "experts", "vocab", or None), mapped to mesh axes by
             `layers.sharding`. "kv_heads" comes first if there is one; "members" after it are the queries of a KV head,
-            its key and its value.
+            its key and its value, "queries" only the former.
         num_inputs: number of last axes that a matmul contracts; the axes before them are outputs. 0 for weights that no
             matmul reads, such as biases and norms.
         source: names of the Hugging Face tensors that the weight is composed of.

@@ -40,6 +40,16 @@ class PairScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalScaling:
+    """Rotates the first `num_pairs` pairs of a head, whose dimensions are half a head apart, and no others. Their
+    wavelengths are those of a head that is rotated whole, stretched by `factor`.
+    """
+
+    num_pairs: int
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): one factor per pair for the original context, others beyond it.
 
@@ -103,7 +113,9 @@ class DynamicScaling:
     context: int
 
 
-Scaling = LinearScaling | Llama3Scaling | PairScaling | LongRopeScaling | YarnScaling | DynamicScaling
+Scaling = (
+    LinearScaling | Llama3Scaling | PairScaling | ProportionalScaling | LongRopeScaling | YarnScaling | DynamicScaling
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +152,8 @@ def frequencies(rope: Rope) -> np.ndarray:
             scaled = frequency
         case LinearScaling():
             scaled = frequency / rope.scaling.factor
+        case ProportionalScaling(num_pairs=num_pairs, factor=factor):
+            scaled = np.where(np.arange(len(frequency)) < num_pairs, frequency / factor, 0.0)
         case Llama3Scaling():
             scaled = _scale_llama3(frequency, rope.scaling)
         case PairScaling() | LongRopeScaling():

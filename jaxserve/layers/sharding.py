@@ -18,6 +18,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "kv_heads": ("expert", "tensor"),
     "key_heads": ("expert", "tensor"),
     "members": (),
+    "queries": (),
     "ffn": ("expert", "tensor"),
     "experts": ("expert",),
     "expert_ffn": ("tensor",),

@@ -43,15 +43,22 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS),
     **dict.fromkeys(("num_shared_expert", "num_shared_experts", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),
-    "kv_channels": MAX_WIDTH,
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"), MAX_INNER_WIDTH),
+    **dict.fromkeys(("kv_channels", "global_head_dim", "hidden_size_per_layer_input"), MAX_WIDTH),
+    "num_global_key_value_heads": MAX_HEADS,
+    "num_kv_shared_layers": MAX_LAYERS,
+    "top_k_experts": MAX_EXPERTS,
+    **dict.fromkeys(
+        ("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "ffn_hidden_size"), MAX_INNER_WIDTH
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), MAX_INNER_WIDTH),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_WIDTH),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"), MAX_CONTEXT),
-    **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), MAX_CONTEXT),
+    **dict.fromkeys(
+        ("original_max_position_embeddings", "sliding_window", "attention_chunk_size", "floor_scale"), MAX_CONTEXT
+    ),
     "factor": MAX_FACTOR,
     "num_labels": MAX_LABELS,
-    **dict.fromkeys(("vocab_size", "padded_vocab_size"), MAX_VOCABULARY),
+    **dict.fromkeys(("vocab_size", "padded_vocab_size", "vocab_size_per_layer_input"), MAX_VOCABULARY),
 }
 """Limits of fields of config.json by name."""
 

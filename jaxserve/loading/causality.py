@@ -34,7 +34,7 @@ def _is_of_both_ways(name: str, value: Any) -> bool:
     if name == "model_type":
         return isinstance(value, str) and bool(_FIELD_OF_BOTH_WAYS.search(value.lower()))
     if _FIELD_OF_BOTH_WAYS.search(name.lower()):
-        return bool(value)
+        return bool(value) and value != "vision"  # images alone
     if _FIELD_OF_ONE_WAY.search(name.lower()) and isinstance(value, int) and not value:
         return True
     is_of_attention = re.search("attention|attn|mask", name.lower())

@@ -345,6 +345,15 @@ def _glm_fields(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def _ernie_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = _without_window(file)
+    return fields | {"use_bias": fields["attention_bias"]}
+
+
+def _seed_oss_fields(file: GGUFFile) -> dict[str, Any]:
+    return _without_window(file) | {"attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
+
+
 def _gpt_neox_fields(file: GGUFFile) -> dict[str, Any]:
     return _layer_norm_fields(file) | {
         "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
@@ -378,6 +387,7 @@ ARCHITECTURES = {
     "chatglm": _glm_fields,
     "command-r": _cohere_fields,
     "deepseek2": _deepseek_fields,
+    "ernie4_5": _ernie_fields,
     "falcon": _falcon_fields,
     "gemma": _without_window,
     "gemma2": _gemma2_fields,
@@ -398,6 +408,7 @@ ARCHITECTURES = {
     "qwen2moe": _qwen_moe_fields,
     "qwen3": _without_window,
     "qwen3moe": _qwen_moe_fields,
+    "seed_oss": _seed_oss_fields,
     "stablelm": _stablelm_fields,
     "starcoder2": _starcoder2_fields,
 }

@@ -106,8 +106,8 @@ SANDWICH_NAMES = {
 }
 """Names in architectures with norms on both sides of a block, or after it."""
 
-SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2")
-"""Architectures that have some of these names; GPT-OSS has them though its norms are before blocks."""
+SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2", "seed_oss")
+"""Architectures that have some of these names; GPT-OSS and Seed-OSS have them though their norms are before blocks."""
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
 

@@ -451,13 +451,14 @@ def _check(
     """
     found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
     missing = [name for name in expected if name not in found]
-    further_layers = _further_layers(directory)
+    further_layers, sharing_layers = _further_layers(directory), _sharing_layers(directory)
     extras = {HEAD, f"model.{HEAD}"} if _is_classifier(directory) else set[str]()
     unexpected = [
         name
         for name in tensors
         if name not in expected.keys() | extras
         and not _is_extra(name, further_layers)
+        and not _is_of_unused_keys(name, sharing_layers)
         and not _is_bias_of_zeros(name, tensors)
     ]
     if further := [name for name in tensors if name not in expected and _is_further(name, further_layers)]:
@@ -485,6 +486,19 @@ def _further_layers(directory: pathlib.Path) -> range:
     first, counts = fields.get("num_hidden_layers"), [fields.get(name) for name in NEXT_TOKEN_LAYERS]
     count = max((count for count in counts if isinstance(count, int)), default=0)
     return range(first, first + count) if isinstance(first, int) else range(0)
+
+
+def _sharing_layers(directory: pathlib.Path) -> range:
+    """Return the last layers, which read the keys and values of others."""
+    fields = _fields(directory)
+    last, count = fields.get("num_hidden_layers"), fields.get("num_kv_shared_layers")
+    return range(last - count, last) if isinstance(last, int) and isinstance(count, int) else range(0)
+
+
+def _is_of_unused_keys(name: str, sharing_layers: range) -> bool:
+    """Return true if such a tensor makes keys or values of a layer that has none, but that checkpoints contain."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(proj|norm)\.", name)
+    return found is not None and int(found[1]) in sharing_layers
 
 
 def _is_extra(name: str, further_layers: range) -> bool:

@@ -47,12 +47,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "cohere2_vision": Wrapper(text="cohere2"),
     "fast_vlm": Wrapper(text="qwen2"),
     "gemma3": Wrapper(text="gemma3_text", is_tied=True),
+    "gemma4": Wrapper(text="gemma4_text", is_tied=True),
+    "gemma4_unified": Wrapper(text="gemma4_unified_text", is_tied=True),
     "glm46v": Wrapper(text="glm4v_text"),
     "glm4v": Wrapper(text="glm4v_text"),
     "idefics3": Wrapper(text="llama"),
     "internvl": Wrapper(text="qwen2"),
     "internvl_chat": Wrapper(text="qwen2", key="llm_config"),
     "kimi_k25": Wrapper(text="deepseek_v3"),
+    "llama4": Wrapper(text="llama4_text", is_tied=False),
     "llava": Wrapper(text="llama"),
     "llava_next": Wrapper(text="llama"),
     "llava_next_video": Wrapper(text="llama"),
@@ -120,6 +123,11 @@ _QWEN2_VL = _TextType(
     },
 )
 _TEXT_TYPES: Mapping[str, _TextType] = {
+    "gemma4_unified_text": _TextType(
+        family="gemma4_text",
+        defaults={"max_position_embeddings": 262144, "sliding_window": 1024},
+        fixed={"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    ),
     "glm4v_text": _TextType(
         family="glm4",
         defaults={"rms_norm_eps": 1e-05, "max_position_embeddings": 32768, "partial_rotary_factor": 1.0},

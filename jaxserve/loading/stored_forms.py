@@ -15,6 +15,9 @@ import numpy as np
 PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """For each matrix of an expert, the tensor of all experts, and which half of its outputs; None: all of them."""
 
+INPUTS_FIRST = ".feed_forward.experts"
+"""The end of the name of experts, Llama 4's, whose tensors of all have inputs before outputs."""
+
 RENAMED = {"post_attention_layernorm": "feedforward_layer_norm"}
 """Modules that transformers 5 saves under another name, in layers of OLMo Hybrid that attend."""
 
@@ -28,13 +31,17 @@ class ExpertPart:
     stored: Any
     expert: int
     half: int | None
+    is_transposed: bool
+    """The stored tensor has inputs before outputs."""
 
     def read(self) -> np.ndarray:
         """Return the values, reading nothing else of the file."""
-        num_outputs = self.stored.header().get_shape()[1]
+        num_outputs = self.stored.header().get_shape()[2 if self.is_transposed else 1]
         start, stop = 0, num_outputs
         if self.half is not None:
             start, stop = self.half * num_outputs // 2, (self.half + 1) * num_outputs // 2
+        if self.is_transposed:
+            return self.stored.header()[self.expert, :, start:stop].T
         return self.stored.header()[self.expert, start:stop]
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
@@ -43,7 +50,8 @@ class ExpertPart:
         num_experts = next(iter(self.stored.header().get_shape()), 0)
         if self.expert >= num_experts:
             return f"is not among the {num_experts} experts of {self.stored.name}"
-        return self.stored.complaint((num_experts, num_outputs * (1 if self.half is None else 2), num_inputs))
+        matrix = num_outputs * (1 if self.half is None else 2), num_inputs
+        return self.stored.complaint((num_experts, *(matrix[::-1] if self.is_transposed else matrix)))
 
 
 CUT = tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
@@ -81,7 +89,8 @@ def in_declared_form(tensors: Mapping[str, Any], expected: Mapping[str, tuple[in
         if (match := _NAME.fullmatch(name)) is not None:
             module, half = PARTS[match[3]]
             if (whole := f"{match[1]}.{module}") in tensors:
-                found[name] = ExpertPart(tensors[whole], int(match[2]), half)
+                is_transposed = match[1].endswith(INPUTS_FIRST)
+                found[name] = ExpertPart(tensors[whole], int(match[2]), half, is_transposed)
                 used.add(whole)
             continue
         for own, other in RENAMED.items():

@@ -39,6 +39,7 @@ class Family:
         amend: changes the declaration of the weights that follows from the layers: adds what is beside them, or
             replaces what a checkpoint stores in another way.
         embed: the first stage, from tokens to the residual stream.
+        layer_inputs: what the layers' own embeddings make of the tokens, [L, T, P]; None in most families.
         head: the last stage, from hidden states to logits.
         doc: the module's docstring, which begins with the checkpoints that are supported.
         features: features of all checkpoints that no field of the config mentions.
@@ -49,6 +50,7 @@ class Family:
     names: Names | Callable[[Any], Names] = LLAMA_NAMES
     amend: Callable[[Params, Any], Params] | None = None
     embed: Callable[[Params, Any, Batch], Array] = embed_tokens
+    layer_inputs: Callable[[Params, Any, Batch], Array | None] | None = None
     head: Callable[[Params, Any, Array, StepContext], Array] = logits
     doc: str | None
     features: tuple[str, ...] = ()
@@ -67,7 +69,14 @@ class Family:
         self, params: Params, config: Any, x: Float[Array, "T E"], batch: Batch, kv_cache: KVCache, span: range
     ) -> tuple[Float[Array, "T E"], KVCache]:
         """Run the stages in between, any range of layers, as `run_layers` does."""
+        batch = self.with_layer_inputs(params, config, batch)
         return run_layers(self.layers(config), params, x, batch, kv_cache, span)
+
+    def with_layer_inputs(self, params: Params, config: Any, batch: Batch) -> Batch:
+        """Return the batch as layers take it."""
+        if self.layer_inputs is None:
+            return batch
+        return dataclasses.replace(batch, layer_inputs=self.layer_inputs(params, config, batch))
 
     def forward(
         self, params: Params, config: Any, batch: Batch, kv_cache: KVCache

@@ -13,7 +13,7 @@ Fields = dict[str, Any]
 
 NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
-    *("norm_topk_prob", "q_lora_rank", "rope_interleave", "sliding_window"),
+    *("attention_chunk_size", "norm_topk_prob", "q_lora_rank", "rope_interleave", "sliding_window"),
 }
 """Fields in which null is a value: the feature is absent, a flag is false, or the value follows from others."""
 
@@ -162,19 +162,32 @@ def activation(fields: Fields, name: str = "hidden_act") -> str:
     return value
 
 
-def windows_by_type(fields: Fields, window: int | None, default: Sequence[str]) -> tuple[int | None, ...]:
-    """Return each layer's sliding window: `window` where `layer_types` has "sliding_attention", None at
-    "full_attention".
+def rotating_layers(fields: Fields) -> tuple[bool, ...]:
+    """Return which layers rotate: `no_rope_layers` says so in spite of its name, by default all but every one of number
+    `no_rope_layer_interval`.
     """
+    num_layers = integer(fields, "num_hidden_layers")
+    interval, flags = integer(fields, "no_rope_layer_interval", 4), fields.get("no_rope_layers")
+    if flags is None:
+        flags = [int((index + 1) % interval != 0) for index in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
+        raise CheckpointError(f"config.json: no_rope_layers must have 0 or 1 for each of {num_layers} layers")
+    return tuple(map(bool, flags[:num_layers]))
+
+
+def windows_by_type(
+    fields: Fields, window: int | None, default: Sequence[str], *, kind: str = "sliding_attention"
+) -> tuple[int | None, ...]:
+    """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention"."""
     num_layers = integer(fields, "num_hidden_layers")
     kinds = fields.get("layer_types")
     kinds = list(default) if kinds is None else kinds
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+    known = ("full_attention", kind)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(each in known for each in kinds):
         raise CheckpointError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
+            f"config.json: layer_types must name full_attention or {kind} for each of {num_layers} layers"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if each == kind else None for each in kinds)
 
 
 def periodic_windows(fields: Fields, window: int | None, *, period: int) -> tuple[int | None, ...]:
@@ -193,6 +206,20 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     num_full = min(integer(fields, "max_window_layers", minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(fields, window, default)
+
+
+def kv_sources(fields: Fields, windows: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Return the layer whose keys and values each layer reads, None for its own: the last `num_kv_shared_layers` read
+    those of the last layer before them of their kind, with a window or without. Raises CheckpointError if there is
+    none.
+    """
+    first = len(windows) - integer(fields, "num_kv_shared_layers", minimum=0)
+    is_full = [window is None for window in windows]
+    last = {kind: layer for layer, kind in enumerate(is_full[: max(first, 0)])}
+    if missing := set(is_full) - last.keys():
+        kind = "full_attention" if True in missing else "sliding_attention"
+        raise CheckpointError(f"config.json: num_kv_shared_layers leaves no layer of {kind} whose keys others may read")
+    return tuple(None if layer < first else last[kind] for layer, kind in enumerate(is_full))
 
 
 def num_experts(fields: Fields, *, per_token_name: str = "num_experts_per_tok") -> int:

@@ -9,6 +9,7 @@ from jaxserve.layers.rope import (
     Llama3Scaling,
     LongRopeScaling,
     PairScaling,
+    ProportionalScaling,
     Rope,
     Scaling,
     YarnScaling,
@@ -40,17 +41,30 @@ def rope(
     unknown scaling, and if the rotated dimensions are not even in number.
     """
     parameters = rope_parameters(fields)
-    if partial_rotary_factor is None and number(parameters, "partial_rotary_factor", 1.0) != 1.0:
+    is_proportional = partial_rotary_factor is None and _kind(parameters) == "proportional"
+    if (
+        partial_rotary_factor is None
+        and not is_proportional
+        and number(parameters, "partial_rotary_factor", 1.0) != 1.0
+    ):
         raise CheckpointError("config.json: partial_rotary_factor other than 1 is not supported")
     fraction = number(parameters, "partial_rotary_factor", partial_rotary_factor or 1.0)
     size = head_dim(fields) if size is None else size
-    rotated = int(size * fraction)
+    rotated = size if is_proportional else int(size * fraction)
     if rotated % 2 or not 0 < rotated <= size:
         given = f"{size}" if fraction == 1.0 else f"{size} times partial_rotary_factor {fraction}"
         raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
     theta = number(parameters, "rope_theta", theta)
     if theta <= 1.0:
         raise CheckpointError(f"config.json: rope_theta must be greater than 1, got {theta:g}")
+    if is_proportional:
+        num_pairs = int(fraction * size // 2)
+        if not 0 < num_pairs <= size // 2:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {fraction:g} of a head of {size} is not possible"
+            )
+        scaling = ProportionalScaling(num_pairs=num_pairs, factor=number(parameters, "factor", 1.0))
+        return Rope(head_dim=size, theta=theta, scaling=scaling)
     scaling = _scaling(fields, parameters, rotated, is_context_stretched=is_context_stretched)
     return Rope(head_dim=rotated, theta=theta, scaling=scaling)
 
@@ -119,9 +133,12 @@ def rope_object(fields: Fields) -> Fields:
     return dict(given)
 
 
+def _kind(parameters: Fields) -> object:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
 def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_stretched: bool) -> Scaling | None:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    context = integer(fields, "max_position_embeddings")
+    kind, context = _kind(parameters), integer(fields, "max_position_embeddings")
     match kind:
         case "default":
             return None

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
@@ -35,24 +34,15 @@ class Config(llama.Config):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        num_layers, interval = (
-            hf_config.integer(fields, name, default)
-            for name, default in (("num_hidden_layers", None), ("no_rope_layer_interval", 4))
-        )
-        # The list says which layers rotate, in spite of its name.
-        flags = fields.get("no_rope_layers")
-        if flags is None:
-            flags = [int((index + 1) % interval != 0) for index in range(num_layers)]
-        if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
-            raise CheckpointError(f"config.json: no_rope_layers must have 0 or 1 for each of {num_layers} layers")
+        rotates = hf_config.rotating_layers(fields)
         window = hf_config.optional_integer(fields, "sliding_window")
         window = window if hf_config.flag(fields, "use_sliding_window") else None
-        kinds = ["full_attention" if rotates else "sliding_attention" for rotates in flags[:num_layers]]
+        kinds = ["full_attention" if is_rotated else "sliding_attention" for is_rotated in rotates]
         return cls(
             **hf_config.as_llama(fields),
             attention_bias=hf_config.flag(fields, "attention_bias"),
             mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rotates=tuple(map(bool, flags[:num_layers])),
+            rotates=rotates,
             sliding_windows=hf_config.windows_by_type(fields, window, kinds),
             rope=hf_rope.rope(fields, theta=2_000_000.0),
         )

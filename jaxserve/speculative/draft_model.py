@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.cache import CacheSpec
+from jaxserve.layers.cache import CacheSpec, source_of
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.params import Params
@@ -45,6 +45,8 @@ class DraftModel(Drafter):
             raise ConfigError(
                 "speculative_config: model has layers that keep a state, which rejected drafts would change"
             )
+        if any(source_of(spec) is not None for spec in family.kv_specs(config)):
+            raise ConfigError("speculative_config: model has layers that read keys and values of others")
         vocab_size = get_family(target).Config.from_hf(target).vocab_size
         return cls(speculation.num_drafts, family, config, context, vocab_size)
 

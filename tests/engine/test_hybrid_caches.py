@@ -130,6 +130,22 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     gemma.runner.allocate()
 
 
+@pytest.mark.parametrize(("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36)]))
+def test_layers_that_read_what_others_keep_or_see_chunks(name, num_blocks):
+    """In chunks, after preemptions, and from a cached prefix."""
+    model = Hybrid(name)
+    engine = model.engine(num_blocks=num_blocks)
+    asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [21, 40, 30, 6], seed=9))}
+    assert_naive(model, run_jobs(engine, asked), asked)
+    assert engine.stats().num_preemptions > 0
+    engine, (text, _) = model.engine(), asked["r1"]
+    asked = {"next turn": ([*text, 1], 3)}
+    run_jobs(engine, {"first turn": (text, 1)})
+    results = run_jobs(engine, asked)
+    assert_naive(model, results, asked)
+    assert results["next turn"].num_cached_tokens == 40
+
+
 @pytest.mark.slow
 def test_two_devices():
     """Block tables are whole on every device, along all axes of the mesh."""

@@ -57,6 +57,16 @@ def test_layers_of_different_shapes_give_back_what_none_of_them_sees(windows, wi
     assert (layout.windows, layout.pool_specs, layout.pool_of_layer) == ((widest,), specs, (0, 1))
 
 
+def test_layers_that_read_what_others_keep_have_their_place():
+    own = [KVSpec(1, 8, 512), KVSpec(1, 8), KVSpec(1, 8, 512), KVSpec(1, 8)]
+    layout = kv_layout((*own, KVSpec(1, 8, 512, source=2), KVSpec(1, 8, source=1)), max_model_len=32768)
+    assert layout.pool_specs == kv_layout(tuple(own), max_model_len=32768).pool_specs
+    places = list(zip(layout.group_of_layer, layout.pool_of_layer, strict=True))
+    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 0)]
+    different = (KVSpec(1, 8, 512), KVSpec(2, 8), KVSpec(2, 8, source=1))
+    assert kv_layout(different, max_model_len=32768).pool_of_layer == (0, 1, 1)
+
+
 class State(KVSpec):
     """The spec of a layer that keeps a state."""
 

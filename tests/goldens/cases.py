@@ -8,6 +8,7 @@ from cases_of_hybrids import HYBRIDS
 from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
 from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
 from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
+from cases_of_shared_layers import SHARED_LAYERS
 from reference_models import (
     BaichuanConfig,
     BaichuanForCausalLM,
@@ -92,6 +93,9 @@ FAMILIES = {
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "llama4_text": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
+    "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
+    "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
 HAVE_HEAD_DIM = {
     "llama",
@@ -108,6 +112,9 @@ HAVE_HEAD_DIM = {
     "gpt_oss",
     "arcee",
     "gemma3",
+    "llama4_text",
+    "gemma4",
+    "gemma4_text",
     "glm4_moe",
     "hy_v3",
     "minimax_m2",
@@ -373,6 +380,7 @@ LLAMAS = {
     ),
 }
 CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER | HYBRIDS
+CASES |= SHARED_LAYERS
 """All golden models. Those of a seed depend on their order."""
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""

@@ -32,6 +32,7 @@ MODELS = (
     *("seed_oss_biases", "ernie4_5_biases", "hunyuan_v1_dense_alpha", "hunyuan_v1_moe_alpha", "mellum_windows"),
     *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short", "ministral3_beyond_original"),
     *("qwen3_next_biases", "olmo_hybrid_biases"),
+    *("gemma4_shared", "llama4_chunks"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""
@@ -44,7 +45,14 @@ HARNESS = {
     *("output_cross_attentions", "num_labels", "fusion_config", "auto_map", "vision_aspect_ratio"),
     *("vision_feature_layer", "vision_feature_select_strategy", "text_config", "decoder", "generator"),
     *("default_rope_type", "ignore_keys_at_rope_validation", "is_heterogeneous", "name_or_path", "sub_configs"),
-    *("model_type", "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan"),
+    *(
+        "kv_sharing_modes",
+        "model_type",
+        "base_model_ep_plan",
+        "base_model_fsdp_plan",
+        "base_model_pp_plan",
+        "base_model_tp_plan",
+    ),
 }
 """What transformers looks up in a config without a say of the checkpoint in a text's logits: how it computes, parts of
 other kinds of models, and plans of its classes.

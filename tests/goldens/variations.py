@@ -15,7 +15,11 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_
 WINDOWS = (5, 0, None)
 IF_ABSENT = 2
 """Values that are tried of a field that a config does not have; null says the same as its absence."""
-IF_THERE = "linear_"
+IF_THERE = (
+    *("linear_", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"),
+    *("vocab_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", "intermediate_size_mlp", "moe_layers"),
+    *("attn_temperature_tuning", "floor_scale", "attn_scale"),
+)
 """Fields whose names begin like this are tried only where a config has them."""
 SIZES = (0.5, 2)
 """Factors of a size that the model has."""
@@ -32,7 +36,8 @@ FIELDS = {
             *("is_decoder", "is_encoder_decoder", "add_cross_attention", "output_attentions", "output_hidden_states"),
             *("output_router_logits", "return_dict", "gradient_checkpointing", "use_mrope", "no_bias", "qkv_clip"),
             *("enable_moe_fp32_combine", "attention_out_bias", "lm_head_bias"),
-            "linear_allow_neg_eigval",
+            *("linear_allow_neg_eigval", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
+            "attn_temperature_tuning",
         ),
         FLAGS,
     ),
@@ -44,7 +49,7 @@ FIELDS = {
             *("swiglu_alpha", "swiglu_limit", "router_jitter_noise", "router_aux_loss_coef", "initializer_range"),
             *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
             *("init_std", "scale_emb", "scale_depth", "mup_base_width", "dim_model_base", "attention_scale"),
-            *("router_scaling_factor", "moe_norm_min", "input_jitter_noise", "clip_qkv"),
+            *("router_scaling_factor", "moe_norm_min", "input_jitter_noise", "clip_qkv", "attn_scale"),
         ),
         FACTORS,
     ),
@@ -62,6 +67,7 @@ FIELDS = {
             *("hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "n_embd", "head_dim"),
             *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"),
             *("linear_key_head_dim", "linear_value_head_dim"),
+            *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "intermediate_size_mlp"),
             *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "vocab_size"),
         ),
         (*(("times", factor) for factor in SIZES), None),
@@ -76,7 +82,7 @@ FIELDS = {
             *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
             *("no_rope_layer_interval", "chunk_size_feed_forward", "num_labels", "interleave_moe_layer_step"),
             *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"),
-            *("num_shared_experts", "moe_topk"),
+            *("num_shared_experts", "moe_topk", "num_kv_shared_layers", "top_k_experts", "floor_scale"),
         ),
         (1, 2, 4, None),
     ),
@@ -105,6 +111,7 @@ FIELDS = {
     ),
     "dtype": ("bfloat16", None),
     "no_rope_layers": (("by layer", 0, 1), None),
+    "moe_layers": ([0], [1], [], None),
     "mlp_only_layers": ([0], [1], [], None),
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc", None),
     "scoring_func": ("softmax", "sigmoid", None),

@@ -91,7 +91,7 @@ TESTED = (
         "phi3_fused",
         "phi3_long_factors",
     ),
-    *("arcee_untied", "minimax_m2_half_rotated", "olmoe_biases"),
+    *("arcee_untied", "ernie4_5_biases", "minimax_m2_half_rotated", "olmoe_biases", "seed_oss_untied"),
     *("phi_untied", "qwen2_moe_tied", "qwen2_tied", "qwen3_moe_normalised", "qwen3_tied", "stablelm_qk_norm"),
 )
 

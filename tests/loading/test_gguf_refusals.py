@@ -106,7 +106,7 @@ def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message
 def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
-        known = "arcee, bloom, chatglm, command-r, deepseek2, falcon, gemma"
+        known = "arcee, bloom, chatglm, command-r, deepseek2, ernie4_5, falcon, gemma"
         with pytest.raises(CheckpointError, match=f"unknown architecture '{name}'; known are {known}"):
             load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})

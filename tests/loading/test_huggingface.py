@@ -130,6 +130,20 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
             load(tmp_path)
 
 
+def test_keys_of_layers_that_read_those_of_others_are_ignored(tmp_path):
+    """Published checkpoints of Gemma 4 have them."""
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "num_kv_shared_layers": 1}')
+    for layer, is_ignored in ((2, True), (1, False)):
+        names = [f"model.layers.{layer}.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm", "v_norm")]
+        extra = dict.fromkeys(names, np.ones(4, np.float32))
+        save_file(make_tensors() | extra, tmp_path / "model.safetensors")
+        if is_ignored:
+            load(tmp_path)
+        else:
+            with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.1\.self_attn\.k_norm"):
+                load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"])
 def test_the_number_of_further_layers_has_several_names(tmp_path, name):
     behind = {"model.layers.3.eh_proj.weight": np.ones(4, np.float32)}

@@ -23,7 +23,9 @@ TEXTS = {
     "cohere2": "cohere2_windows",
     "deepseek_v3": "deepseek_v3_groups",
     "gemma3_text": "gemma3_two_thetas",
+    "gemma4_text": "gemma4_shared",
     "llama": "llama_biases_linear_rope",
+    "llama4_text": "llama4_chunks",
     "mistral": "mistral_window",
     "qwen2": "qwen2_window",
     "qwen2_5_vl_text": "qwen2_window",
@@ -249,3 +251,18 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path):
     write(tmp_path, fields, tensors | {name: tensor[:4] for name, tensor in fused.items()})
     with pytest.raises(CheckpointError, match=r"experts\.4\.down_proj\.weight is not among the 4 experts"):
         params_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma4_experts", "llama4_chunks"])
+def test_experts_one_by_one(tmp_path, name):
+    """Published checkpoints have them in one tensor, Llama 4's with inputs before outputs; quantized ones do not."""
+    tensors, apart = load_file(GOLDENS / name / "model.safetensors"), {}
+    for whole in [each for each in tensors if each.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        module, _, part = whole.rpartition(".")
+        for index, matrix in enumerate(tensors.pop(whole)):
+            matrix = matrix.T if "feed_forward" in module else matrix
+            parts = {"gate_proj": matrix[: len(matrix) // 2], "up_proj": matrix[len(matrix) // 2 :]}
+            for own, values in (parts if part == "gate_up_proj" else {part: matrix}).items():
+                apart[f"{module}.{index}.{own}.weight"] = np.ascontiguousarray(values)
+    write(tmp_path, json.loads((GOLDENS / name / "config.json").read_text()), tensors | apart)
+    jax.tree.map(np.testing.assert_array_equal, params_of(tmp_path)[1], params_of(GOLDENS / name)[1])

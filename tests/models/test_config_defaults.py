@@ -12,7 +12,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.models import FAMILIES, get_family
 
 NUM_SUBSETS = 20
-OF_SEVERAL = ("gemma3_windows", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
+OF_SEVERAL = ("gemma3_windows", "gemma4_experts", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 """Goldens of multimodal models, whose config has others inside."""
 
 

@@ -424,6 +424,26 @@ def test_longrope_as_phi3_writes_it():
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min must be at most 1e-06, got 0.1"),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval must be an integer of at least 1"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer of full_attention"),
+        ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must have one head_dim"),
+        ("gemma4_text", {"per_layer_config": {"2": {"sliding_window": 8}}}, "per_layer_config must have one head_dim"),
+        ("gemma4_text", {"rope_parameters": {"full_attention": {}}}, "rope_parameters must have an object for each"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 99},
+            r"vocab_size_per_layer_input \(99\) is less than vocab_size",
+        ),
+        ("gemma4_text", {"enable_moe_block": True}, "one of them must be there"),
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "is not a multiple"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
+        ("llama4_text", {"layer_types": [SLIDING] * 3}, "layer_types must name full_attention or chunked_attention"),
+        ("llama4_text", {"moe_layers": "all"}, "moe_layers must be a list of integers"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers must have 0 or 1 for each of 3 layers"),
+        (
+            "llama4_text",
+            {"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": None},
+            "attention_chunk_size is null",
+        ),
         ("qwen3_next", {"linear_num_value_heads": 24}, r"linear_num_value_heads \(24\) is not a multiple"),
         ("qwen3_next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer of at least 2"),
         ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
@@ -454,6 +474,31 @@ def test_which_layers_of_hybrids_attend_and_how_they_are_rotated():
     assert read_hybrid("olmo_hybrid", rope_parameters=None, rope_theta=None).rope is None
     assert read_hybrid("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}).rope is None
     assert read_hybrid("olmo_hybrid").rope == Rope(head_dim=16, theta=10000.0)
+
+
+def test_heads_of_gemma4_in_either_form():
+    """Transformers 5 writes what differs in layers without a window, of which the last layer is always one."""
+    old = {"num_global_key_value_heads": 2, "global_head_dim": 20, "attention_k_eq_v": True}
+    config = read("gemma4_text", layer_types=[FULL, SLIDING, SLIDING], **old)
+    assert FAMILIES["gemma4_text"].kv_specs(config) == (KVSpec(2, 20), KVSpec(4, 12, 512), KVSpec(2, 20))
+    of_full = {"head_dim": 20, "num_key_value_heads": 2}
+    new = {"per_layer_config": {"0": of_full, "2": of_full}, "attention_k_eq_v": True}
+    assert read("gemma4_text", layer_types=[FULL, SLIDING, FULL], **new) == config
+    assert read("gemma4_text", num_global_key_value_heads=2).full_kv_heads == 4
+    assert read("gemma4_text", per_layer_config={}).full_head_dim == 12
+    shared = read("gemma4_text", num_hidden_layers=7, sliding_window=9, num_kv_shared_layers=1)
+    assert shared.sources == (None,) * 6 + (5,)
+
+
+def test_layers_of_llama4():
+    specs = FAMILIES["llama4_text"].kv_specs(read("llama4_text", no_rope_layers=[]))
+    assert [spec.sliding_window for spec in specs] == [8192] * 3
+    config = read("llama4_text", no_rope_layers=[1, 0, 1], attention_chunk_size=64, interleave_moe_layer_step=2)
+    assert (config.rotates, config.chunk_sizes) == ((True, False, True), (64, None, 64))
+    assert config.sparse_layers == (False, True, False)
+    assert read("llama4_text", attention_chunk_size=None).chunk_sizes == (None,) * 3
+    # As the first releases write it.
+    assert read("llama4_text", attn_temperature_tuning=4).query_scale.offset == 1
 
 
 def test_minimax_rotates_rotary_dim_unless_the_config_says_a_part_of_heads():

@@ -36,6 +36,8 @@ WITH_EXPERTS = [
     ("qwen2_moe", {"expert": 2, "tensor": 2}),
     ("gpt_oss", {"expert": 2}),
     ("deepseek_v3", {"expert": 2, "tensor": 4}),
+    ("llama4_text", {"expert": 2, "tensor": 2}),
+    ("gemma4_text", {"expert": 2, "tensor": 2}),
 ]
 
 
@@ -91,6 +93,8 @@ REPEATED = {
     "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
     "qwen3_next": {"num_key_value_heads": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
     "gemma": {"num_key_value_heads": 1},
+    "gemma4_text": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
+    "llama4_text": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1},
     "gemma2": {"num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5, "query_pre_attn_scalar": 12},
     "starcoder2": {"num_key_value_heads": 1},
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": True, "bias": True},

@@ -52,6 +52,8 @@ def center_and_spread(name, shape, gain):
         return (0.5, 0.1) if name.endswith("beta") else (-0.05, 0.01)
     if name.endswith(".A_log"):  # states that last for tens of tokens
         return -2.5, 0.7
+    if name.endswith(".layer_scalar"):
+        return 0.8, 0.2
     if len(shape) == 1:
         return 0.0, 0.5
     if "embed" in name or ".wte." in name or ".wpe." in name:

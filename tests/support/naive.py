@@ -1,13 +1,14 @@
 """The plainest way to run a model, which everything faster must agree with: a full forward pass a token, no cache."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.cache import source_of
 from jaxserve.layers.context import PLAIN
 from jaxserve.layers.delta_net import DeltaSpec
 from jaxserve.layers.delta_rule import one_token
@@ -18,10 +19,19 @@ from pallas_kernels.paging import Scores
 
 
 class DenseKV(NamedTuple):
-    """The cache of one sequence whose tokens are all in the batch, in order: nothing is kept."""
+    """The cache of one sequence whose tokens are all in the batch, in order: what other layers of a step may read."""
 
-    def attend(self, qkv, batch, scores, *, rotation, head_norms):
-        return dense_attention(qkv, batch, scores, rotation=rotation, head_norms=head_norms), self
+    kept: Any = None
+
+    def attend(self, qkv, batch, scores, *, rotation, head_norms, chunk_size=None):
+        options = {"rotation": rotation, "head_norms": head_norms}
+        _, k = norm_and_rotate(qkv, **options)
+        out = dense_attention(qkv, batch, scores, **options, chunk_size=chunk_size)
+        return out, DenseKV(jnp.stack([k, qkv[:, :, -1]], axis=2))
+
+    def read(self, q, batch, scores):
+        q = q.reshape(len(q), self.kept.shape[1], -1, q.shape[-1])
+        return dense_attention(jnp.concatenate([q, self.kept], axis=2), batch, scores)
 
 
 class DenseLatent(NamedTuple):
@@ -51,7 +61,7 @@ class DenseState(NamedTuple):
         return jax.lax.scan(after, state, tokens)[1], self
 
 
-def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
+def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None, chunk_size=None):
     """Causal attention among the tokens of a batch."""
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
@@ -70,6 +80,8 @@ def dense_attention(qkv, batch, scores, *, rotation=None, head_norms=None):
     visible = distance >= 0
     if scores.sliding_window is not None:
         visible &= distance < scores.sliding_window
+    if chunk_size is not None:
+        visible &= batch.positions[:, None] // chunk_size == batch.positions[None] // chunk_size
     logits = jnp.where(visible[None, None], logits, -jnp.inf)
     if scores.sinks is not None:  # a key without a value
         sink = scores.sinks.astype(jnp.float32).reshape(*logits.shape[:2], 1, 1)
@@ -116,9 +128,17 @@ def naive_hidden(params, config, family, token_ids):
 
 
 def _forward(params, config, family, token_ids):
-    pools = tuple(DENSE.get(type(spec), DenseKV)() for spec in family.kv_specs(config))
-    hidden, _ = family.forward(params, config, one_sequence(token_ids), KVCache(pools, num_blocks=1, block_size=1))
+    kv_specs = family.kv_specs(config)
+    pools = tuple(DENSE.get(type(spec), DenseKV)() for spec in kv_specs)
+    cache = KVCache(pools, num_blocks=1, block_size=1, pool_of_layer=owners(kv_specs))
+    hidden, _ = family.forward(params, config, one_sequence(token_ids), cache)
     return hidden
+
+
+def owners(kv_specs):
+    """Return which layer keeps what each layer reads."""
+    sources = map(source_of, kv_specs)
+    return tuple(layer if source is None else source for layer, source in enumerate(sources))
 
 
 def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_length=None):

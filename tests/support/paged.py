@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from naive import QUICK_TO_COMPILE
+from naive import QUICK_TO_COMPILE, owners
 
 from jaxserve.execution.kv_cache import abstract_kv_cache, zeros
 from jaxserve.layers.batch import Batch
@@ -25,6 +25,7 @@ def empty_cache(kv_specs, num_blocks, mesh):
             num_slots=num_blocks,
             dtype=np.dtype(np.float32),
             mesh=mesh,
+            pool_of_layer=owners(kv_specs),
         )
     )
 

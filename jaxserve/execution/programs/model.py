@@ -21,6 +21,7 @@ from jaxserve.layers import launch
 from jaxserve.layers.batch import KVCache
 from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in
 from jaxserve.layers.context import Kernels
+from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.peers import abstract_peers
@@ -77,6 +78,12 @@ class StepModel:
         is_limited = 0 <= spec.max_logprobs < self.vocab_size
         self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
+        for chunk_size in {getattr(layer.mixer, "chunk_size", None) for layer in family.layers(self.config)}:
+            if chunk_size is not None and chunk_size % spec.block_size:
+                raise ConfigError(
+                    f"block_size: {spec.block_size} does not divide the chunks of {chunk_size} tokens in which this "
+                    "model attends (attention_chunk_size)"
+                )
         kept = hold_in(family.kv_specs(self.config), KV_DTYPES.get(spec.kv_cache_dtype))
         of_drafter = () if drafter is None else hold_in(drafter.cache_specs, KV_DTYPES.get(spec.kv_cache_dtype))
         self.layout, drafter_group = kv_layout_with(kept, of_drafter, max_model_len=spec.max_model_len)
@@ -157,7 +164,8 @@ class StepModel:
     def _expert_loads(self) -> Any:
         """Return the shape of the counters of all layers' experts, which lie as these do; None if there are none."""
         layers = self.family.layers(self.config)
-        sizes = {layer.feed_forward.routing.num_experts for layer in layers if isinstance(layer.feed_forward, Experts)}
+        blocks = [layer.feed_forward for layer in layers]
+        sizes = {block.routing.num_experts for block in blocks if isinstance(block, Experts | DenseAndExperts)}
         if "expert" not in self.mesh.axis_names or len(sizes) != 1:
             return None
         spec = PartitionSpec(None, mesh_axes("experts", self.mesh))

@@ -64,7 +64,8 @@ def program_paths(
     logits_peers = None if model.peers is None else model.peers.logits
 
     def run(params: Any, x: Any, batch: Batch, cache: KVCache, last_tokens: Any, logits_peers: Any) -> None:
-        run_paths(values, params, x, batch, cache, span, traced)
+        of_layers = model.family.with_layer_inputs(params, model.config, batch)
+        run_paths(values, params, x, of_layers, cache, span, traced)
         model.family.embed(params, model.config, batch)
         logits = model.family.head(params, model.config, last_tokens, batch.context)
         gathered(logits, logits_peers, batch.context)
