@@ -19,9 +19,10 @@ import shtab
 from jaxserve import __version__, interrupts, logs, vllm_flags
 from jaxserve.arguments import Parser, arguments_of, unknown_variables
 from jaxserve.bench.commands import add_commands as add_bench_commands
-from jaxserve.config import DType, EngineConfig, KVCacheDType, Quantization, ServerConfig
+from jaxserve.config import DType, EngineConfig, Quantization, ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.flags import add_config_flags, add_sampling_flags, given, parse_size
+from jaxserve.gpus import GPUS
 from jaxserve.planning.commands import add_compile, add_plan, run_compile, run_plan
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 _SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
+_SIZE_FIELDS = (
+    *("revision", "dtype", "max_model_len", "gpu_memory_utilization", "kv_cache_dtype"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+)
+"""The engine's options that `jaxserve models` takes."""
 _BATCH_FIELDS = [
     "served_model_name",
     "chat_template",
@@ -192,15 +198,9 @@ def _add_chat(chat: Parser) -> None:
 
 def _add_models(models: Parser) -> None:
     models.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none: the table")
-    _add_revision(models, "sizes")
-    add = functools.partial(models.add_flag, "sizes")
-    size = {"type": parse_size, "default": 140 * 2**30, "metavar": "SIZE"}
-    add("--memory", help="a device's; default: 140GiB, an H200", **size)
-    split = {"type": int, "default": 1, "metavar": "N"}
-    add("--tensor-parallel-size", "-tp", help="number of devices over which each layer is split", **split)
-    add("--pipeline-parallel-size", "-pp", help="number of stages; bytes are of the one that needs most", **split)
-    add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
-    add("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help="auto: as --dtype")
+    size = {"type": parse_size, "default": GPUS["h200"].memory, "metavar": "SIZE"}
+    models.add_flag("sizes", "--memory", help="a device's; default: an H200's", **size)
+    add_config_flags(models, EngineConfig, only=_SIZE_FIELDS)
 
 
 def _add_parse(parse: Parser) -> None:
@@ -301,22 +301,13 @@ def _models(args: argparse.Namespace) -> None:
     if args.model is None:
         print(overview.families_text())
     else:
-        found = overview.needs(
-            args.model,
-            revision=args.revision,
-            memory=args.memory,
-            dtype=args.dtype,
-            tensor_parallel_size=args.tensor_parallel_size,
-            pipeline_parallel_size=args.pipeline_parallel_size,
-            kv_cache_dtype=args.kv_cache_dtype,
-        )
+        config = EngineConfig(model=args.model, **given(args, _SIZE_FIELDS))
+        found = overview.needs(config, memory=args.memory)
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
         from jaxserve.planning.here import has_gpu, rows_here
 
-        options = ("revision", "dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size")
-        config = EngineConfig(model=args.model, **{name: getattr(args, name) for name in options})
-        syntax = rows_of(resolve_model(args.model, revision=args.revision, with_weights=False))
+        syntax = rows_of(resolve_model(config.model, revision=config.revision, with_weights=False))
         here = [] if has_gpu() else rows_here(config)
         print(overview.needs_text(args.model, found, memory=args.memory, here=here, more=syntax))
 

@@ -194,9 +194,10 @@ class Histogram:
 class Metrics(Collector):
     """Every metric of one server. One thread counts.
 
-    `model` is the value of the label `model_name` of all metrics. `stats` returns the engine's latest snapshot, an
-    object with the attributes of EngineStats, without blocking. `cache_config` are the labels of `cache_config_info`.
-    `names` is the prefix of all names; with vLLM's, metrics also get the label `engine`, which its dashboards expect.
+    `model` is the value of the label `model_name` of all metrics. `stats` returns the latest snapshot of each
+    engine by its number, an object with the attributes of EngineStats, without blocking. `cache_config` are the labels
+    of `cache_config_info`, of each engine. `names` is the prefix of all names; with vLLM's, metrics also get the label
+    `engine`, which its dashboards expect, and which metrics of engines have if there are several.
     `routes` are the methods and paths whose HTTP requests are counted, by names that have no prefix.
     `file` holds the numbers that are counted here; its siblings, `<same stem>-*`, belong to the other processes.
     """
@@ -205,7 +206,7 @@ class Metrics(Collector):
         self,
         *,
         model: str,
-        stats: Callable[[], Any],
+        stats: Callable[[], Mapping[str, Any]],
         cache_config: Mapping[str, str],
         names: Literal["jaxserve", "vllm"] = "jaxserve",
         routes: Iterable[tuple[str, str]] = (),
@@ -275,20 +276,21 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, those of the engine as of its latest snapshot."""
-        yield from self._collect_engine()
+        families = _Families(self._prefix, self._labels)
+        yield from self._collect_engines()
         cells = self._sums()
         for name, text in SERVER_COUNTERS.items():
-            yield self._family(CounterMetricFamily, name, text, cells[self._first[name]])
+            yield families.one(CounterMetricFamily, name, text, cells[self._first[name]])
         reasons = {reason: cells[self._first[reason]] for reason in FINISH_REASONS}
-        yield self._split(CounterMetricFamily, SUCCESS, SUCCESS_HELP, "finished_reason", reasons)
-        yield self._split(
+        yield families.split(CounterMetricFamily, SUCCESS, SUCCESS_HELP, "finished_reason", reasons)
+        yield families.split(
             CounterMetricFamily, REJECTIONS, REJECTIONS_HELP, "reason", {QUEUE_LIMIT: cells[self._first[REJECTIONS]]}
         )
         yield from self._collect_http(cells)
         for name, (text, bounds) in HISTOGRAMS.items():
             first = self._first[name]
             counts, total = cells[first : first + len(bounds) + 1], cells[first + len(bounds) + 1]
-            yield self._histogram_family(name, text, bounds, counts, total)
+            yield families.histogram(name, text, bounds, counts, total)
 
     def _collect_http(self, cells: Sequence[float]) -> Iterator[Metric]:
         """Yield the counts of routes that have been asked for something."""
@@ -317,51 +319,69 @@ class Metrics(Collector):
         tables = [array.array("d", content) for content in contents if content]  # empty while it is being created
         return [sum(column) for column in zip(*tables, strict=True)]
 
-    def _collect_engine(self) -> Iterator[Metric]:
+    def _collect_engines(self) -> Iterator[Metric]:
+        """Yield the metrics of all engines, which have a label each if there are several, or vLLM has it."""
+        found: dict[str, Metric] = {}
         stats = self._stats()
+        for engine, of_engine in stats.items():
+            labels = {**self._labels, "engine": engine} if len(stats) > 1 or "engine" in self._labels else self._labels
+            for metric in _Families(self._prefix, labels).of_engine(of_engine, self._cache_config):
+                if found.setdefault(metric.name, metric) is not metric:
+                    found[metric.name].samples += metric.samples
+        yield from found.values()
+
+
+class _Families(NamedTuple):
+    """Makes metrics whose names begin alike, and that have labels in common."""
+
+    prefix: str
+    labels: Mapping[str, str]
+
+    def one(self, kind: Family, name: str, text: str, value: float) -> Metric:
+        """Make a metric with one value."""
+        family = kind(self.prefix + name, text, labels=tuple(self.labels))
+        family.add_metric(tuple(self.labels.values()), value)
+        return family
+
+    def split(self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """Make a metric with one value per value of the label `label`."""
+        family = kind(self.prefix + name, text, labels=(*self.labels, label))
+        for key, value in values.items():
+            family.add_metric((*self.labels.values(), key), value)
+        return family
+
+    def histogram(self, name: str, text: str, bounds: Sequence[float], counts: Sequence[float], total: float) -> Metric:
+        """Make a histogram."""
+        family = HistogramMetricFamily(self.prefix + name, text, labels=tuple(self.labels))
+        family.add_metric(tuple(self.labels.values()), buckets=_buckets(bounds, counts), sum_value=total)
+        return family
+
+    def of_engine(self, stats: Any, cache_config: Mapping[str, str]) -> Iterator[Metric]:
+        """Yield the metrics of an engine."""
         for name, (field, text) in GAUGES.items():
-            yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
+            yield self.one(GaugeMetricFamily, name, text, getattr(stats, field))
         waiting = {reason: getattr(stats, field) for reason, field in WAITING_REASONS.items()}
-        yield self._split(GaugeMetricFamily, WAITING, WAITING_HELP, "reason", waiting)
-        yield self._split(GaugeMetricFamily, HELD_BYTES, HELD_BYTES_HELP, "layers", stats.kv_bytes_held)
-        labels = {**self._labels, **self._cache_config}
-        cache = GaugeMetricFamily(self._prefix + CACHE_CONFIG, CACHE_CONFIG_HELP, labels=tuple(labels))
+        yield self.split(GaugeMetricFamily, WAITING, WAITING_HELP, "reason", waiting)
+        yield self.split(GaugeMetricFamily, HELD_BYTES, HELD_BYTES_HELP, "layers", stats.kv_bytes_held)
+        labels = {**self.labels, **cache_config}
+        cache = GaugeMetricFamily(self.prefix + CACHE_CONFIG, CACHE_CONFIG_HELP, labels=tuple(labels))
         cache.add_metric(tuple(labels.values()), 1.0)
         yield cache
         for name, (field, text) in COUNTERS.items():
-            yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+            yield self.one(CounterMetricFamily, name, text, getattr(stats, field))
         if per_position := stats.spec_decode_num_accepted_tokens_per_pos:
             for name, (field, text) in DRAFTING.items():
-                yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+                yield self.one(CounterMetricFamily, name, text, getattr(stats, field))
             by_position = {str(position): count for position, count in enumerate(per_position)}
-            yield self._split(
+            yield self.split(
                 CounterMetricFamily, ACCEPTED_PER_POSITION, ACCEPTED_PER_POSITION_HELP, "position", by_position
             )
         if stats.expert_tokens:
             by_expert = {str(expert): count for expert, count in enumerate(stats.expert_tokens)}
-            yield self._split(CounterMetricFamily, EXPERT_TOKENS, EXPERT_TOKENS_HELP, "expert", by_expert)
+            yield self.split(CounterMetricFamily, EXPERT_TOKENS, EXPERT_TOKENS_HELP, "expert", by_expert)
         for name, kept in ENGINE_HISTOGRAMS.items():
             counts = getattr(stats, kept.counts) or (0,) * (len(kept.bounds) + 1)
-            yield self._histogram_family(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))
-
-    def _family(self, kind: Family, name: str, text: str, value: float) -> Metric:
-        family = kind(self._prefix + name, text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), value)
-        return family
-
-    def _split(self, kind: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Make a metric with one value per value of the label `label`."""
-        family = kind(self._prefix + name, text, labels=(*self._labels, label))
-        for key, value in values.items():
-            family.add_metric((*self._labels.values(), key), value)
-        return family
-
-    def _histogram_family(
-        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[float], total: float
-    ) -> Metric:
-        family = HistogramMetricFamily(self._prefix + name, text, labels=tuple(self._labels))
-        family.add_metric(tuple(self._labels.values()), buckets=_buckets(bounds, counts), sum_value=total)
-        return family
+            yield self.histogram(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:

@@ -2,39 +2,31 @@
 
 import collections
 import dataclasses
-import functools
 import math
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
-from jaxserve.config import DType, EngineConfig, KVCacheDType
-from jaxserve.execution.kv_cache import block_bytes, slot_bytes
-from jaxserve.execution.kv_layout import kv_layout
-from jaxserve.execution.programs.builder import StepBuilder
-from jaxserve.execution.programs.spec import ON_GPU, StepSpec
+from jaxserve.config import EngineConfig
+from jaxserve.engine.sizing import GPU_MEMORY_RESERVE
+from jaxserve.errors import OutOfMemory
 from jaxserve.gpus import GPUS
 from jaxserve.layers.cache import KV_DTYPES, hold_in
 from jaxserve.layers.decoder import UnrotatedConfig
-from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import abstract_params, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
-from jaxserve.layers.schemes import rounded_to, schemes_of, with_rounded_activations, with_schemes
-from jaxserve.layers.stages import Stage, with_stages
+from jaxserve.layers.schemes import rounded_to, schemes_of, with_schemes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS
-from jaxserve.loading.quantization_files import resolve_kv_cache_dtype
 from jaxserve.loading.weights import load_config, naming_config, stored_specs
-from jaxserve.models import FAMILIES, get_family
+from jaxserve.models import FAMILIES
 from jaxserve.models.family import Family
-from jaxserve.quantization.scheme import SCHEMES, Scheme
-from jaxserve.scheduling.block_needs import BlockNeeds
+from jaxserve.planning.sizes import declare
+from jaxserve.quantization.scheme import SCHEMES
 from jaxserve.tables import aligned, size_text
 
 HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
@@ -62,12 +54,7 @@ FEATURES = {
     "swiglu_limit": (OTHER, "clamped SwiGLU"),
 }
 BYTES_PER_MILLISECOND = GPUS["h200"].sustained_bandwidth / 1e3
-MAX_CHUNK = 8192
-"""Default token budget of a step on a GPU. All tokens of a step's chunk are in every window while it runs."""
-
-MAX_ROWS = 256
-"""Default number of requests that run at once on a GPU."""
-
+NOT_16_BITS = "there are kernels for bfloat16 and float16 only (--dtype)"
 ALL_CODES = "with --no-dequantize"
 
 _ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "none", HEAD: "as declared", OTHER: "-"}
@@ -129,10 +116,14 @@ class Needs:
     """Weight bytes by what `--quantization` may round matrices to, others being in `dtype`."""
     floors: dict[str, float]
     """Milliseconds that an H200 needs to read the weights of a token, as held and as rounded."""
+    usable_memory: int
+    """Bytes that the engine may use, of those of the device."""
+    step_bytes: int
+    """Bytes that steps need besides weights and KV: slots, states of requests, temporaries."""
     kv_memory: int
-    """Bytes that weights in `dtype` leave for KV; negative if they do not fit."""
+    """Bytes that weights, steps and a reserve leave for KV; negative if they do not fit."""
     max_context: int
-    """Length of the longest request that fits alone, at most `context`; 0 if the weights do not fit."""
+    """Length of the longest request that fits alone, with some room for steps, at most `context`; 0 if none does."""
     max_batch: int
     """Number of requests of `context` tokens that fit together."""
     paths: tuple[str, ...]
@@ -141,96 +132,76 @@ class Needs:
     """The programs that are compiled for those steps, in the order in which they are with `--warmup background`."""
 
 
-def needs(
-    model: str,
-    *,
-    revision: str | None = None,
-    memory: int,
-    dtype: DType = "auto",
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    block_size: int = EngineConfig().block_size,
-    kv_cache_dtype: KVCacheDType = "auto",
-) -> Needs:
-    """Return what a model, given by any name that `serve` takes, needs of `memory` bytes per device for weights and KV.
+def needs(config: EngineConfig, *, memory: int) -> Needs:
+    """Return what an engine with these options needs of a Hopper GPU of `memory` bytes: its sizes are those that
+    `jaxserve plan` computes.
 
-    dtype "auto" is the checkpoint's own. Temporaries of a step are not counted. Of a model of the hub only the config
-    is downloaded, except for GGUF files, which are downloaded whole. Raises CheckpointError, and ConfigError for a
-    number of devices over which the model cannot be split.
+    dtype "auto" is the checkpoint's own. Of a model of the hub only the config is downloaded, except for GGUF files,
+    which are downloaded whole. Raises CheckpointError, and ConfigError for a number of devices over which the model
+    cannot be split.
     """
-    # validates them
-    EngineConfig(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
-    mesh = AbstractMesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Explicit,))
-    stages = [Stage(index, pipeline_parallel_size) for index in range(pipeline_parallel_size)]
-    path = resolve_model(model, revision=revision, with_weights=False)
-    fields = load_config(path)
-    kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, path, fields)
-    with naming_config(path):
-        family = get_family(fields)
-        config = family.Config.from_hf(fields)
-        served = resolve_dtype(dtype, fields, is_cpu=False)
-    specs, kv_specs = family.param_specs(config), hold_in(family.kv_specs(config), KV_DTYPES.get(kv_cache_dtype))
+    fields = load_config(resolve_model(config.model, revision=config.revision, with_weights=False))
+    with naming_config(config.model):
+        if resolve_dtype(config.dtype, fields, is_cpu=False).itemsize != 2:
+            config = dataclasses.replace(config, kernels="xla")  # an engine has to be told so
+    engine = declare(config, dataclasses.replace(GPUS["h200"], memory=memory), to_compile=False)
+    plan, sizing, (path, fields, family, model_config, *_) = engine.plan, engine.sizing, engine.plan.checkpoint
+    builder, model, held, mesh = plan.builder, plan.builder.model, plan.specs, plan.builder.model.mesh
+    specs = family.param_specs(model_config)
 
-    def bytes_of(specs: Params, dtype: np.dtype = served) -> int:
+    def bytes_of(specs: Params, dtype: np.dtype = model.dtype) -> int:
         return sum(map(shard_bytes, jax.tree.leaves(abstract_params(specs, dtype=dtype, mesh=mesh))))
 
-    def bytes_of_stage(stage: Stage, specs: Params, dtype: np.dtype = served) -> int:
-        return bytes_of(stage.own(specs, is_tied=config.tie_word_embeddings), dtype)
+    def most_of(specs: Params, dtype: np.dtype = model.dtype) -> int:
+        """Return the bytes on a device of the stage that has the most."""
+        return max(bytes_of(stage.own(specs, model_config), dtype) for stage in builder.models)
 
-    def most_of(specs: Params, dtype: np.dtype = served) -> int:
-        return max(bytes_of_stage(stage, specs, dtype) for stage in stages)
-
-    held = _held_on_gpu(pathlib.Path(path), specs, dtype=served, mesh=mesh)
-    codes = stored_specs(path, specs, dtype=served, quantization=None)
+    codes = stored_specs(path, specs, dtype=model.dtype, quantization=None)
     more = {} if schemes_of(codes).keys() == schemes_of(held).keys() else {ALL_CODES: codes}
-    rounded = {name: with_schemes(specs, rounded_to(specs, scheme), dtype=served) for name, scheme in SCHEMES.items()}
-    routing = getattr(config, "routing", None)
+    rounded = {
+        name: with_schemes(specs, rounded_to(specs, scheme), dtype=model.dtype) for name, scheme in SCHEMES.items()
+    }
+    routing = getattr(model_config, "routing", None)
     read_fraction = 1.0 if routing is None else routing.num_experts_per_token / routing.num_experts
-    context = config.max_position_embeddings
-    layout = kv_layout(kv_specs, max_model_len=context)
-    pools = {"dtype": served, "mesh": mesh}
-    blocks = BlockNeeds(windows=layout.windows, block_size=block_size, max_chunk=MAX_CHUNK)
-
-    def room_of(stage: Stage) -> tuple[int, int, int]:
-        """Return the bytes of a block, the bytes for blocks, and the number of blocks."""
-        own = [pool for pool in layout.pools_of(stage.span(config.num_layers)) if pool is not None]
-        per_block = block_bytes(own, block_size=block_size, **pools) // tensor_parallel_size
-        num_states = MAX_ROWS + EngineConfig.max_cached_states
-        left = memory - bytes_of_stage(stage, held) - slot_bytes(own, num_slots=num_states, **pools)
-        return per_block, left, max(0, left) // per_block if per_block else MAX_ROWS * blocks.peak(context)
-
-    per_block = max(room_of(stage)[0] for stage in stages)
-    kv_memory, num_blocks = (min(room_of(stage)[index] for stage in stages) for index in (1, 2))
-    sizes = {"block_size": block_size, "context": context, "kv_cache_dtype": kv_cache_dtype}
-    mesh = with_stages(mesh, pipeline_parallel_size)
-    steps = _steps(fields, schemes_of(held), dtype=str(served), mesh=mesh, **sizes)
+    step_bytes, context = builder.expected_step_memory, builder.spec.max_model_len
+    kv_memory = engine.free - sizing.weight_bytes - step_bytes - GPU_MEMORY_RESERVE
+    try:
+        max_batch = sizing.needs.num_requests(engine.num_blocks, num_tokens=context)
+    except OutOfMemory:
+        max_batch = 0
+    per_block = max(each.bytes_per_block // each.mesh.size for each in builder.models)
+    windows = model.layout.windows
     return Needs(
         model_type=_model_type(fields),
-        layers=_layers(kv_specs),
-        positions=_positions(config),
+        layers=_layers(hold_in(family.kv_specs(model_config), KV_DTYPES.get(builder.spec.kv_cache_dtype))),
+        positions=_positions(model_config),
         is_tied="lm_head" not in specs,
-        num_devices=tensor_parallel_size * pipeline_parallel_size,
+        num_devices=plan.devices.mesh.size,
         num_parameters=sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs)),
         weight_bytes={name: most_of(specs, np.dtype(kind)) for name, kind in DTYPES.items()},
-        held_bytes=most_of(held),
+        held_bytes=sizing.weight_bytes,
         codes_bytes=most_of(codes),
         rounded_bytes={name: most_of(specs) for name, specs in rounded.items()},
         floors={
             name: _bytes_read(specs, bytes_of, read_fraction) / BYTES_PER_MILLISECOND
             for name, specs in ({"as held": held} | more | rounded).items()
         },
-        dtype=str(served),
-        kv_dtype=str(KV_DTYPES.get(kv_cache_dtype, served)),
-        block_size=block_size,
+        dtype=str(model.dtype),
+        kv_dtype=str(model.kv_dtype),
+        block_size=model.block_size,
         kv_bytes_per_token={
-            window: layout.windows.count(window) * per_block // block_size for window in dict.fromkeys(layout.windows)
+            window: windows.count(window) * per_block // model.block_size for window in dict.fromkeys(windows)
         },
         context=context,
+        usable_memory=engine.free,
+        step_bytes=step_bytes,
         kv_memory=kv_memory,
-        max_context=blocks.longest(num_blocks, limit=context),
-        max_batch=blocks.num_requests(num_blocks, num_tokens=context),
-        paths=tuple(steps.describe_paths()),
-        programs=tuple(map(str, steps.order())),
+        max_context=0 if kv_memory < 0 else sizing.longest_context(engine.free, step_bytes),
+        max_batch=max_batch,
+        paths=tuple(builder.describe_paths())
+        if model.has_kernels
+        else (f"plain XLA, by --kernels xla: {NOT_16_BITS}",),
+        programs=tuple(map(str, builder.order())),
     )
 
 
@@ -240,46 +211,11 @@ def _model_type(fields: dict[str, Any]) -> str:
     return own if whole is None else f"{whole}, text only, by {own}"
 
 
-def _held_on_gpu(path: pathlib.Path, specs: Params, *, dtype: np.dtype, mesh: AbstractMesh) -> Params:
-    """Return `specs` with the schemes of weights that a Hopper GPU holds as codes, if the weights are there too."""
-    policy = functools.partial(why_not_held, dtype=dtype, kernels="sm90", is_cpu=False, mesh=mesh)
-    return with_rounded_activations(
-        stored_specs(path, specs, dtype=dtype, quantization=None, why_not_held=policy), {"fp8"}, kernels="sm90"
-    )
-
-
 def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction: float) -> float:
     """Return the bytes of weights that a token reads: of an embedding a row, of experts those that it is routed to."""
     used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
     experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
     return bytes_of(used) - (1 - read_fraction) * bytes_of(experts)
-
-
-def _steps(
-    fields: dict[str, Any],
-    schemes: dict[str, Scheme],
-    *,
-    dtype: str,
-    block_size: int,
-    context: int,
-    kv_cache_dtype: str,
-    mesh: AbstractMesh,
-) -> StepBuilder:
-    """Return what builds the steps that `serve` would compile on Hopper GPUs without further options."""
-    spec = StepSpec(
-        model=fields,
-        dtype=dtype,
-        kernels="sm90",
-        block_size=block_size,
-        max_model_len=context,
-        max_num_seqs=MAX_ROWS,
-        max_num_batched_tokens=MAX_CHUNK,
-        traits=ON_GPU,
-        has_peers=True,
-        schemes=schemes,
-        kv_cache_dtype=kv_cache_dtype,
-    )
-    return StepBuilder(spec, mesh)
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
@@ -347,12 +283,17 @@ def needs_text(
         ["KV", f"{_kv(found)} in {found.kv_dtype}"],
         ["context", f"{found.context:,} tokens at most"],
     ]
+    room = (
+        f"of {size_text(found.usable_memory)} that may be used, steps take {size_text(found.step_bytes)} "
+        f"and a reserve {size_text(GPU_MEMORY_RESERVE)}"
+    )
     if found.kv_memory < 0:
-        lacking = f"{size_text(-found.kv_memory)} more than {size_text(memory)}"
-        rows.append(["fits", f"no: the weights alone need {lacking} in {found.dtype}"])
+        rows.append(
+            ["fits", f"no: {room}; with the weights in {found.dtype} that is {size_text(-found.kv_memory)} too much"]
+        )
     else:
         rows += [
-            ["fits", f"yes: the weights in {found.dtype} leave {size_text(found.kv_memory)} for the KV cache"],
+            ["fits", f"yes: {room}; the weights in {found.dtype} leave {size_text(found.kv_memory)} for the KV cache"],
             ["  alone", f"a request of {found.max_context:,} tokens"],
             ["  at once", f"{found.max_batch:,} requests of {found.context:,} tokens"],
         ]

@@ -38,7 +38,7 @@ import jax
 from jaxserve import LLM, SamplingParams, inspect
 
 # The largest built-in model: 15 million parameters, trained on stories.
-OPTIONS = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=256, kv_cache_memory=2**25, warmup="none",
+OPTIONS = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory=2**25, warmup="none",
                progress=False)
 print(jax.devices()[0].device_kind)
 
@@ -92,11 +92,11 @@ def bits_per_byte(llm):
 
 def tokens_per_second(llm):
     """Measure the speed of four requests at once, after a first run that compiles."""
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     for _ in range(2):
         start = time.perf_counter()
         outputs = llm.generate(["Once upon a time there was"] * 4, params, use_tqdm=False)
-    return 4 * 32 / (time.perf_counter() - start), outputs[0].outputs[0].text
+    return 4 * 16 / (time.perf_counter() - start), outputs[0].outputs[0].text
 
 
 # %% [markdown]
@@ -134,13 +134,15 @@ results["int4"][0]
 #
 # ## What would it bring on a GPU?
 #
-# A step of few rows takes as long as reading the weights does. Take 8 billion parameters on an H200, which reads 4.3 TB
-# a second:
+# A step of few rows takes as long as reading the weights does. Take 8 billion parameters on an H200, which need not be
+# here:
 
 # %%
+h200 = inspect.Speed.of("h200")
+print(f"{h200.name} reads {h200.bytes_per_second / 1e12:.1f} TB a second")
 for name, bits in (("bfloat16", 16), ("8 bits", 8), ("4 bits, a scale for 128", 4 + 16 / 128)):
     num_bytes = 8e9 * bits / 8
-    print(f"{name:24} {num_bytes / 1e9:5.1f} GB, at least {num_bytes / 4.3e12 * 1e3:.2f} ms a step")
+    print(f"{name:24} {num_bytes / 1e9:5.1f} GB, at least {num_bytes / h200.bytes_per_second * 1e3:.2f} ms a step")
 
 # %% [markdown]
 # The tables of `docs/quantization.md` have measured times, and all formats of checkpoints that can be read: GPTQ, AWQ,

@@ -23,12 +23,12 @@ PLAIN = "errors config request sampling_params speculation values"
 # room: the rooms it may import, besides itself. Highest first; `jaxserve` is the package's own __init__.
 MAY_IMPORT = {
     "__main__": "jaxserve interrupts cli",
-    "cli": f"{PLAIN} jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
+    "cli": f"{PLAIN} gpus jaxserve interrupts logs arguments flags vllm_flags bench chat answers server llm convert "
     "overview parse planning engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} decoding answers loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve server answers engine loading tokenizer",
-    "inspect": f"{PLAIN} local_model llm engine execution scheduling layers",
+    "inspect": f"{PLAIN} gpus local_model llm engine execution scheduling layers",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",
     "jaxserve": "llm async_llm request sampling_params",
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "progress": f"{PLAIN} engine",
     "convert": f"{PLAIN} models loading tokenizer",
     "planning": f"{PLAIN} arguments cpus flags bench gpus tables engine scheduling execution layers pallas_kernels",
-    "overview": f"{PLAIN} gpus tables scheduling execution models loading layers quantization",
+    "overview": f"{PLAIN} gpus tables planning engine models loading layers quantization",
     "tables": "",
     "gpus": "errors",
     "engine": f"{PLAIN} gpus interrupts logs tokenizer metrics scheduling execution speculative models structured "
@@ -201,7 +201,10 @@ MAY_START_AN_ENGINE = {
     "jaxserve.cli": {
         *("jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview", "jaxserve.planning.here"),
     },
-    "jaxserve.planning.commands": {"jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"},
+    "jaxserve.planning.commands": {
+        *("jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"),
+        "pallas_kernels.deviceless",
+    },
     "jaxserve.engine.early": {"jax"},
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},

@@ -158,7 +158,38 @@ def faults_of_manifest(text):
     return faults
 
 
+def faults_of_pool(text):
+    """What is wrong with the pool and the route of a gateway, in words; schemas of Kubernetes lack them."""
+    manifests = {each["kind"]: each for each in yaml.safe_load_all(text)}
+    pool, route = manifests["InferencePool"], manifests["HTTPRoute"]
+    kinds = {kind: each["apiVersion"] for kind, each in manifests.items()}
+    if kinds != {"InferencePool": "inference.networking.k8s.io/v1", "HTTPRoute": "gateway.networking.k8s.io/v1"}:
+        return ["kinds or versions are others"]
+    faults: list[str] = []
+    if pool["spec"].keys() != {"selector", "targetPorts", "endpointPickerRef"}:
+        return ["the pool has other fields"]
+    if pool["spec"]["endpointPickerRef"].get("failureMode") not in ("FailOpen", "FailClose"):
+        faults.append("the failure mode is unknown")
+    deployment = next(
+        yaml_of
+        for yaml_of in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if yaml_of["kind"] == "Deployment"
+    )
+    pods = deployment["spec"]["template"]
+    if not pool["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items():
+        faults.append("the selector finds no pod")
+    ports = [port["containerPort"] for container in pods["spec"]["containers"] for port in container["ports"]]
+    if [port["number"] for port in pool["spec"]["targetPorts"]] != ports:
+        faults.append("the pods have another port")
+    (rule,) = route["spec"]["rules"]
+    group, _ = pool["apiVersion"].split("/")
+    if rule["backendRefs"] != [{"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}]:
+        faults.append("the route leads elsewhere")
+    return faults
+
+
 CHECKS = {
+    "inference-pool.yaml": faults_of_pool,
     "Dockerfile": faults_of_dockerfile,
     "compose.yaml": faults_of_compose,
     "kubernetes.yaml": faults_of_manifest,
@@ -171,7 +202,11 @@ def test_there_are_no_faults(name):
 
 
 def test_images_have_one_name():
-    pages = [*(DEPLOY / name for name in CHECKS), ROOT / "README.md", ROOT / "docs" / "containers.md"]
+    pages = [
+        *(DEPLOY / name for name in CHECKS.keys() - {"inference-pool.yaml"}),
+        ROOT / "README.md",
+        ROOT / "docs" / "containers.md",
+    ]
     named = {page.name: re.findall(r"\bjaxserve:\d+\.[\w.-]+", page.read_text()) for page in pages}
     assert all(named.values()), named
     names = {name.removesuffix("-cpu") for names in named.values() for name in names}
@@ -207,6 +242,11 @@ def test_images_have_one_name():
                 "      port: http\n            periodSeconds: 10",
                 "      port: htp\n            periodSeconds: 10",
             ),
+            ("inference-pool.yaml", "k8s.io/v1\nkind: InferencePool", "x-k8s.io/v1alpha2\nkind: InferencePool"),
+            ("inference-pool.yaml", "targetPorts:\n    - number: 8000", "targetPorts:\n    - number: 80"),
+            ("inference-pool.yaml", "      app: jaxserve", "      app: server"),
+            ("inference-pool.yaml", "          name: jaxserve", "          name: other"),
+            ("inference-pool.yaml", "  targetPorts:\n    - number: 8000", "  targetPortNumber: 8000"),
             ("kubernetes.yaml", "failureThreshold: 360", "failureThreshhold: 360"),
             ("kubernetes.yaml", "replicas: 1", "replicas: one"),
             ("kubernetes.yaml", "path: /live", "path: /health"),

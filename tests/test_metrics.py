@@ -46,9 +46,13 @@ def value(metrics, name, **labels):
     return samples(metrics)[name, *sorted({"model_name": "m", **labels}.items())]
 
 
+def idle():
+    return {"0": EngineStats()}
+
+
 @pytest.fixture
 def metrics():
-    return Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG)
+    return Metrics(model="m", stats=idle, cache_config=CACHE_CONFIG)
 
 
 def test_every_name_that_is_promised(metrics):
@@ -56,16 +60,44 @@ def test_every_name_that_is_promised(metrics):
 
 
 def test_the_names_of_vllm():
-    ours = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG).render().decode()
-    theirs = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG, names="vllm").render().decode()
+    ours = Metrics(model="m", stats=idle, cache_config=CACHE_CONFIG).render().decode()
+    theirs = Metrics(model="m", stats=idle, cache_config=CACHE_CONFIG, names="vllm").render().decode()
     assert theirs.replace("vllm:", "jaxserve:").replace('engine="0",', "") == ours
     assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 0.0' in theirs
     assert 'vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="99"} 1.0' in theirs
 
 
+@pytest.mark.parametrize("names", ["jaxserve", "vllm"])
+def test_each_of_several_engines_has_its_own(names):
+    """Prometheus takes each name once. A text without the label of one engine is what scrapers had until now."""
+    stats = {"0": EngineStats(num_running=3), "1": EngineStats(num_running=4, num_compiles=5)}
+    text = Metrics(model="m", stats=lambda: stats, cache_config=CACHE_CONFIG, names=names).render().decode()
+    for line in (
+        f'{names}:num_requests_running{{engine="0",model_name="m"}} 3.0',
+        f'{names}:num_requests_running{{engine="1",model_name="m"}} 4.0',
+        f'{names}:compiles_total{{engine="1",model_name="m"}} 5.0',
+        f'{names}:cache_config_info{{block_size="16",engine="1",model_name="m",num_gpu_blocks="99"}} 1.0',
+        f'{names}:iteration_tokens_total_count{{engine="1",model_name="m"}} 0.0',
+        f'{names}:num_requests_waiting_by_reason{{engine="1",model_name="m",reason="capacity"}} 0.0',
+    ):
+        assert text.count(f"\n{line}\n") == 1
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    assert ('prompt_tokens_total{engine="0"' in text) == (names == "vllm")  # counted by the server, for all engines
+
+
+def test_what_an_endpoint_picker_reads_is_there():
+    """Gauges and labels of the model server protocol of Gateway API's inference extension, by vLLM's names."""
+    text = Metrics(model="m", stats=idle, cache_config=CACHE_CONFIG, names="vllm").render().decode()
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert f"# TYPE vllm:{name} gauge\n" in text
+    [cache] = re.findall(r"^vllm:cache_config_info{(.*)} 1.0$", text, flags=re.MULTILINE)
+    assert {"block_size", "num_gpu_blocks"} <= set(re.findall(r'(\w+)="', cache))
+
+
 def test_http_requests_are_counted_by_route():
     routes = [("GET", "/health"), ("POST", "/v1/completions")]
-    metrics = Metrics(model="m", stats=EngineStats, cache_config={}, names="vllm", routes=routes)
+    metrics = Metrics(model="m", stats=idle, cache_config={}, names="vllm", routes=routes)
     for path, status, seconds in (("/v1/completions", 200, 0.3), ("/v1/completions", 429, 2.0), ("/nowhere", 404, 0.0)):
         metrics.answered("POST", path, status=status, seconds=seconds)
     text = metrics.render().decode()
@@ -85,7 +117,7 @@ def test_http_requests_are_counted_by_route():
 
 def test_what_requests_wait_for():
     stats = EngineStats(num_waiting=6, num_waiting_new=1, num_waiting_preempted=2, num_waiting_deferred=3)
-    metrics = Metrics(model="m", stats=lambda: stats, cache_config=CACHE_CONFIG)
+    metrics = Metrics(model="m", stats=lambda: {"0": stats}, cache_config=CACHE_CONFIG)
     reasons = {"capacity": 1, "preempted": 2, "deferred": 3}
     for reason, count in reasons.items():
         assert value(metrics, "num_requests_waiting_by_reason", reason=reason) == count
@@ -98,13 +130,13 @@ def test_drafts_are_counted_under_vllms_names_where_there_are_any():
         spec_decode_num_accepted_tokens=9,
         spec_decode_num_accepted_tokens_per_pos=(6, 3),
     )
-    metrics = Metrics(model="m", stats=lambda: stats, cache_config=CACHE_CONFIG)
+    metrics = Metrics(model="m", stats=lambda: {"0": stats}, cache_config=CACHE_CONFIG)
     counts = {"drafts": 7, "draft_tokens": 20, "accepted_tokens": 9}
     for name, count in counts.items():
         assert value(metrics, f"spec_decode_num_{name}_total") == count
     for position, count in enumerate((6, 3)):
         assert value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(position)) == count
-    metrics = Metrics(model="m", stats=EngineStats, cache_config=CACHE_CONFIG)
+    metrics = Metrics(model="m", stats=idle, cache_config=CACHE_CONFIG)
     assert not any(name.startswith("spec_decode") for name, *_ in samples(metrics))
 
 
@@ -177,9 +209,7 @@ def test_one_interval_between_any_two_tokens(metrics, deliveries):
 
 
 def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
-    one, other = (
-        Metrics(model="m", stats=EngineStats, cache_config={}, file=tmp_path / f"metrics-{i}") for i in range(2)
-    )
+    one, other = (Metrics(model="m", stats=idle, cache_config={}, file=tmp_path / f"metrics-{i}") for i in range(2))
     one.prompt_tokens.inc(5)
     one.finished("stop")
     other.prompt_tokens.inc(7)
@@ -191,6 +221,6 @@ def test_processes_show_their_sums_and_keep_what_a_dead_one_counted(tmp_path):
     (tmp_path / "metrics-2").touch()  # a process that has just started
     assert value(one, "prompt_tokens_total") == 12
     del other  # its process is killed, and another one replaces it
-    successor = Metrics(model="m", stats=EngineStats, cache_config={}, file=tmp_path / "metrics-1")
+    successor = Metrics(model="m", stats=idle, cache_config={}, file=tmp_path / "metrics-1")
     successor.prompt_tokens.inc(1)
     assert value(one, "prompt_tokens_total") == 13

@@ -63,6 +63,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_fraction: float = 0.0
     """Fraction of the experts that a token is routed to."""
     kv_kinds: tuple[KVKind, ...]
+    state_bytes: int = 0
+    """Bytes of the states that layers keep of a request, on all devices."""
     kv_dtype: str = "float32"
     enable_prefix_caching: bool = True
     reranker: Reranker | None = None
@@ -110,8 +112,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return sum(kind.bytes_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
 
     def step_bytes(self, num_rows: int, *, context: float) -> float:
-        """Return the bytes that a decode step must read: the weights, and the KV of `num_rows` contexts."""
-        return self.expected_weight_bytes(num_rows) + num_rows * self.kv_bytes(context)
+        """Return the bytes that a decode step must read: the weights, and the KV of `num_rows` contexts. States are
+        read and written.
+        """
+        kept = self.kv_bytes(context) + 2 * self.state_bytes
+        return self.expected_weight_bytes(num_rows) + num_rows * kept
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +209,15 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> EngineStats:
         """Return the latest stats; never waits for a step."""
+
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        """Return the latest stats of each engine behind this client, by its number; of one that has died, zeros."""
+        return {"0": self.stats()}
+
+    @property
+    def info_of_one(self) -> EngineInfo:
+        """The sizes of one engine; all are alike."""
+        return self.info
 
     @abc.abstractmethod
     def snapshot(self) -> EngineSnapshot:

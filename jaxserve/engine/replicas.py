@@ -31,6 +31,7 @@ class ReplicatedEngineClient(EngineClient):
         """Use `connect`."""
         one = next(iter(engines.values())).info
         self.info = of_all(one, num_engines)
+        self._info_of_one = one
         self._name = name
         self._engines: list[RemoteEngineClient | None] = [engines.get(index) for index in range(num_engines)]
         self._router = PrefixRouter(num_engines, num_tokens=one.num_blocks * one.block_size)
@@ -95,6 +96,18 @@ class ReplicatedEngineClient(EngineClient):
     @override
     def stats(self) -> EngineStats:
         return total_stats([engine.stats() for engine in self._alive()])
+
+    @override
+    def stats_by_engine(self) -> dict[str, EngineStats]:
+        return {
+            str(index): engine.stats() if engine is not None and engine.is_alive() else EngineStats()
+            for index, engine in enumerate(self._engines)
+        }
+
+    @property
+    @override
+    def info_of_one(self) -> EngineInfo:
+        return self._info_of_one
 
     @override
     def snapshot(self) -> EngineSnapshot:

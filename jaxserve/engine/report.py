@@ -85,6 +85,7 @@ def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> Engin
         expert_bytes=expert_bytes,
         expert_fraction=0.0 if routing is None else routing.num_experts_per_token / routing.num_experts,
         kv_kinds=kv_kinds(plan.builder),
+        state_bytes=sum(each.request_state_bytes for each in plan.builder.models),
         kv_dtype=str(model.kv_dtype),
         enable_prefix_caching=plan.enable_prefix_caching and (not model.layout.num_states or model.num_kept_states > 0),
         reranker=read_reranker(checkpoint.path, checkpoint.fields),

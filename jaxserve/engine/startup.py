@@ -191,6 +191,12 @@ def _size(plan: ServingPlan, model: StepModel) -> Sizing:
     )
 
 
+def check_kernels(builder: StepBuilder) -> None:
+    """Raise ConfigError if the model has a part without a kernel on devices with kernels."""
+    with naming_unsupported():
+        builder.check_kernels()
+
+
 def fit_context(plan: ServingPlan, *, free: int) -> ServingPlan:
     """Return the plan with the longest context that `free` bytes of each device hold, at most the model's own."""
     checkpoint, builder = plan.checkpoint, plan.builder

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.gpus import find_gpu
 from jaxserve.inspect.picture import Drawing, Picture, duration, html_table, size, text_table
 
 MAX_BYTES = 2**28
@@ -24,6 +25,16 @@ class Speed:
     bytes_per_second: float
     flops_per_second: float
     name: str = ""
+
+    @classmethod
+    def of(cls, gpu: str) -> "Speed":
+        """Return what a kind of GPU reaches, which need not be there, by a name that `jaxserve plan --device` takes.
+        Raises ConfigError.
+        """
+        found = find_gpu(gpu)
+        return cls(
+            bytes_per_second=found.sustained_bandwidth, flops_per_second=found.sustained_flops(), name=found.kind
+        )
 
     @classmethod
     def measure(cls, device: Any = None, *, num_bytes: float = MAX_BYTES) -> "Speed":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.startup import programs_of
+from jaxserve.engine.startup import check_kernels, programs_of
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode, Program
@@ -42,6 +42,7 @@ def compile_ahead(
     if (known := versions()) is None:
         raise ConfigError("programs cannot be shipped by an installation whose code is not in files of its own")
     engine = declare(config, gpu, to_compile=True)
+    check_kernels(engine.plan.builder)
     prepare_compilers()
     num_blocks = sizes_of(engine).num_blocks
     _empty(folder)

@@ -23,7 +23,14 @@ DOES_NOT_FIT = 3
 ENGINE_FIELDS = (
     *("revision", "dtype", "quantization", "max_model_len", "hf_overrides", "block_size", "kv_cache_memory"),
     *("gpu_memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "max_logprobs"),
-    *("tensor_parallel_size", "enable_expert_parallel", "kernels", "dequantize", "quantize_activations"),
+    *(
+        "speculative_config",
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "kernels",
+        "dequantize",
+        "quantize_activations",
+    ),
 )
 """The engine's options that decide what a step is, and how much of it fits."""
 
@@ -40,10 +47,11 @@ def add_plan(plan: Parser) -> None:
     add(
         "--compile",
         dest="compiling",
-        choices=("few", "all", "none"),
+        choices=("few", "splits", "all", "none"),
         default="few",
         help="which programs are compiled for the absent GPU: those that decide how much memory steps need, and "
-        "decode (few, the default), all that an engine has, which takes minutes, or none: sizes are computed",
+        "decode (few, the default), the same for each way to split (splits), all that the engine has, which takes "
+        "minutes, or none: sizes are computed",
     )
     add("--json", action="store_true", help="print the plan as JSON")
 
@@ -68,7 +76,7 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--target-tpot must be positive, got {args.target_tpot:g}")
     gpu = find_gpu(args.device)
     with _model_of(args) as (config, name):
-        _quiet()
+        prepare_jax()
         import msgspec
 
         from jaxserve.planning.plan import Load, make_plan
@@ -101,7 +109,7 @@ def run_compile(args: argparse.Namespace) -> None:
     """Write a folder of programs."""
     gpu = find_gpu(args.device)
     with _model_of(args) as (config, name):
-        _quiet()
+        prepare_jax()
         from jaxserve.planning.ahead import compile_ahead
 
         config = dataclasses.replace(config, **given(args, ("warmup",)))
@@ -127,10 +135,18 @@ def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
         yield EngineConfig(model=str(path), **options), f"random weights of the shape {args.shape}"
 
 
-def _quiet() -> None:
-    """Choose the CPU, and do without XLA's words about a device that it cannot ask; before jax is imported."""
+def prepare_jax() -> None:
+    """Choose the CPU, do without XLA's words about a device that it cannot ask, and find jax's CUDA plugin; before
+    kernels are imported, since Mosaic looks for its runtime in the plugin while it is imported.
+
+    Nothing is read from jax's compilation cache: an executable of it has no reports, and may not be written again.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from pallas_kernels.deviceless import is_available
+
+    is_available()
 
 
 def _tell(start: str, name: str) -> None:

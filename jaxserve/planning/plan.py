@@ -1,15 +1,17 @@
 """`jaxserve plan`: what a model takes of GPUs that are not there, how fast it will be, how to split it over them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import msgspec
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.client import EngineInfo
+from jaxserve.engine.startup import check_kernels
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
+from jaxserve.execution.programs.kinds import Program
 from jaxserve.gpus import Gpu
 from jaxserve.layers.schemes import schemes_of
 from jaxserve.planning.absent import can_compile
@@ -18,7 +20,7 @@ from jaxserve.planning.times import Estimate, Kind, estimate_prefill, estimate_s
 from jaxserve.planning.work import Model, decode_work, prefill_work
 from jaxserve.scheduling.block_needs import BlockNeeds
 
-type Compiling = Literal["few", "all", "none"]
+type Compiling = Literal["few", "splits", "all", "none"]
 
 NUM_DEVICES = (1, 2, 4, 8)
 """Numbers of devices over which a model is tried to be split."""
@@ -130,21 +132,22 @@ def make_plan(
     """Plan an engine on GPUs that are not there. Raises StartupError for a model that cannot run on them at all, and
     ConfigError for options that the model does not allow; one that does not fit is a plan that says so.
     """
-    to_compile = compiling != "none" and can_compile()
-    splits = tuple(_splits(config, gpu, load, name=name, num_devices=num_devices))
+    own: _Sized | OutOfMemory
+    try:
+        own = _size(config, gpu, load, compiling=compiling, progress=progress)
+    except OutOfMemory as error:
+        own = error
+    ways = _ways(config, gpu, load, own, name=name, num_devices=num_devices, compiling=compiling, progress=progress)
     common = {
         "model": name,
         "device": gpu.kind,
         "num_devices": config.tensor_parallel_size,
-        "splits": splits,
+        "splits": tuple(sorted(ways, key=lambda way: (not way.fits, -way.output_tokens_per_second))),
     }
-    try:
-        engine = declare(config, gpu, to_compile=to_compile)
-        sized = load.within(engine.plan.checkpoint.max_model_len)
-        sizes, num_requests = _sizes(engine, sized, compiling=compiling if to_compile else "none", progress=progress)
-    except OutOfMemory as error:
-        why_not = _named(str(error), config, name)
+    if isinstance(own, OutOfMemory):
+        why_not = _named(str(own), config, name)
         return Plan(**common, load=load, dtype=config.dtype, kernels=config.kernels, fits=False, why_not=why_not)
+    engine, sized, sizes, num_requests = own
     info = engine.info(sizes.num_blocks)
     counts = sorted({count for count in BATCHES if count < num_requests} | {num_requests} - {0})
     speeds = tuple(speed_of(engine, info, sized, num_requests=count) for count in counts)
@@ -171,17 +174,29 @@ def make_plan(
     )
 
 
-def _sizes(
-    engine: Absent, load: SizedLoad, *, compiling: Compiling, progress: Callable[[str], object]
-) -> tuple[Sizes, int]:
-    """Return the sizes of an engine, and how many requests of the load it holds at once."""
-    if compiling == "none":
-        sizes = sizes_of(engine)
-        return sizes, requests_at_once(engine, load, sizes.num_blocks)
-    before = requests_at_once(engine, load, engine.num_blocks)
-    programs = engine.plan.builder.shapes.programs if compiling == "all" else [decode_program(engine, max(1, before))]
+class _Sized(NamedTuple):
+    """An engine, the load in its context, what it takes, and how many requests of the load it holds at once."""
+
+    engine: Absent
+    load: SizedLoad
+    sizes: Sizes
+    num_requests: int
+
+
+def _size(
+    config: EngineConfig, gpu: Gpu, load: Load, *, compiling: Compiling, progress: Callable[[str], object]
+) -> _Sized:
+    """Size an engine. Raises StartupError, OutOfMemory if it does not fit among others."""
+    to_compile = compiling != "none" and can_compile()
+    engine = declare(config, gpu, to_compile=to_compile)
+    check_kernels(engine.plan.builder)
+    sized = load.within(engine.plan.checkpoint.max_model_len)
+    programs: Sequence[Program] = ()
+    if to_compile:
+        rows = max(1, requests_at_once(engine, sized, engine.num_blocks))
+        programs = engine.plan.builder.shapes.programs if compiling == "all" else [decode_program(engine, rows)]
     sizes = sizes_of(engine, compiled=programs, progress=progress)
-    return sizes, requests_at_once(engine, load, sizes.num_blocks)
+    return _Sized(engine, sized, sizes, requests_at_once(engine, sized, sizes.num_blocks))
 
 
 def requests_at_once(engine: Absent, load: SizedLoad, num_blocks: int) -> int:
@@ -241,13 +256,18 @@ def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests:
 
 def _kind(engine: Absent, model: Model) -> Kind:
     codes = {scheme.codes for scheme in schemes_of(engine.plan.specs).values()}
+    step_model = engine.plan.builder.model
     return Kind(
         model_type=engine.plan.checkpoint.fields["model_type"],
         weights=_weights(codes),
         num_devices=engine.plan.devices.mesh.size,
-        kernels=engine.plan.builder.model.kernels,
+        kernels=step_model.kernels,
         has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
         num_layers=model.num_layers,
+        is_unlike_any="expert" in engine.plan.devices.mesh.axis_names
+        or step_model.kv_dtype != step_model.dtype
+        or step_model.layout.num_states > 0
+        or step_model.drafting is not None,
     )
 
 
@@ -258,37 +278,51 @@ def _weights(codes: set[str]) -> str:
     return next(iter(codes)) if len(codes) == 1 else "+".join(sorted(codes))
 
 
-def _splits(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, num_devices: int) -> Sequence[Split]:
-    """Return the ways to use `num_devices` devices, the fastest first, then those that do not work."""
-    ways = [
-        _split(
-            dataclasses.replace(config, tensor_parallel_size=size), gpu, load, name=name, replicas=num_devices // size
+def _ways(
+    config: EngineConfig,
+    gpu: Gpu,
+    load: Load,
+    own: _Sized | OutOfMemory,
+    *,
+    name: str,
+    num_devices: int,
+    compiling: Compiling,
+    progress: Callable[[str], object],
+) -> Iterator[Split]:
+    """Yield the ways to use `num_devices` devices, of which `own` is the one that `config` says."""
+    for size in NUM_DEVICES:
+        if size > num_devices:
+            return
+        way = dataclasses.replace(config, tensor_parallel_size=size)
+        found: _Sized | Exception = own
+        if way != config:
+            try:
+                programs: Compiling = "few" if compiling == "splits" else "none"
+                found = _size(way, gpu, load, compiling=programs, progress=progress)
+            except (OutOfMemory, ConfigError, CheckpointError) as error:
+                found = error
+        yield _split(way, found, name=name, replicas=num_devices // size)
+
+
+def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replicas: int) -> Split:
+    """Return what replicas of an engine would do."""
+
+    def split(*, fits: bool, why_not: str | None = None) -> Split:
+        return Split(
+            tensor_parallel_size=config.tensor_parallel_size,
+            replicas=replicas,
+            fits=fits,
+            why_not=why_not,
         )
-        for size in NUM_DEVICES
-        if size <= num_devices
-    ]
-    return sorted(ways, key=lambda way: (not way.fits, -way.output_tokens_per_second))
 
-
-def _split(config: EngineConfig, gpu: Gpu, load: Load, *, name: str, replicas: int) -> Split:
-    """Return what replicas of an engine would do; sizes are computed, nothing is compiled."""
-    size = config.tensor_parallel_size
-    try:
-        engine = declare(config, gpu, to_compile=False)
-    except (OutOfMemory, ConfigError, CheckpointError) as error:
-        why_not = _named(str(error), config, name)
-        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
-    info = engine.info(engine.num_blocks)
-    sized = load.within(engine.plan.checkpoint.max_model_len)
-    num_requests = requests_at_once(engine, sized, engine.num_blocks)
-    speed = choose(engine, info, sized, num_requests=num_requests)
+    if isinstance(found, Exception):
+        return split(fits=False, why_not=_named(str(found), config, name))
+    engine, load, sizes, num_requests = found
+    speed = choose(engine, engine.info(sizes.num_blocks), load, num_requests=num_requests)
     if speed is None:
-        why_not = "the target is not met" if num_requests else "no request of this length fits"
-        return Split(tensor_parallel_size=size, replicas=replicas, fits=False, why_not=why_not)
-    return Split(
-        tensor_parallel_size=size,
-        replicas=replicas,
-        fits=True,
+        return split(fits=False, why_not="the target is not met" if num_requests else "no request of this length fits")
+    return msgspec.structs.replace(
+        split(fits=True),
         num_requests=replicas * speed.num_requests,
         speed=speed,
         output_tokens_per_second=replicas * speed.output_tokens_per_second,

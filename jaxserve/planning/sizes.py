@@ -3,6 +3,7 @@ that programs are compiled for, or at least traced.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxserve.engine.checkpoint import read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.report import make_info
 from jaxserve.engine.serving_plan import ServingPlan
-from jaxserve.engine.sizing import GPU_MEMORY_RESERVE
+from jaxserve.engine.sizing import GPU_MEMORY_RESERVE, Sizing
 from jaxserve.engine.startup import count_blocks, fit_context, make_plan, size
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.memory import memory_of, memory_of_step
@@ -60,7 +61,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     step_bytes: int
     """What steps need besides weights and KV: slots, peers' rows, temporaries."""
     slot_bytes: int
-    """Those of them for slots, and for what layers keep by slot."""
+    """Those of them for slots."""
+    state_bytes: int
+    """Those for the states that layers keep of requests, of all slots, and for cached ones."""
     peer_bytes: int
     """Those that other devices write into."""
     expected_step_bytes: int
@@ -87,13 +90,26 @@ class Absent:
 
     Attributes:
         free: bytes of each device that the engine may use.
-        num_blocks: KV blocks, as the engine counts them before it compiles.
     """
 
     plan: ServingPlan
     gpu: Gpu
     free: int
-    num_blocks: int
+
+    @functools.cached_property
+    def sizings(self) -> list[Sizing]:
+        """What decides how many KV blocks there are, of each stage."""
+        return size(self.plan)
+
+    @property
+    def sizing(self) -> Sizing:
+        """That of the stage with the largest weights."""
+        return max(self.sizings, key=lambda sizing: sizing.weight_bytes)
+
+    @functools.cached_property
+    def num_blocks(self) -> int:
+        """KV blocks, as the engine counts them before it compiles. Raises OutOfMemory."""
+        return count_blocks(self.plan, self.sizings, free=self.free)
 
     @property
     def model(self) -> Model:
@@ -103,7 +119,7 @@ class Absent:
     @property
     def needs(self) -> BlockNeeds:
         """The blocks that requests need."""
-        return size(self.plan)[0].needs
+        return self.sizing.needs
 
     def info(self, num_blocks: int) -> EngineInfo:
         """Return the sizes that an engine of so many blocks has."""
@@ -111,9 +127,7 @@ class Absent:
 
 
 def declare(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Absent:
-    """Start an engine up to where it would load weights, of which none need be there. Raises StartupError, OutOfMemory
-    if it does not fit among others.
-    """
+    """Start an engine up to where it would load weights, of which none need be there. Raises StartupError."""
     options: dict[str, Any] = {"load_format": "dummy"}
     if config.kernels == "auto" and not gpu.has_kernels:
         options["kernels"] = "xla"  # what an engine chooses too, with a warning
@@ -123,7 +137,7 @@ def declare(config: EngineConfig, gpu: Gpu, *, to_compile: bool) -> Absent:
     free = usable_memory(config, gpu)
     if config.max_model_len == "auto":
         plan = fit_context(plan, free=free)
-    return Absent(plan=plan, gpu=gpu, free=free, num_blocks=count_blocks(plan, size(plan), free=free))
+    return Absent(plan=plan, gpu=gpu, free=free)
 
 
 def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Callable[[str], object] = str) -> Sizes:
@@ -131,7 +145,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
     program are compiled too, and say how much steps need. Raises OutOfMemory if they do not fit.
     """
     builder, model = engine.plan.builder, engine.plan.builder.model
-    [sizing] = size(engine.plan)  # plans are of one stage
+    sizing = engine.sizing
     found: dict[Program, DevicelessExecutable] = {}
     num_blocks, needed = engine.num_blocks, builder.expected_step_memory
     if compiled:
@@ -146,13 +160,14 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
         if sizing.is_measured:
             num_blocks = min(num_blocks, sizing.num_blocks(engine.free - sizing.weight_bytes, needed))
     info = engine.info(num_blocks)
-    peers = sum(map(shard_bytes, jax.tree.leaves(model.peers)))
+    slots, peers = (sum(map(shard_bytes, jax.tree.leaves(part))) for part in (model.slots, model.peers))
     return Sizes(
         memory_bytes=engine.gpu.memory,
         usable_bytes=engine.free,
         weight_bytes=sizing.weight_bytes,
         step_bytes=needed,
-        slot_bytes=model.state_bytes - peers,
+        slot_bytes=slots,
+        state_bytes=model.state_bytes - slots - peers,
         peer_bytes=peers,
         expected_step_bytes=builder.expected_step_memory,
         is_compiled=bool(compiled),

@@ -25,7 +25,7 @@ def plan_text(plan: Plan) -> str:
                               *map(_speed_row, plan.speeds)]))  # fmt: skip
     if plan.splits:
         most = max(split.tensor_parallel_size * split.replicas for split in plan.splits)
-        title = f"ways to use {most} of them, computed, fastest first:"
+        title = f"ways to use {most} of them, fastest first:"
         header = ["-tp", "replicas", "at once", "ms a token", "output tok/s", ""]
         parts.append(f"{title}\n{aligned([header, *map(_split_row, plan.splits)])}")
     return "\n\n".join(parts)
@@ -33,6 +33,8 @@ def plan_text(plan: Plan) -> str:
 
 def _size_rows(plan: Plan, sizes: Sizes, *, total: int) -> list[list[str]]:
     steps = f"{size_text(sizes.slot_bytes)} of it for slots"
+    if sizes.state_bytes:
+        steps += f", {size_text(sizes.state_bytes)} for states of layers"
     if sizes.peer_bytes:
         steps += f", {size_text(sizes.peer_bytes)} for rows of other devices"
     rows = [

@@ -28,8 +28,15 @@ BETWEEN_MACHINES = 0.04
 WITHOUT_KERNELS = 0.5
 """Error of times in plain XLA, relative: they were measured for one model on one GPU, which has kernels."""
 
-MORE_DEVICES = 0.25
-"""Error of times of more devices than any that were measured, relative: how sums among them scale is assumed."""
+UNLIKE_ANY = 0.25
+"""Error of times of what no measured run has, relative: more devices, whose sums are assumed to scale, whole experts on
+each device, keys and values of 8 bits, layers with states.
+"""
+
+FAR = 6.0
+"""Distance of the nearest measured run beyond which the error is `WITHOUT_KERNELS`, as for layers of a hundredth of its
+size: no run of the table is that far from all runs of other models.
+"""
 
 ALIKE = 0.25
 """Largest distance of runs that are of the same model in nearly the same batch."""
@@ -60,6 +67,8 @@ class Kind(NamedTuple):
     kernels: str
     has_experts: bool
     num_layers: int
+    is_unlike_any: bool = False
+    """True if it has something that no measured run has, except for more devices."""
 
 
 def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
@@ -72,13 +81,15 @@ def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
     distance, (batches, run) = min(
         ((_distance(kind, roofline, num_rows, *each), each) for each in runs), key=lambda pair: pair[0]
     )
-    if distance <= ALIKE:
+    if distance <= ALIKE and not kind.is_unlike_any:
         source = f"{batches.shape} on {_devices(batches)}, {run.num_rows} x {run.input_len} tokens"
         return Estimate(seconds, roofline, BETWEEN_MACHINES, source)
     known = [each for each, _ in runs if (each.model_type, each.weights) == (kind.model_type, kind.weights)]
     error = error_among_runs() if known else error_among_models()
-    if kind.num_devices > max(each.num_devices for each, _ in runs):
-        error = max(error, MORE_DEVICES)
+    if kind.is_unlike_any or kind.num_devices > max(each.num_devices for each, _ in runs):
+        error = max(error, UNLIKE_ANY)
+    if distance > FAR:
+        error = WITHOUT_KERNELS
     source = f"runs like it, most like {batches.shape} ({batches.weights}) on {_devices(batches)}"
     return Estimate(seconds, roofline, max(error, BETWEEN_MACHINES), source)
 
@@ -139,7 +150,9 @@ def kind_of(batches: Batches) -> Kind:
 
 
 def _predicted(kind: Kind, roofline: float, num_rows: int, runs: Iterable[tuple[Batches, Run]]) -> float:
-    """Return the roofline and what layers like these take beyond it, in seconds."""
+    """Return the roofline and what layers like these take beyond it, in seconds. Where steps took less than their
+    roofline, they were faster in proportion to it.
+    """
     total = beyond = 0.0
     for batches, run in runs:
         if batches.has_experts == kind.has_experts:
@@ -147,8 +160,10 @@ def _predicted(kind: Kind, roofline: float, num_rows: int, runs: Iterable[tuple[
             # A run of the same batch decides: the others are far less like it.
             weight = weight if weight < math.exp(-ALIKE) else weight * 1e3
             total += weight
-            beyond += weight * (run.step - run.roofline) / 1e3 / batches.num_layers
-    return max(roofline + kind.num_layers * beyond / total, roofline / 2)
+            more = (run.step - run.roofline) / 1e3
+            scale = kind.num_layers / batches.num_layers if more > 0 else roofline * 1e3 / run.roofline
+            beyond += weight * scale * more
+    return roofline + beyond / total
 
 
 def _distance(kind: Kind, roofline: float, num_rows: int, batches: Batches, run: Run) -> float:

@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import shipped as shipped_module
 from jaxserve.execution.programs.lowering import Job, settings_of, versions, write_lowered
 from jaxserve.execution.programs.shipped import LOWERED, MANIFEST, Manifest, write_executable, write_manifest
+from jaxserve.execution.programs.spec import StepSpec
 
 CONFIG = EngineConfig(
     model=str(GOLDENS / "llama_biases_linear_rope"),
@@ -107,6 +108,8 @@ def test_a_damaged_program_is_compiled(folder, tmp_path, caplog):
         ({"block_size": 8}, "block_size differs: 16 there, 8 here"),
         ({"dtype": "bfloat16"}, "dtype differs: float32 there, bfloat16 here"),
         ({"hf_overrides": {"rope_theta": 5.0}}, "the model's config.json differs"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype differs: auto there, fp8 here"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config differs"),
         ({"quantization": "int8"}, r"the format of the weights \(quantization\) differs"),
         ({"tensor_parallel_size": 2}, r"are for .*\(1 along tensor\), but the engine has .*\(2 along tensor\)"),
         ({"kv_cache_memory": 2**19}, r"a KV cache of \d+ blocks, but the device's memory holds \d+"),
@@ -115,6 +118,10 @@ def test_a_damaged_program_is_compiled(folder, tmp_path, caplog):
 def test_programs_of_another_engine_are_refused_by_name(folder, options, named):
     with pytest.raises(ConfigError, match=f"programs: .*{named}"):
         start(with_programs(folder, **options))
+
+
+def test_all_that_may_differ_has_a_name():
+    assert shipped_module.NAMES.keys() == set(StepSpec.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Requests whose layers keep a state, of each kind, alone and beside layers that attend."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from depths import quick_only
@@ -11,9 +13,11 @@ from golden_folder import GOLDENS
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
+from jaxserve.gpus import GPUS
 from jaxserve.layers import delta_rule
 from jaxserve.loading.huggingface import load_config
 from jaxserve.overview import needs
+from jaxserve.planning.sizes import declare, sizes_of
 from jaxserve.speculation import parse_speculation
 
 GOLDEN = "qwen3_next_biases"
@@ -132,9 +136,17 @@ def test_an_engine_starts(tmp_path, changes):
         assert info.enable_prefix_caching
         assert [kind.num_layers for kind in info.kv_kinds] == ([] if changes else [1])
         assert len(run(engine, [request("one", [3, 4, 5], 4)])["one"].token_ids) == 4
+        held = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for name, tree in engine.runner.state.items()}
     finally:
         engine.runner.close()
-    found = needs(str(tmp_path), memory=2**30)
+    absent = declare(dataclasses.replace(config, dtype="float32", kernels="xla"), GPUS["h200"], to_compile=False)
+    sizes = sizes_of(absent)
+    assert sizes.weight_bytes == held["params"]
+    assert sizes.state_bytes > 0
+    assert sizes.kv_bytes + sizes.state_bytes == held["kv_cache"] + held["kept_states"]
+    assert sizes.slot_bytes == held["slots"]
+    assert info.kv_cache_bytes + info.state_bytes * config.max_num_seqs == held["kv_cache"]
+    found = needs(EngineConfig(model=str(tmp_path)), memory=2**30)
     assert "2 with a state" in found.layers
     assert "a state of 6 matrices 7 x 9 in float32" in found.layers
     assert found.max_batch > 0

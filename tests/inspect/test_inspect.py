@@ -11,6 +11,7 @@ from tiny_model import write
 from jaxserve import inspect
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.gpus import find_gpu
 from jaxserve.inspect import Speed, find_collectives
 from jaxserve.inspect.bubble import simulate
 from jaxserve.llm import LLM
@@ -28,6 +29,12 @@ OPTIONS = {
     "progress": False,
 }
 SPEED = Speed(bytes_per_second=1e9, flops_per_second=1e12, name="a slow memory")
+
+
+def test_a_gpu_that_is_not_there_has_the_speed_that_plans_assume():
+    speed, gpu = Speed.of("H100"), find_gpu("h100")
+    assert (speed.bytes_per_second, speed.flops_per_second) == (gpu.sustained_bandwidth, gpu.sustained_flops())
+    assert speed.name == gpu.kind
 
 
 @pytest.fixture(scope="module")

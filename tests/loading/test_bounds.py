@@ -50,7 +50,7 @@ def test_numbers_of_a_config(tmp_path, name, value):
     path = copy_with(ONE_OF_EACH["llama"], tmp_path, **{name: value})
     began = time.thread_time()
     for read in (
-        lambda: needs(str(path), memory=2**30),
+        lambda: needs(EngineConfig(model=str(path)), memory=2**30),
         lambda: convert(str(path), tmp_path / "store", progress=False),
         lambda: start_engine(EngineConfig(model=str(path), warmup="none"), mesh=None, progress=False),
     ):
@@ -69,7 +69,7 @@ def test_numbers_of_rotary_embedding(tmp_path, parameters, name, value):
     changes = {"rope_theta": 1e4, "rope_parameters": None, parameters: rope}
     path = copy_with(ONE_OF_EACH["llama"], tmp_path, **changes)
     with pytest.raises(CheckpointError, match=rf"{name} must be "):
-        needs(str(path), memory=2**30)
+        needs(EngineConfig(model=str(path)), memory=2**30)
 
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)

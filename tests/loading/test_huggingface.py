@@ -182,7 +182,7 @@ def test_an_unknown_family_is_refused_as_such_whatever_else_its_config_says(tmp_
     for read in (
         lambda: load_config(path),
         lambda: resolve_names(EngineConfig(model=str(path))),
-        lambda: needs(str(path), memory=2**30),
+        lambda: needs(EngineConfig(model=str(path)), memory=2**30),
         lambda: convert(str(path), tmp_path / "store", progress=False),
     ):
         with pytest.raises(CheckpointError) as failure:

@@ -97,7 +97,7 @@ def test_all_wrappers(tmp_path, model_type):
     expected_config, expected = params_of(GOLDENS / golden)
     assert config == expected_config
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-    needs = overview.needs(str(tmp_path), memory=2**30)
+    needs = overview.needs(EngineConfig(model=str(tmp_path)), memory=2**30)
     assert needs.model_type == f"{model_type}, text only, by {load_config(GOLDENS / golden)['model_type']}"
 
 

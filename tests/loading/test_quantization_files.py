@@ -6,6 +6,7 @@ import shutil
 import pytest
 from golden_models import GOLDENS
 
+from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.huggingface import load_config
@@ -54,7 +55,7 @@ def model(tmp_path):
 def refused(model, folder, message):
     for read in (
         lambda: load_config(model),
-        lambda: needs(str(model), memory=2**30),
+        lambda: needs(EngineConfig(model=str(model)), memory=2**30),
         lambda: convert(str(model), folder / "store", progress=False),
     ):
         with pytest.raises(CheckpointError, match=message) as failure:

@@ -13,6 +13,7 @@ from depths import quick_first
 from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.weights import load_config, load_weights
@@ -82,7 +83,7 @@ def test_a_head_that_differs_is_used(tmp_path, path):
     assert not config.tie_word_embeddings
     stored = load_file(changed / "model.safetensors")[head]
     np.testing.assert_array_equal(params["lm_head"].array(), stored.astype(np.float32))
-    assert not needs(str(changed), memory=2**30).is_tied
+    assert not needs(EngineConfig(model=str(changed)), memory=2**30).is_tied
     before, after = full_logits(load_golden(path)), full_logits(load_golden(changed))
     assert relative_error(after, before) > 0.01
     says_nothing = rewrite(path, tmp_path / "2", lambda tensors: other_head(path, tensors), tie_word_embeddings=ABSENT)

@@ -1,8 +1,11 @@
 """Plans of GPUs that are not there: sizes as an engine counts them, times as they were measured."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from jaxserve import overview
 from jaxserve.bench.workloads import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
@@ -56,13 +59,6 @@ def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
         "auto", engine.plan.devices.first, engine.plan.builder.model.dtype
     )
     assert engine.plan.devices.description == GPUS[device].kind
-
-
-def test_bytes_of_weights_are_those_that_models_prints(tmp_path):
-    for shape in ("llama-100m", "gemma-3-4b"):
-        needs = overview.needs(str(write_config(tmp_path, SHAPES[shape])), memory=GIB, dtype="bfloat16")
-        engine = absent_engine(shape, tmp_path, dtype="bfloat16", max_model_len=1024)
-        assert sizes_of(engine).weight_bytes == needs.held_bytes
 
 
 @pytest.mark.parametrize(
@@ -197,6 +193,36 @@ def test_a_head_count_that_does_not_divide_is_a_row_of_the_table(tmp_path):
     assert "cannot be split evenly over 8 devices" in refused.why_not
 
 
+def test_a_model_without_a_kernel_is_refused_as_engines_refuse_it(tmp_path):
+    config = config_of("llama-100m", tmp_path, dtype="bfloat16", hf_overrides={"head_dim": 40})
+    with pytest.raises(
+        ConfigError, match=r"no kernel for this model: head_dim must be .* 40; ask for .* --kernels xla"
+    ):
+        make_plan(config, GPUS["h200"], Load(), name="m", compiling="none")
+    assert make_plan(config, GPUS["a100"], Load(), name="m", compiling="none").fits
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("llama-3-8b", {"kv_cache_dtype": "fp8"}),
+        ("llama-3-8b", {"tensor_parallel_size": 4}),
+        ("qwen3-30b-a3b", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_errors_of_what_was_not_measured_are_larger(tmp_path, shape, options):
+    engine = absent_engine(shape, tmp_path, **options)
+    speed = speed_of(engine, engine.info(engine.num_blocks), LOAD, num_requests=64)
+    assert speed.step_error >= times.UNLIKE_ANY
+
+
+def test_smaller_models_take_no_less_with_more_rows(tmp_path):
+    """Layers of a thousandth of the size of those that were measured."""
+    engine = absent_engine("llama-100m", tmp_path, dtype="bfloat16", hf_overrides={"intermediate_size": 64})
+    speeds = [speed_of(engine, engine.info(engine.num_blocks), LOAD, num_requests=n) for n in (1, 16, 256)]
+    assert all(speed.step_ms >= speed.roofline_ms * 0.9 for speed in speeds)
+
+
 def test_without_a_compiler_sizes_are_computed_and_the_plan_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxserve.planning.plan.can_compile", lambda: False)
     plan = make_plan(config_of("llama-3-8b", tmp_path), GPUS["h200"], Load(), name="m")
@@ -209,7 +235,20 @@ def test_without_a_compiler_sizes_are_computed_and_the_plan_says_so(tmp_path, mo
 
 def test_what_does_not_fit_raises(tmp_path):
     with pytest.raises(OutOfMemory, match=r"29\.9 GiB a device for its weights, but 13\.3 GiB are free"):
-        absent_engine("llama-3-8b", tmp_path, "t4", dtype="float32")
+        sizes_of(absent_engine("llama-3-8b", tmp_path, "t4", dtype="float32"))
+
+
+@NO_COMPILER
+def test_the_commands_find_the_plugin_before_kernels_are_imported():
+    """Without its runtime no kernel compiles."""
+    code = (
+        "from jaxserve.planning.commands import prepare_jax; prepare_jax(); import jax, jaxserve.planning.plan, os; "
+        "print(os.environ['MOSAIC_GPU_RUNTIME_LIB_PATH'], jax.config.jax_enable_compilation_cache)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC")}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert found.stdout.split()[-2].endswith("libmosaic_gpu_runtime.so")
+    assert found.stdout.split()[-1] == "False"
 
 
 @pytest.mark.slow

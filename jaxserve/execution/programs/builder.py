@@ -4,7 +4,7 @@ What is exported is a function of flat lists of arrays; its caller assembles the
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -130,12 +130,18 @@ class StepBuilder:
 
     def describe_paths(self) -> list[str]:
         """Return which kernels run in the programs, and why no faster ones do: lines for people."""
-        programs = [
-            each
-            for each in self.shapes.programs
-            if isinstance(each, PlainDecode | Forward | RunStage | Begin) and not each.bucket.num_columns
-        ]
-        return describe(map(self._paths_of, programs))
+        return describe(self._program_paths())
+
+    def check_kernels(self) -> None:
+        """Raise NotImplementedError if there is no kernel for a part that needs one."""
+        for paths in self._program_paths() if self.model.has_kernels else ():
+            if paths.why_not is not None:
+                raise NotImplementedError(paths.why_not)
+
+    def _program_paths(self) -> Iterator[ProgramPaths]:
+        for program in self.shapes.programs:
+            if isinstance(program, PlainDecode | Forward | RunStage | Begin) and not program.bucket.num_columns:
+                yield self._paths_of(program)
 
     def is_tuned(self, program: Program) -> bool:
         """Return true if XLA tries out matrix products while it compiles the program: unless kernels compute all."""

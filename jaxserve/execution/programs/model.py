@@ -206,6 +206,11 @@ class StepModel:
         """Bytes on a device of the slots, of layers' states, those kept for others too, and of what its peers send."""
         return self._slot_bytes + sum(map(shard_bytes, jax.tree.leaves((self.slots, self.kept_states, self.peers))))
 
+    @property
+    def request_state_bytes(self) -> int:
+        """Bytes of the states that layers keep of a request, on all devices."""
+        return self._slot_bytes * self.mesh.size // self.max_num_seqs
+
     def state(self, name: State, num_blocks: int) -> Any:
         """Return the shapes of one part of the state, for a KV pool of `num_blocks` blocks."""
         if name == "kv_cache":

@@ -45,6 +45,12 @@ class ProgramPaths:
         by_xla = (Kernel.XLA, Kernel.NONE)
         return any(part.kernel in by_xla for found in self.record.products.values() for part in found)
 
+    @property
+    def why_not(self) -> str | None:
+        """Why the program cannot run: there is no kernel for a part that needs one. None if it can."""
+        parts = itertools.chain.from_iterable((self.record.products | self.record.others).values())
+        return next((part.reason for part in parts if part.kernel == Kernel.NONE), None)
+
 
 def program_paths(
     model: StepModel, layers: Sequence[LayerShape], bucket: Bucket, *, is_decode_only: bool

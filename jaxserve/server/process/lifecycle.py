@@ -79,8 +79,8 @@ def make_state(
     names = tuple(config.served_model_name) or (frontend.client.info.model,)
     metrics = Metrics(
         model=names[0],
-        stats=frontend.client.stats,
-        cache_config=frontend.client.info.cache_labels(),
+        stats=frontend.client.stats_by_engine,
+        cache_config=frontend.client.info_of_one.cache_labels(),
         names=config.metrics_names,
         routes=METHODS_AND_PATHS,
         file=metrics_file,

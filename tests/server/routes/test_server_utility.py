@@ -140,7 +140,7 @@ def test_metrics_of_the_engine_are_read_from_its_snapshot():
     held = {"kv_bytes_held": {"full": 70, "window of 8": 30}}
     accepted = {"spec_decode_num_accepted_tokens_per_pos": (6, 3), "expert_tokens": (5, 0)}
     snapshot = msgspec.convert(numbers | counts | held | accepted, EngineStats, strict=False)
-    found = values(Metrics(model="fake", stats=lambda: snapshot, cache_config={}).render().decode())
+    found = values(Metrics(model="fake", stats=lambda: {"0": snapshot}, cache_config={}).render().decode())
     for name, (field, _) in {**GAUGES, **COUNTERS, **DRAFTING}.items():
         assert found[f"jaxserve:{name}"] == fields.index(field)
     for position, count in enumerate((6, 3)):
