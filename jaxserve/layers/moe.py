@@ -316,7 +316,8 @@ def _run_local_experts(
             weights = weights * expert_scale.astype(jnp.float32)[routed.experts]
         if weighs_inputs:
             of_row = jnp.zeros(len(rows), jnp.float32).at[routed.row].set(weights, mode="drop")
-            rows, weights = (rows * of_row[:, None]).astype(x.dtype), jnp.ones_like(weights)
+            weighted = rows.astype(jnp.float32) * of_row[:, None]
+            rows, weights = weighted.astype(x.dtype), jnp.ones_like(weights)
         inner = multiply(rows, first)
         if gate is None:
             assert isinstance(activation, str)

@@ -113,7 +113,7 @@ def test_a_head_in_place_of_the_embedding_is_both(tmp_path, path):
 
 
 def test_a_head_that_the_config_promises_must_be_there(tmp_path):
-    path = next(path for path in TIED if path.name.startswith("llama"))
+    path = next(path for path in TIED if path.name.startswith("llama_"))
     changed = rewrite(path, tmp_path, dict, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"tensors missing: lm_head\.weight"):
         load(changed)
@@ -131,7 +131,7 @@ def test_stores_keep_what_the_files_had(tmp_path, name):
 
 
 def test_what_a_store_holds_decides(tmp_path):
-    path = next(path for path in TIED if path.name.startswith("llama"))
+    path = next(path for path in TIED if path.name.startswith("llama_"))
     changed = rewrite(path, tmp_path, lambda tensors: other_head(path, tensors))
     convert(str(changed), tmp_path / "store", progress=False)
     for name, field in (("config.json", None), ("jaxserve_manifest.json", "config")):
@@ -144,7 +144,7 @@ def test_what_a_store_holds_decides(tmp_path):
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_gguf_files(tmp_path, is_own):
-    path = next(path for path in TIED if path.name.startswith("llama"))
+    path = next(path for path in TIED if path.name.startswith("llama_"))
     tensors = load_file(path / "model.safetensors")
     tensors = other_head(path, tensors) if is_own else tensors
     fields = json.loads((path / "config.json").read_text())

@@ -41,6 +41,7 @@ NAMES = {
     "max_num_batched_tokens": "max_num_batched_tokens",
     "max_logprobs": "max_logprobs",
     "kv_cache_dtype": "kv_cache_dtype",
+    "kv_scales": "whether the checkpoint has scales of keys and values",
     "speculation": "speculative_config",
     "drafter": "the config.json of what drafts",
     "num_kept_states": "max_cached_states",
