@@ -283,4 +283,5 @@ def _call(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )(qkv, cos, sin, write_index, k_ref, v_ref, *scales, *gains)
-    return q, Pages(jax.freeze(k_ref), jax.freeze(v_ref), *map(jax.freeze, scales))
+    k, v, *of_pages = map(jax.freeze, (k_ref, v_ref, *scales))
+    return q, Pages(k, v, of_pages[0] if of_pages else None)

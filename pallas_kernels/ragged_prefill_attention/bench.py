@@ -115,8 +115,8 @@ def _arrays(step: _Step, seed: int) -> tuple[jax.Array, Pages]:
     """Q and the pages."""
     num_blocks = sum(math.ceil(context / step.block_size) for _, context in step.chunks)
     pool = (num_blocks, step.num_kv_heads, step.block_size, step.head_dim)
-    q, *pages = _normal(seed, (step.num_tokens, step.num_heads, step.head_dim), pool, pool)
-    return q, Pages(*pages)
+    q, k, v = _normal(seed, (step.num_tokens, step.num_heads, step.head_dim), pool, pool)
+    return q, Pages(k, v)
 
 
 def _contiguous(step: _Step, seed: int) -> tuple[jax.Array, ...]:
