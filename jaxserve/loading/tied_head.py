@@ -19,7 +19,7 @@ from jaxserve.loading.multimodal import text_names
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEADS = ("lm_head", "embed_out")
 """Names of modules that are LM heads in checkpoints."""
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")
 """Last part of the names of embeddings."""
 ROWS = 2**12
 """Number of rows compared at a time."""

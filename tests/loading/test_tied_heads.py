@@ -35,7 +35,7 @@ HEAD_OF = {"gpt_neox": "embed_out.weight"}
 
 def names_of(path, tensors):
     """(embedding, LM head) of a golden's tensors."""
-    ends = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+    ends = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", ".embeddings.weight")
     fields = json.loads((path / "config.json").read_text())
     (embedding,) = (name for name in tensors if name.endswith(ends))
     return embedding, HEAD_OF.get(fields["model_type"], "lm_head.weight")
