@@ -8,6 +8,7 @@ import pytest
 from engine_harness import GREEDY, Model, Result, drain, request, run
 from meshes import make_mesh
 
+from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 
 NAME = "llama_tied_llama3_rope"  # the embedding is needed by both stages
@@ -133,3 +134,8 @@ def test_other_families(name, axes):
     results |= run(engine, [request("again", *asked["again"])])
     assert results["again"].num_cached_tokens > 0
     assert_equal(one_device, results, asked)
+
+
+def test_layers_that_read_what_other_stages_have_are_refused():
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size: layers of this model read .* tensor_parallel_size"):
+        Model("gemma4_shared", mesh=make_mesh(pipe=2))
