@@ -168,7 +168,8 @@ def frequencies(rope: Rope) -> np.ndarray:
 def _scale_llama3(frequency: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    unscaled_fraction = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # Llama 4 Scout has two equal ones: no wavelength is blended.
+    unscaled_fraction = np.clip((turns - low) / (high - low), 0.0, 1.0) if low < high else turns >= low
     return unscaled_fraction * frequency + (1 - unscaled_fraction) * frequency / scaling.factor
 
 

@@ -157,8 +157,9 @@ _DTYPES = ("dtype", "torch_dtype")
 
 _LANGUAGE = ("language_model", "text_model")
 _TOWERS = {
-    *("audio_tower", "connector", "image_newline", "mlp1", "mm_projector", "multi_modal_projector"),
-    *("vision_model", "vision_projection", "vision_resampler", "vision_tower", "visual"),
+    *("audio_tower", "connector", "embed_audio", "embed_vision", "image_newline", "mlp1", "mm_projector"),
+    *("multi_modal_projector", "projector", "vision_embedder", "vision_model", "vision_projection"),
+    *("vision_resampler", "vision_tower", "visual"),
 }
 """Modules of wrappers that only images and sound pass through."""
 _HEADS = ("lm_head", "score")

@@ -148,8 +148,8 @@ def _scaling(fields: Fields, parameters: Fields, rotated: int, *, is_context_str
             return LinearScaling(factor=stretch, original_max_position_embeddings=original)
         case "llama3":
             low, high = number(parameters, "low_freq_factor"), number(parameters, "high_freq_factor")
-            if low >= high:
-                raise CheckpointError(f"config.json: low_freq_factor ({low}) must be below high_freq_factor ({high})")
+            if low > high:
+                raise CheckpointError(f"config.json: low_freq_factor ({low}) is above high_freq_factor ({high})")
             return Llama3Scaling(
                 factor=number(parameters, "factor"),
                 low_freq_factor=low,

@@ -132,17 +132,20 @@ def test_linear_scaling_divides_positions():
     np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / 4, rtol=1e-6)
 
 
-def test_llama3_scaling_stretches_long_waves_only():
+@pytest.mark.parametrize("high", [4.0, 1.0])  # as Llama 3.1, and as Llama 4 Scout
+def test_llama3_scaling_stretches_long_waves_only(high):
     scaling = Llama3Scaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=high, original_max_position_embeddings=8192
     )
     plain = Rope(head_dim=128, theta=500000.0)
     scaled = Rope(head_dim=128, theta=500000.0, scaling=scaling)
     turns = 8192 * frequencies(plain) / (2 * np.pi)
     stretch = frequencies(plain) / frequencies(scaled)
-    np.testing.assert_allclose(stretch[turns > 4], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(stretch[turns > high], 1.0, rtol=1e-6)
     np.testing.assert_allclose(stretch[turns < 1], 8.0, rtol=1e-6)
-    between = stretch[(turns > 1) & (turns < 4)]
+    between = stretch[(turns > 1) & (turns < high)]
+    if high == 1.0:
+        return
     assert len(between) > 5
     assert (np.diff(between) > 0).all()
     assert between.min() > 1.0

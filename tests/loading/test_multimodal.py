@@ -227,6 +227,18 @@ def test_lists_may_have_any_name_that_a_tensor_has(stored, module):
     assert stored in stored_names(module)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("model.embed_vision.embedding_projection", "model.embed_audio.embedding_projection"),  # Gemma 4
+        *("model.vision_embedder.patch_dense", "model.audio_tower.output_proj", "vision_model.layernorm_pre"),
+        *("model.projector.readout.0", "model.visual.merger.norm", "multi_modal_projector.linear_1"),
+    ],
+)
+def test_modules_of_images_and_sound_are_of_no_text(module):
+    assert text_name(f"{module}.weight") is None
+
+
 def test_overrides_of_the_text_reach_it(tmp_path):
     wrap(tmp_path, "llama_biases_linear_rope", "llava")
     changes = {"max_position_embeddings": 77, "eos_token_id": 5}

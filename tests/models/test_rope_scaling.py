@@ -126,8 +126,8 @@ def test_what_rope_scaling_says_counts_where_both_styles_are_there():
         ({"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "unknown in rope_parameters or rope_scaling: long_mscale"),
         ({"rope_theta": 1.0}, "rope_theta must be greater than 1, got 1"),
         (
-            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
-            r"low_freq_factor \(4.0\) must be below high_freq_factor \(4.0\)",
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4.5, "high_freq_factor": 4.0}},
+            r"low_freq_factor \(4.5\) is above high_freq_factor \(4.0\)",
         ),
         ({"rope_parameters": YARN | {"beta_fast": 0.5}}, r"beta_fast \(0.5\) must be at least beta_slow \(1.0\)"),
         ({"rope_parameters": YARN | {"factor": -1}}, "factor must be a positive number, got -1"),
