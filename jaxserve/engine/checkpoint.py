@@ -121,7 +121,7 @@ def specs_with_scales(config: EngineConfig, checkpoint: Checkpoint) -> Params:
     Raises CheckpointError for scales that are none.
     """
     specs = checkpoint.family.param_specs(checkpoint.model_config)
-    if config.kv_cache_dtype not in WITH_STATIC_SCALES or config.load_format == "dummy":
+    if config.kv_cache_dtype not in WITH_STATIC_SCALES:
         return specs
     return with_kv_scales(specs, static_scales(checkpoint.path, specs))
 

@@ -57,5 +57,6 @@ def _with_scales(attention: Params, scales: KVScales) -> Params:
         source=scales.sources,
         source_shapes=scales.shapes,
         rows=np.stack([rows[0], rows[-1]], axis=1).ravel(),
+        init_scale=None,
     )
     return attention | {NAME: spec}

@@ -69,14 +69,6 @@ def stage_meshes(mesh: Mesh | AbstractMesh) -> list[Mesh | AbstractMesh]:
     return [Mesh(devices.reshape(sizes), names, axis_types=explicit) for devices in parts]
 
 
-def with_stages(mesh: AbstractMesh, num_stages: int) -> AbstractMesh:
-    """Return the mesh of as many stages, each of which has a mesh like this one."""
-    if num_stages == 1:
-        return mesh
-    names, sizes = (PIPE, *mesh.axis_names), (num_stages, *mesh.axis_sizes)
-    return AbstractMesh(sizes, names, axis_types=(AxisType.Explicit,) * len(names))
-
-
 def stage_of(path: Any, num_layers: int, num_stages: int) -> int:
     """Return the stage onto whose devices a weight is loaded, by its path in the tree of a model with `num_layers`
     layers.

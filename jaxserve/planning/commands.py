@@ -30,6 +30,7 @@ ENGINE_FIELDS = (
         "kernels",
         "dequantize",
         "quantize_activations",
+        "max_cached_states",
     ),
 )
 """The engine's options that decide what a step is, and how much of it fits."""

@@ -69,6 +69,8 @@ def _formats(config: Config, where: str) -> tuple[Format, ...]:
         raise CheckpointError(f"{where}: sparsity_config {sparsity!r:.100} is not supported")
     require(config, where, quantization_status=(None, "compressed", "frozen"), transform_config=(None, {}))
     groups = config.get("config_groups")
+    if groups == {} and config.get("kv_cache_scheme") is not None:
+        return ()  # keys and values alone are quantized
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{where}: config_groups must be an object with at least one group, got {groups!r:.100}")
     return tuple(dict.fromkeys(_format(name, group, config, where) for name, group in groups.items()))

@@ -1,5 +1,7 @@
 """Keys and values in 8 bits: a request has the same tokens in whatever way the engine batches it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from depths import quick_first
@@ -10,6 +12,8 @@ from test_exactness import prompts
 from jaxserve.config import EngineConfig
 from jaxserve.engine.report import kv_kinds
 from jaxserve.engine.startup import start_engine
+from jaxserve.gpus import GPUS
+from jaxserve.planning.sizes import declare
 
 LAST_SCALE = "model.layers.1.self_attn.v_scale"
 LENGTHS = [9, 14, 20, 5, 31, 12, 7, 3]
@@ -80,7 +84,9 @@ def test_blocks_are_counted_with_their_scales(llama):
 
 
 def test_static_scales_of_a_checkpoint(tmp_path):
-    """Its second layer brings scales, a key's and a value's for each of two heads; the first one has its own."""
+    """Its second layer brings scales, a key's and a value's for each of two heads; the first one has its own. What is
+    planned and compiled ahead knows them too.
+    """
     of_keys, of_values = np.float32([0.002, 0.003]), np.float32([0.001, 0.004])
     path = with_tensors(tmp_path, {"model.layers.1.self_attn.k_scale": of_keys, LAST_SCALE: of_values})
     config = EngineConfig(
@@ -98,6 +104,8 @@ def test_static_scales_of_a_checkpoint(tmp_path):
     assert len(run(engine, [request("r", [1, 2, 3, 4, 5], 2)])["r"].token_ids) == 2
     computed, static = (np.asarray(pool.scales) for pool in engine.runner.state["kv_cache"].pools)
     engine.close()
+    absent = declare(dataclasses.replace(config, dtype="float32", kernels="xla"), GPUS["h200"], to_compile=False)
+    assert absent.plan.builder.spec.kv_scales == engine.runner.builder.spec.kv_scales
     is_written = static[:, 0, 0] > 0
     assert is_written.sum() > 5
     assert len(set(computed[:, 0, 0].ravel().tolist())) > 5

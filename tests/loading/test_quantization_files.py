@@ -112,6 +112,14 @@ def test_auto_is_what_is_said_of_the_kv_cache(model, caplog, fields, algorithm, 
     assert dtype == "auto" or "--kv-cache-dtype is bfloat16, which counts" in caplog.text
 
 
+def test_keys_and_values_alone_may_be_quantized(model):
+    said = in_config(config_groups={}, format="dense", kv_cache_scheme={"num_bits": 8, "type": "float"})
+    (model / "config.json").write_text(json.dumps(load_config(LLAMA) | said))
+    found = needs(EngineConfig(model=str(model)), memory=2**30)
+    assert found.kv_dtype == "float8_e4m3fn"
+    assert found.held_bytes == found.weight_bytes["float32"]
+
+
 def test_contradictions_about_the_kv_cache_are_refused(model):
     (model / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}})
