@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.delta_rule import Tokens
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import Rotation
 from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
+from pallas_kernels.recurrent_step import Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
