@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import KeyValueCache
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
@@ -238,36 +238,24 @@ class Attention:
         """Return the only weight that is multiplied by the block's input as it is; None with gates."""
         return None if self.has_gate else params["qkv"]
 
-    def run(
-        self,
-        params: Params,
-        x: Any,
-        cache: KeyValueCache,
-        batch: Batch,
-        rotation: Rotation | None,
-        *,
-        consumer: Consumer,
-    ) -> tuple[Any, KeyValueCache]:
+    def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, KeyValueCache]:
         """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
-        and the cache after this step. `rotation` is that of `rope`.
+        and the cache after this step. The rotation is that of `rope`.
         """
+        context = step.batch.context
         with jax.named_scope("attention"):
-            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=batch.context, name="qkv")
-            heads, cache = self.attend(params, qkv, cache, batch, rotation)
+            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=context, name="qkv")
+            heads, cache = self.attend(params, qkv, step)
             if self.has_gate:
-                gate = linear(x, params["gate"], params.get("gate_bias"), context=batch.context, name="gate")
+                gate = linear(x, params["gate"], params.get("gate_bias"), context=context, name="gate")
                 heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
-            return residual_update(heads, params, "out", batch.context, consumer), cache
+            return residual_update(heads, params, "out", context, consumer), cache
 
     def attend(
-        self,
-        params: Params,
-        qkv: Float[Array, "T K members D"],
-        cache: KeyValueCache,
-        batch: Batch,
-        rotation: Rotation | None,
+        self, params: Params, qkv: Float[Array, "T K members D"], step: LayerStep
     ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
         """Compute what is between the block's two projections."""
+        batch, cache, rotation = step
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
         scores = Scores(
             scale=self.score_scale,

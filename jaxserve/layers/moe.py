@@ -49,6 +49,8 @@ class Experts:
         has_latent_bias: these projections have biases.
     """
 
+    why_not_fused = "the feed-forward has experts"
+
     routing: Routing
     size: int
     activation: str | Gate
@@ -139,11 +141,6 @@ class Experts:
         num_tokens = batch.query_starts[batch.num_rows]
         options: dict[str, Any] = {"weighs_inputs": self.weighs_inputs}
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer, **options)
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the feed-forward has experts"
 
 
 def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec:
