@@ -184,20 +184,21 @@ class Attention:
             ),
         }
         if self.has_gate:
-            specs |= self._gate_specs(f"{prefix}.{names.qkv[0]}", E)
+            specs["gate"] = ParamSpec(
+                shape=(H, D, E),
+                axes=("heads", None, "embed"),
+                num_inputs=1,
+                source=(f"{prefix}.{names.qkv[0]}.weight",),
+                source_shapes=((2 * H * D, E),),
+                rows=_rows_of_gates(H, D),
+                quantize=True,
+            )
+            if self.qkv_bias:
+                specs["gate_bias"] = specs["gate"].bias
         if self.qkv_bias:
-            specs["qkv_bias"] = ParamSpec(
-                shape=(K, members, D),
-                axes=("kv_heads", kind, None),
-                source=tuple(f"{prefix}.{name}.bias" for name in projections),
-                source_shapes=tuple((size,) for size in sizes),
-                rows=rows,
-                init_scale=0.0,
-            )
+            specs["qkv_bias"] = specs["qkv"].bias
         if self.out_bias:
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
-            )
+            specs["out_bias"] = specs["out"].bias
         if self.head_norm is not None:
             of_head = {"head_dim": D, "num_interleaved": num_interleaved}
             specs["q_norm"] = self.head_norm.specs(f"{prefix}.{names.q_norm}", num_heads=H, axis="heads", **of_head)
@@ -206,32 +207,6 @@ class Attention:
                 specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", **of_keys)
         if self.has_sinks:  # in float32, like the scores
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
-        return specs
-
-    def _gate_specs(self, source: str, hidden_size: int) -> Params:
-        """Declare the weights of gates, whose rows are in those of q; `source` is its module."""
-        H, D, E = self.num_heads, self.head_dim, hidden_size
-        rows = _rows_of_gates(H, D)
-        specs: Params = {
-            "gate": ParamSpec(
-                shape=(H, D, E),
-                axes=("heads", None, "embed"),
-                num_inputs=1,
-                source=(f"{source}.weight",),
-                source_shapes=((2 * H * D, E),),
-                rows=rows,
-                quantize=True,
-            )
-        }
-        if self.qkv_bias:
-            specs["gate_bias"] = ParamSpec(
-                shape=(H, D),
-                axes=("heads", None),
-                source=(f"{source}.bias",),
-                source_shapes=((2 * H * D,),),
-                rows=rows,
-                init_scale=0.0,
-            )
         return specs
 
     def reader(self, params: Params) -> Weight | None:

@@ -227,17 +227,7 @@ class LatentAttention:
         if heads.query_rank is not None:
             specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
         if self.has_bias:
-            specs["down_bias"] = ParamSpec(
-                shape=(num_down,),
-                axes=(None,),
-                source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-                source_shapes=tuple((size,) for size in inputs.values()),
-                rows=down_rows,
-                init_scale=0.0,
-            )
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
-            )
+            specs |= {f"{name}_bias": specs[name].bias for name in ("down", "out")}
         return specs
 
     def reader(self, params: Params) -> Weight | None:  # noqa: ARG002

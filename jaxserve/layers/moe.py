@@ -105,9 +105,7 @@ class Experts:
             },
         }
         if self.has_router_bias:
-            specs["router_bias"] = ParamSpec(
-                shape=(X,), axes=(None,), source=(f"{prefix}.{own.router}.bias",), init_scale=0.0
-            )
+            specs["router_bias"] = specs["router"].bias
         if self.has_selection_bias:
             # In float32 as the scores: rounding would change which experts are chosen.
             specs["selection_bias"] = ParamSpec(
@@ -127,9 +125,7 @@ class Experts:
                     shape=shape, axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{module}.weight",)
                 )
                 if self.has_latent_bias:
-                    specs[f"{name}_bias"] = ParamSpec(
-                        shape=shape[:1], axes=(None,), source=(f"{prefix}.{module}.bias",), init_scale=0.0
-                    )
+                    specs[f"{name}_bias"] = specs[name].bias
         return specs
 
     def reader(self, params: Params) -> Weight | None:  # noqa: ARG002

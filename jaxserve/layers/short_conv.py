@@ -70,19 +70,7 @@ class ShortConvolution:
             ),
         }
         if self.has_bias:
-            specs["in_bias"] = ParamSpec(
-                shape=(3, C),
-                axes=(None, "channels"),
-                source=(f"{prefix}.in_proj.bias",),
-                source_shapes=((3 * C,),),
-                init_scale=0.0,
-            )
-            specs["convolution_bias"] = ParamSpec(
-                shape=(C,), axes=("channels",), dtype=np.float32, source=(f"{prefix}.conv.bias",), init_scale=0.0
-            )
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.out_proj.bias",), init_scale=0.0
-            )
+            specs |= {f"{name}_bias": specs[name].bias for name in ("in", "convolution", "out")}
         return specs
 
     def reader(self, params: Params) -> Weight:
