@@ -32,10 +32,13 @@ class BatchShape(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> "BatchShape":
         """Parse B:IN:OUT. Raises ConfigError."""
-        sizes = text.split(":")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
-        return cls(*map(int, sizes))
+        return cls(*_three_sizes(text, of="--batches", form="B:IN:OUT"))
+
+    @classmethod
+    def parse_setting(cls, text: str) -> "BatchShape":
+        """Parse IN:OUT:N, with N requests. Raises ConfigError."""
+        input_len, output_len, count = _three_sizes(text, of="--settings", form="IN:OUT:N")
+        return cls(count, input_len, output_len)
 
     def jobs(self, *, seed: int, vocab_size: int) -> list[Job]:
         """Make the jobs of one batch, with random prompt tokens."""
@@ -44,6 +47,13 @@ class BatchShape(msgspec.Struct, frozen=True):
             Job([rng.randrange(vocab_size) for _ in range(self.input_len)], self.output_len)
             for _ in range(self.batch_size)
         ]
+
+
+def _three_sizes(text: str, *, of: str, form: str) -> tuple[int, int, int]:
+    match text.split(":"):
+        case [first, second, third] if all(size.isdecimal() and int(size) > 0 for size in (first, second, third)):
+            return int(first), int(second), int(third)
+    raise ConfigError(f"{of} takes {form}, three numbers from 1 on, got {text!r}")
 
 
 def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, vocab_size: int) -> list[Job]:
