@@ -71,7 +71,7 @@ def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
         first, states = recurrent_step(rows[0], states, *rows[1:], corrects=corrects, implementation="sm90")
         return first, recurrent_step(rows[0], states, *rows[1:], corrects=corrects, implementation="sm90")
 
-    program = compile_for_h200(layers, states, tokens, slots, begins, donate_argnums=0)
+    program = compile_for_h200(layers, states, tokens, slots, begins, donate_argnums=(0,))
     assert program.spill_bytes == 0
     assert program.copies_of(states.shape) == []
     assert len(program.kernels) == 1
