@@ -83,7 +83,7 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
         ("deepseek_v2_greedy", {"expert_gating_func": 3}, "deepseek2.expert_gating_func 3 is not supported"),
         ("deepseek_v2_greedy", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm True is not supported"),
         ("deepseek_v2_greedy", {"expert_gating_func": 2}, "missing: blk.0.exp_probs_b.bias"),
-        ("deepseek_v3_groups", {"nextn_predict_layers": 2}, "deepseek2.nextn_predict_layers must be at least 0 and less"),
+        ("deepseek_v3_groups", {"nextn_predict_layers": 2}, "nextn_predict_layers must be at least 0 and less"),
         ("deepseek_v3_groups", {"attention.temperature_scale": 0.1}, "temperature_scale 0.1.* is not supported"),
         ("deepseek_v3_groups", {"expert_group_count": 4}, "6 experts cannot be in 4 groups"),
         ("deepseek_v3_groups", {"attention.key_length_mla": 8}, "qk_nope_head_dim must be an integer of at least 1"),
