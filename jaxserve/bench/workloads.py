@@ -17,6 +17,7 @@ class Job(msgspec.Struct, frozen=True):
 
     prompt_token_ids: list[int]
     output_len: int
+    temperature: float = 0.0
 
 
 class BatchShape(msgspec.Struct, frozen=True):
@@ -464,7 +465,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Shapes to run with random weights, by name."""
 
 
+def eagle3_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of an EAGLE-3 head for a model, in the shape in which they are published: one Llama layer
+    of the model's own sizes, and its 32,000 most frequent tokens.
+    """
+    names = LLAMA_100M.keys() - {"tie_word_embeddings"} | {"head_dim"}
+    return {name: value for name, value in config.items() if name in names} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(32000, config["vocab_size"]),
+    }
+
+
 def write_config(folder: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
     """Write a model directory without weights, for `load_format="dummy"`."""
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

@@ -127,9 +127,7 @@ def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
 
 def kinds_by_kv_heads(file: GGUFFile) -> list[str]:
     """Return the kind of each layer: those without KV heads keep a state."""
-    counts = get(file, "attention.head_count_kv")
-    if not isinstance(counts, list):
-        raise CheckpointError(f"{file.path}: {file.architecture}.attention.head_count_kv must be a list")
+    counts = file.require(f"{file.architecture}.attention.head_count_kv", list)
     return [ATTENTION if count else STATE for count in counts]
 
 
@@ -223,7 +221,9 @@ def delta_net_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Qwen 3 Next or 3.5, with experts or without."""
     num_heads = positive_integer(file, "ssm.time_step_rank")
     interval = positive_integer(file, "full_attention_interval", 4)
-    recurrent = get(file, "attention.recurrent_layers", [(index + 1) % interval for index in range(num_layers(file))])
+    recurrent = [bool((index + 1) % interval) for index in range(num_layers(file))]
+    if get(file, "attention.recurrent_layers") is not None:
+        recurrent = file.require(f"{file.architecture}.attention.recurrent_layers", list)
     fields = without_window(file) | {
         "layer_types": [STATE if keeps else ATTENTION for keeps in recurrent[: num_layers(file)]],
         "linear_conv_kernel_dim": positive_integer(file, "ssm.conv_kernel"),
