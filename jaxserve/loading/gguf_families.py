@@ -108,12 +108,9 @@ def granite_moe_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a Granite 4."""
-    fields, mixer = granite_fields(file), mamba_fields(file)
-    return fields | {
-        "shared_intermediate_size": get(file, "expert_shared_feed_forward_length") or fields["intermediate_size"],
-        "position_embedding_type": "rope" if get(file, "rope.scaling.finetuned", True) else "nope",
-        "layer_types": ["attention" if kind == ATTENTION else "mamba" for kind in kinds_by_kv_heads(file)],
+    """Return the fields of a Granite 4, or of a Bamba, whose layers that attend rotate."""
+    mixer, kinds = mamba_fields(file), kinds_by_kv_heads(file)
+    mamba = {
         "mamba_n_heads": mixer["num_heads"],
         "mamba_n_groups": mixer["n_groups"],
         "mamba_d_state": mixer["state_size"],
@@ -122,6 +119,15 @@ def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
         "mamba_expand": mixer["expand"],
         "mamba_conv_bias": mixer["use_conv_bias"],
         "mamba_proj_bias": mixer["use_bias"],
+    }
+    if get(file, "rope.scaling.finetuned"):
+        indices = [index for index, kind in enumerate(kinds) if kind == ATTENTION]
+        return without_window(file) | mamba | {"model_type": "bamba", "attn_layer_indices": indices}
+    fields = granite_fields(file) | mamba
+    return fields | {
+        "shared_intermediate_size": get(file, "expert_shared_feed_forward_length") or fields["intermediate_size"],
+        "position_embedding_type": "nope",
+        "layer_types": ["attention" if kind == ATTENTION else "mamba" for kind in kinds],
     }
 
 

@@ -35,6 +35,7 @@ NORMS = {
     "ln_attn": "attn_norm_2",
     "post_attention_layernorm": "ffn_norm",
     "feedforward_layernorm": "ffn_norm",
+    "pre_ff_layernorm": "ffn_norm",
     "ffn_norm": "ffn_norm",
     "ln_2": "ffn_norm",
     "post_self_attn_layernorm": "post_attention_norm",
