@@ -130,7 +130,7 @@ FIELDS_COMPARED = {
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
 NO_LIMIT = {"max_position_embeddings": 2**20}
 UNSAID = {
-    "bamba_tied": {"time_step_limit": None},
+    "bamba_tied": {"hidden_act": "silu", "time_step_limit": None},
     "cohere2_windows": {"tie_word_embeddings": True},
     "dots1_tied": {"hidden_act": "silu"},
     "ernie4_5_moe_tied": {"hidden_act": "silu"},
