@@ -115,7 +115,10 @@ NORMALIZED = ("command-r", "deepseek-r1-qwen", "mpt", "olmo", "qwen2", "qwen35")
 SPLITS_OF_OLD_FILES = {"gpt2": "gpt-2", "gptj": "gpt-2", "gptneox": "mpt"}
 """Architectures whose models all use the same split, so that files may omit it."""
 
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_END_OF_TURN = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("[EOT]", "[EOS]", "[e~[", "<eos>", "<turn|>"),
+)
 """Control tokens that end a generation, although many files declare only one of them."""
 _END_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")
 """Control tokens that end a generation of GPT-OSS, whose format also uses <|end|> after thoughts."""
