@@ -113,6 +113,7 @@ def mixer(fields: dict[str, Any], names: FieldNames, *, eps: str) -> Mamba2:
         min_step=low,
         max_step=high,
         has_bias=hf_config.flag(fields, names.bias),
+        has_output_bias=hf_config.flag(fields, names.bias),
         has_convolution_bias=hf_config.flag(fields, names.convolution_bias),
     )
 
