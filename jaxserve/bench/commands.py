@@ -12,7 +12,7 @@ from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
+from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_size
@@ -105,16 +105,29 @@ def add_commands(parser: Parser) -> None:
     )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    drafts = add("speculation", "what speculative decoding gains on the prompts of a workload", _speculation)
-    drafts.add_flag(
-        "workload", "--workload", type=pathlib.Path, required=True, metavar="FILE", help="JSON lines, as of Spec-Bench"
-    )
-    drafts.add_flag("workload", "--category", metavar="NAME", help="of prompts; default: all")
+    drafts = add("speculation", "what speculative decoding gains, in turns with an engine without it", _speculation)
+    drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="JSON lines, as of Spec-Bench")
+    drafts.add_flag("workload", "--category", metavar="NAME", help="of its prompts; default: all")
     _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
+    drafts.add_flag(
+        "workload",
+        "--synthetic-acceptance",
+        type=float,
+        nargs="+",
+        default=(),
+        metavar="TOKENS",
+        help="random prompts instead, and drafts accepted by chance, so many tokens a step that verifies some (1: none "
+        "is accepted)",
+    )
+    _add_number(drafts, "--input-len", 1, "tokens of each random prompt")
     _add_number(drafts, "--output-len", 128, "tokens of each text")
-    _add_number(drafts, "--at-once", 1, "requests that run at once")
+    drafts.add_flag(
+        "workload", "--at-once", type=int, nargs="+", default=(1,), metavar="N", help="requests that run; default: 1"
+    )
+    _add_number(drafts, "--num-pairs", 5, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
-    add_config_flags(drafts, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
+    _add_shape(drafts)
+    add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
     loading.add_flag(
@@ -277,11 +290,18 @@ def _steps(args: argparse.Namespace) -> None:
 
 
 def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
-    """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`."""
+    """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`, and
+    that of an EAGLE-3 head for it, if one is wanted.
+    """
     given_config = given(args, _ENGINE_FIELDS)
     if args.shape:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
+        drafts = given_config.get("speculative_config") or {}
+        if drafts.get("method") == "eagle3" and "model" not in drafts:
+            shape = SHAPES[args.shape] | (given_config.get("hf_overrides") or {})
+            head = write_config(path / "head", eagle3_head(shape))
+            given_config["speculative_config"] = drafts | {"model": str(head)}
     return EngineConfig(**given_config)
 
 
@@ -343,16 +363,17 @@ def _bits_per_byte(args: argparse.Namespace) -> None:
 
 
 def _speculation(args: argparse.Namespace) -> None:
-    report = speculation.run(
-        EngineConfig(**given(args, _ENGINE_FIELDS)),
-        workload=args.workload,
-        category=args.category,
-        num_prompts=args.num_prompts,
-        output_len=args.output_len,
-        temperature=args.temperature,
-        num_at_once=args.at_once,
-    )
-    print(report)
+    if bool(args.synthetic_acceptance) == bool(args.workload):
+        args.parser.error("--workload and --synthetic-acceptance: one of them must be given")
+    options: dict[str, Any] = {"output_len": args.output_len, "at_once": args.at_once, "num_pairs": args.num_pairs}
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config_of_batches(args, folder)
+        if args.synthetic_acceptance:
+            lengths = args.synthetic_acceptance
+            print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
+            return
+        chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
+        print(speculation.of_workload(config, workload=args.workload, **chosen, **options))
 
 
 def _serving(args: argparse.Namespace) -> int:

@@ -8,13 +8,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import scaled
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import SeveralSpecs
 from jaxserve.layers.linear import Consumer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params
-from jaxserve.layers.rope import Rope, Rotation
+from jaxserve.layers.rope import Rope
 from jaxserve.layers.weight import Weight
 
 
@@ -62,20 +62,18 @@ class Parallel:
         self,
         params: Params,
         x: Float[Array, "T E"],
-        cache: tuple[Any, Any],
-        batch: Batch,
-        rotation: Rotation | None,
+        step: LayerStep,
         *,
         consumer: Consumer,  # noqa: ARG002
-    ) -> tuple[Array, tuple[Any, Any]]:
+    ) -> tuple[Array, tuple[Any, ...]]:
         """Compute both blocks; return the update and the caches after this step."""
         blocks = (self.attention, params), (self.recurrent, params[self.recurrent_name])
         updates, caches = [], []
+        scales = zip(self.input_scales, self.output_scales, strict=True)
         with jax.named_scope("parallel"):
-            for (block, own), kept, of_input, of_output in zip(
-                blocks, cache, self.input_scales, self.output_scales, strict=True
-            ):
-                y, kept = block.run(own, scaled(x, of_input), kept, batch, rotation, consumer="stream")
+            for (block, own), cache, (of_input, of_output) in zip(blocks, step.cache, scales, strict=True):
+                own_step = step._replace(cache=cache)
+                y, cache_after = block.run(own, scaled(x, of_input), own_step, consumer="stream")
                 updates.append(scaled(y, of_output))
-                caches.append(kept)
+                caches.append(cache_after)
             return updates[0] + updates[1], tuple(caches)
