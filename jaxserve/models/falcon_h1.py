@@ -11,18 +11,11 @@ from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.parallel import Parallel
-from jaxserve.models import bamba, granite, hf_config, hf_rope, mamba2
+from jaxserve.models import bamba, granite, hf_config, mamba2
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {
-    "vocab_size": 128000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
     "mamba_d_ssm": 1024,
     "mamba_norm_before_gate": True,
     "mamba_rms_norm": False,
@@ -64,15 +57,11 @@ class Config(granite.Config):
         def multiplier(name: str) -> float:
             return hf_config.number(fields, f"{name}_multiplier")
 
-        as_llama = hf_config.as_llama(fields)
         of_gate, of_down = hf_config.numbers(fields, "mlp_multipliers", 2)
-        return cls(
-            **as_llama,
-            rope=hf_rope.rope(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            embedding_multiplier=multiplier("embedding"),
-            attention_multiplier=as_llama["head_dim"] ** -0.5 * multiplier("key"),
+        return read_config(
+            cls,
+            fields,
+            attention_multiplier=hf_config.head_dim(fields) ** -0.5 * multiplier("key"),
             residual_multiplier=of_down,
             logits_scaling=1 / multiplier("lm_head"),
             mamba=_mamba(fields),
