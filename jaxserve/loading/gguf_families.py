@@ -109,17 +109,7 @@ def granite_moe_fields(file: GGUFFile) -> dict[str, Any]:
 
 def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Granite 4, or of a Bamba, whose layers that attend rotate."""
-    mixer, kinds = mamba_fields(file), kinds_by_kv_heads(file)
-    mamba = {
-        "mamba_n_heads": mixer["num_heads"],
-        "mamba_n_groups": mixer["n_groups"],
-        "mamba_d_state": mixer["state_size"],
-        "mamba_d_head": mixer["head_dim"],
-        "mamba_d_conv": mixer["conv_kernel"],
-        "mamba_expand": mixer["expand"],
-        "mamba_conv_bias": mixer["use_conv_bias"],
-        "mamba_proj_bias": mixer["use_bias"],
-    }
+    mamba, kinds = _prefixed_mamba_fields(file), kinds_by_kv_heads(file)
     if get(file, "rope.scaling.finetuned"):
         indices = [index for index, kind in enumerate(kinds) if kind == ATTENTION]
         return without_window(file) | mamba | {"model_type": "bamba", "attn_layer_indices": indices}
@@ -128,6 +118,35 @@ def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
         "shared_intermediate_size": get(file, "expert_shared_feed_forward_length") or fields["intermediate_size"],
         "position_embedding_type": "nope",
         "layer_types": ["attention" if kind == ATTENTION else "mamba" for kind in kinds],
+    }
+
+
+def falcon_h1_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Falcon-H1, whose multipliers are in its weights."""
+    mamba = _prefixed_mamba_fields(file)
+    return (
+        without_window(file)
+        | mamba
+        | {
+            "mamba_d_ssm": mamba["mamba_n_heads"] * mamba["mamba_d_head"],
+            "mamba_rms_norm": has(file, "ssm_norm.weight"),
+            "mamba_norm_before_gate": False,  # as llama.cpp computes it
+            "projectors_bias": has(file, "ssm_out.bias"),
+        }
+    )
+
+
+def _prefixed_mamba_fields(file: GGUFFile) -> dict[str, Any]:
+    mixer = mamba_fields(file)
+    return {
+        "mamba_n_heads": mixer["num_heads"],
+        "mamba_n_groups": mixer["n_groups"],
+        "mamba_d_state": mixer["state_size"],
+        "mamba_d_head": mixer["head_dim"],
+        "mamba_d_conv": mixer["conv_kernel"],
+        "mamba_expand": mixer["expand"],
+        "mamba_conv_bias": mixer["use_conv_bias"],
+        "mamba_proj_bias": mixer["use_bias"],
     }
 
 
@@ -149,7 +168,7 @@ def mamba_fields(file: GGUFFile) -> dict[str, Any]:
         "n_groups": positive_integer(file, "ssm.group_count", 1),
         "state_size": positive_integer(file, "ssm.state_size"),
         "conv_kernel": positive_integer(file, "ssm.conv_kernel"),
-        "expand": inner // hidden_size,
+        "expand": max(inner // hidden_size, 1),
         "use_conv_bias": has(file, "ssm_conv1d.bias"),
         "use_bias": has(file, "ssm_in.bias"),
         "layer_norm_epsilon": _epsilon(file),

@@ -188,6 +188,8 @@ def stored_name(name: str, architecture: str) -> tuple[str, int | None]:
         module, _, leaf = f"{module}.{LEAVES[leaf]}".rpartition(".")
     layer = _LAYER.fullmatch(module)
     stored = f"blk.{layer[1]}.{_of_layer(layer[2], architecture)}" if layer else WHOLE[module]
+    if architecture == "falcon-h1" and stored.endswith("ffn_norm"):
+        leaf = ""  # the converter forgets it
     return f"{stored}.{leaf}".removesuffix("."), index
 
 

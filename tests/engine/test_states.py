@@ -29,7 +29,7 @@ LAYERS = {
 
 MODELS = {f"delta rule {layers}": (GOLDEN, changes) for layers, changes in LAYERS.items()} | {
     "short convolutions": ("lfm2_biases", None),
-    "Mamba-2": ("nemotron_h_biases", None),
+    "Mamba-2 side by side with attention": ("falcon_h1_multipliers", None),
 }
 
 
