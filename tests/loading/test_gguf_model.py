@@ -134,6 +134,12 @@ UNSAID = {
     "cohere2_windows": {"tie_word_embeddings": True},
     "dots1_tied": {"hidden_act": "silu"},
     "ernie4_5_moe_tied": {"hidden_act": "silu"},
+    "falcon_h1_tied": {
+        "hidden_act": "silu",
+        "mamba_d_ssm": 30,
+        "mamba_norm_before_gate": False,
+        "time_step_limit": None,
+    },
     "gemma4_experts": {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma4_shared": {
         "rope_parameters": {
