@@ -13,6 +13,7 @@ from jaxserve.loading.gguf_decoder import (
     decoder_fields,
     has,
     layer_types,
+    routing_fields,
     without_window,
 )
 from jaxserve.loading.gguf_keys import get, head_counts, num_layers, number, positive_integer, refuse
@@ -78,14 +79,9 @@ def ernie_moe_fields(file: GGUFFile) -> dict[str, Any]:
 
 def hunyuan_moe_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Hunyuan with experts."""
-    refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0, leading_dense_block_count=0)
     size = positive_integer(file, "expert_feed_forward_length")
     refuse(file, expert_shared_feed_forward_length=size)
-    return without_window(file) | {
-        "intermediate_size": size,
-        "num_experts": positive_integer(file, "expert_count"),
-        "moe_topk": positive_integer(file, "expert_used_count"),
-    }
+    return without_window(file) | routing_fields(file) | {"intermediate_size": size}
 
 
 def granite_fields(file: GGUFFile) -> dict[str, Any]:
@@ -259,10 +255,8 @@ def delta_net_fields(file: GGUFFile) -> dict[str, Any]:
     }
     if not get(file, "expert_count"):
         return fields
-    refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0)
     return fields | {
-        "num_experts": positive_integer(file, "expert_count"),
-        "num_experts_per_tok": positive_integer(file, "expert_used_count"),
+        **routing_fields(file),
         "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
         "shared_expert_intermediate_size": positive_integer(file, "expert_shared_feed_forward_length"),
         "norm_topk_prob": True,  # in all of them, as in llama.cpp
