@@ -96,6 +96,7 @@ ATTENTION = {
 STATE_BLOCKS = ("linear_attn", "mamba", "mixer")
 STATES = {
     "in_proj": "ssm_in",
+    "in_proj_qkvz": "ssm_in",
     "in_proj_qkv": "attn_qkv",
     "in_proj_z": "attn_gate",
     "in_proj_ba": "ssm_ba",

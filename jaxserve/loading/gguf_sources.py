@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_keys import get, head_counts, positive_integer
 from jaxserve.loading.gguf_names import gguf_name, stored_name
@@ -67,9 +68,11 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
         return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
     if activation := _ACTIVATION.fullmatch(name):
         return _constant(file, activation[2], int(activation[1]), shape)
-    if name.endswith(("in_proj_qkvz.weight", "input_linear.weight")):
-        return _qkvz(file, name, shape) if "qkvz" in name else _gates_and_ups(file, name, shape)
+    if name.endswith("input_linear.weight"):
+        return _gates_and_ups(file, name, shape)
     found, index = stored_name(name, file.architecture)
+    if name.endswith("in_proj_qkvz.weight") and found not in file.tensors:  # older files have it whole
+        return _qkvz(file, name, shape)
     if not get(file, "expert_count"):
         found = found.replace("_shexp.", ".")
     if found.endswith(".attn_kv_b.weight") and found not in file.tensors and get(file, "attention.value_length_mla"):
@@ -96,6 +99,8 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
 def _constant(file: GGUFFile, name: str, layer: int, shape: tuple[int, ...]) -> Source:
     """Return a parameter of a layer's activation, which is metadata in the file."""
     values = file.require(f"xielu.{name}", list)
+    if len(values) <= layer:
+        raise CheckpointError(f"{file.path}: xielu.{name} has {len(values)} numbers, none for layer {layer}")
     return Source({}, lambda: np.full(shape, values[layer], np.float32))
 
 

@@ -348,6 +348,17 @@ def test_falcon_with_a_norm_for_each_block(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, whole)
 
 
+def test_a_projection_that_older_files_have_whole(tmp_path):
+    keys, tensors = dict(gguf_files.RECORDED["qwen3_next_tied"]), tensors_of("qwen3_next_tied")
+    converted = gguf_files.convert_recorded(keys, tensors)
+    architecture = keys.pop("general.architecture")
+    gguf_files.write(tmp_path / "split.gguf", architecture, keys, converted)
+    del converted["blk.0.attn_qkv.weight"], converted["blk.0.attn_gate.weight"]
+    converted["blk.0.ssm_in.weight"] = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    gguf_files.write(tmp_path / "whole.gguf", architecture, keys, converted)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "whole.gguf")[0], load(tmp_path / "split.gguf")[0])
+
+
 def test_axes_of_one_may_be_dropped(tmp_path):
     fields = json.loads((GOLDENS / "qwen2_moe_tied" / "config.json").read_text())
     tensors = tensors_of("qwen2_moe_tied")
