@@ -306,7 +306,8 @@ def llama4_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Llama 4. Chunks, layers without rotation and the scale of far queries are the same in all,
     as in llama.cpp.
     """
-    refuse(file, expert_gating_func=SIGMOID, expert_weights_scale=1.0)
+    served = {"attention.sliding_window": None}  # 0 would be a model without chunks
+    refuse(file, expert_gating_func=SIGMOID, expert_weights_scale=1.0, **served)
     fields = without_window(file)
     return fields | {
         "intermediate_size": positive_integer(file, "expert_feed_forward_length"),
