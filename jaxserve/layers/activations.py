@@ -41,10 +41,9 @@ def gate_of(activation: str | Gate) -> Gate:
 
 
 def fuses(activation: str | Gate) -> bool:
-    """Return true if kernels for GPUs can fuse the gate into a matmul. Other functions of both are written so that they
+    """Return true if kernels for GPUs can fuse the gate into a matmul. Functions of both are written so that they
     can.
     """
-    activation = activation.activation if isinstance(activation, ScaledGate) else activation
     return callable(activation) or activation in FUSED_ACTIVATIONS
 
 

@@ -97,6 +97,16 @@ def test_prompts_continue_where_states_were_kept(model):
     assert num_cached(results) == [0], "its state has made room"
 
 
+def test_the_next_turn_continues_in_the_answer(model):
+    [(prompt, _), (tail, _)] = jobs(6, [30, 9]).values()
+    engine = model.engine(max_num_batched_tokens=8)
+    [first] = run(engine, [request("first", prompt, 14)]).values()
+    asked = {"next": (prompt + first.token_ids + tail, 5)}
+    results = run(engine, [request(name, *job) for name, job in asked.items()])
+    assert_naive(model, results, asked)
+    assert num_cached(results) == [40], "the last full block that was computed"
+
+
 def test_siblings_continue_behind_the_prompt_of_the_first(model):
     [(prompt, _)] = jobs(2, [30]).values()
     asked = {f"s{index}": (prompt, 5 + index) for index in range(3)}
