@@ -18,6 +18,7 @@ from jaxserve.layers.context import Kernel, Kernels, StepContext
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.layers.params import Params, ParamSpec, path_name
 from jaxserve.layers.sharding import mesh_axes, num_shards, splits_by_expert
+from jaxserve.layers.weight import Use
 from jaxserve.quantization.scheme import ROUNDED_EARLY_ON_HOPPER, ROUNDED_ON_CPU, ROUNDED_ON_HOPPER, Scheme
 from pallas_kernels import quantized_matmuls
 
@@ -140,7 +141,7 @@ def _why_no_kernel(
     weight = abstract_params({"": spec}, dtype=dtype, mesh=mesh)[""].on_one_device()
     row = jax.ShapeDtypeStruct((1, math.prod(weight.shape[weight.ndim - num_inputs :])), jnp.dtype(dtype))
     if expert_size is not None:
-        part = weight.product(row, StepContext("sm90"), of_groups=True).part
+        part = weight.product(row, StepContext("sm90"), Use(of_groups=True)).part
         return part.reason if part.kernel == Kernel.XLA else None
     codes = jax.eval_shape(lambda weight: weight.quantized_matrix(num_inputs), weight)
     return f"no kernel converts {scheme}" if codes is None else quantized_matmuls.why_not(row, codes)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.product_of_tiles import BYTES, ROWS, UNITS, Problem, launch
 from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
 
 COLUMNS = BYTES // 2
 """Columns of K in a step of the ring."""

@@ -3,15 +3,12 @@
 Rows with longer chunks use `ragged_prefill_attention`.
 """
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paging import Pages, Scores
-
-Implementation = Literal["xla", "sm90"]
 
 
 def paged_attention(
@@ -43,9 +40,7 @@ def paged_attention(
     implementation, shapes that do not match, too little room, or a window or cap that is not positive;
     NotImplementedError for dtypes and shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if room is not None and room < q.shape[0]:
         raise ValueError(f"room must be {q.shape[0]} or more, the number of rows, got {room}")
     scores.check(num_heads=q.shape[2], num_kv_heads=pages.k.shape[1])

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.device.product_of_tiles import BYTES, ROWS, UNITS, Problem, launch
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 from pallas_kernels.row_quantization import CODES
-from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
 
 COLUMNS = BYTES
 """Columns of K in a step of the ring."""

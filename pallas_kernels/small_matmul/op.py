@@ -6,17 +6,15 @@ their squares, the second one divides its sums by the root mean square. `Normed`
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.small_matmul.sm90 import Epilogue, heuristic, matmul_sm90, why_not
 from pallas_kernels.small_matmul.xla import matmul_xla, rms_norm
-
-Implementation = Literal["xla", "sm90"]
 
 
 @jax.tree_util.register_dataclass
@@ -116,9 +114,7 @@ def _run(
     output_dtype: DTypeLike | None,
     implementation: str,
 ) -> tuple[Float[Array, "M N"], Normed | None]:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     rows = x if isinstance(x, Normed) else Normed(x, None, 0.0)
     _check_shapes(rows.values, weight, bias=bias, residual=residual, gain=gain, is_gated=activation is not None)
     if implementation == "xla":

@@ -24,7 +24,7 @@ from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.peers import summed
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.schemes import schemes_of, why_not_held, with_divisible_codes
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Use, Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.quantization.common import common_scheme, converted, values_of
@@ -153,7 +153,7 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
 
     def run(weight, x):
         if len(axes) == 3:
-            product = weight.product(x, context, activation="silu")
+            product = weight.product(x, context, Use("silu"))
             assert product.part == (Kernel.QUANTIZED_MATMUL, None)
             return product.run(x)
         y = linear(x, weight, context=context)
