@@ -27,10 +27,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.layouts import Layout, layouts, put
+from jaxserve.layers.layouts import Layout, layouts, put, schemes_of, with_schemes
 from jaxserve.layers.params import LeafSpec, Params, ParamSpec, leaf_specs
 from jaxserve.layers.quantized import Quantized
-from jaxserve.layers.schemes import schemes_of, with_schemes
 from jaxserve.loading.huggingface import SourceWeight, bar_of_bytes
 from jaxserve.loading.store_manifest import (
     FORMAT_VERSION,

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.registers import written
+from pallas_kernels.hopper import BY_LANES
 
 UNITS = 2
 """Number of computing warpgroups."""
@@ -160,11 +161,7 @@ def launch(
         cluster_names=("rank",),
         num_threads=UNITS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(x, weight, *scales)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
@@ -125,9 +125,7 @@ def run_products(
         grid_names=("cta",),
         num_threads=NUM_COMPUTE + 2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=BY_LANES,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
 
