@@ -7,6 +7,7 @@ last warpgroup copies rows and weights into a ring in shared memory, as far ahea
 multiplies half of the tile's rows. A tile of outputs has two halves: gate and up, or neighbours.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.registers import written
-from pallas_kernels.hopper import BY_LANES
+from pallas_kernels.hopper import BY_LANES, NUM_SMS
 
 UNITS = 2
 """Number of computing warpgroups."""
@@ -30,6 +31,20 @@ STAGES = 4
 """Steps that the ring holds."""
 _LAYOUT = plgpu.Layout.WGMMA
 _int = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is cut."""
+
+    outputs: int
+    """Outputs of a half of a tile: a multiple of 16, of 32 for codes, and at most 128."""
+    cluster: int
+    """Thread blocks that have weights in common: 1 or 2."""
+    band: int = 16
+    """Tiles of rows that are taken together before the next ones, counted as a thread block has them."""
+    num_blocks: int = NUM_SMS
+    """Thread blocks."""
 
 
 class Problem(NamedTuple):
