@@ -17,7 +17,6 @@ def paged_attention(
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
-    query_lens: Int[Array, " B"] | None = None,
     scores: Scores,
     room: int | None = None,
     implementation: Implementation = "xla",
@@ -25,13 +24,13 @@ def paged_attention(
     """Compute causal attention of the last tokens of B sequences over keys and values in pages.
 
     The context of row b is its first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b,
-    n]` holding the positions [n * S, (n + 1) * S). Its queries are the first `query_lens[b]` of q[b] (None: all Q), the
-    last of them at position seq_lens[b] - 1; each attends to its position and those before it, as far as `scores` says.
-    H is a multiple of K: each run of H // K query heads uses the same KV head.
+    n]` holding the positions [n * S, (n + 1) * S). The last of its Q queries is at position seq_lens[b] - 1; each
+    attends to its position and those before it, as far as `scores` says. H is a multiple of K: each run of H // K query
+    heads uses the same KV head.
 
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
-    pages. Entries that are not queries, including all of a row with sequence length 0, get 0 and -inf. With a `room` of
+    pages. Rows with sequence length 0 get 0 and -inf. With a `room` of
     R, at least B, the result has R - B undefined rows after those, into which other results may be written; otherwise R
     is B. Pages and positions outside a row's context never affect its result, whatever they contain (NaN too). Cost
     follows the contexts in use, not B, N or P.
@@ -51,7 +50,6 @@ def paged_attention(
         pages,
         block_tables=block_tables,
         seq_lens=seq_lens,
-        query_lens=query_lens,
         scores=scores,
         room=room,
     )
