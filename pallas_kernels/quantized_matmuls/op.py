@@ -48,7 +48,6 @@ def quantized_matmul(
     x: Float[Array, "M K"],
     weight: QuantizedMatrix,
     *,
-    bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array], Array] | None = None,
     output_dtype: DTypeLike | None = None,
     implementation: Implementation = "xla",
@@ -56,26 +55,23 @@ def quantized_matmul(
     """Compute x @ weight^T, with sums in float32 and the result in x's dtype or another.
 
     With an `activation` the weight is [2, N, K], gate and up, and the result activation(gate) * up; it gets float32 and
-    is a static argument of a jitted function. `bias`, in the shape of the weight's outputs, is added before that.
+    is a static argument of a jitted function.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the codes once and converts them in registers; rows stay in
     bfloat16. "xla" dequantizes the weight and runs anywhere. Raises ValueError for an unknown implementation or shapes
     that do not fit together, NotImplementedError with the reason of `why_not` for what "sm90" cannot do.
     """
     check_implementation(implementation)
-    outputs = weight.shape[:-1]
     if x.ndim != 2 or x.shape[1] != weight.depth:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of {weight.depth} columns")
     if weight.is_gated != (activation is not None):
         raise ValueError("a weight of gate and up and an activation go together")
-    if bias is not None and bias.shape != outputs:
-        raise ValueError(f"bias must have shape {outputs}, got {bias.shape}")
     if implementation == "xla":
         dense = weight.dequantize().astype(x.dtype)
-        return matmul(x, dense, bias=bias, activation=activation, output_dtype=output_dtype)
+        return matmul(x, dense, activation=activation, output_dtype=output_dtype)
     if reason := why_not(x, weight):
         raise NotImplementedError(reason)
-    return matmul_sm90(x, weight, bias=bias, activation=activation, output_dtype=output_dtype or x.dtype)
+    return matmul_sm90(x, weight, activation=activation, output_dtype=output_dtype or x.dtype)
 
 
 def quantized_layer_matmuls(

@@ -42,7 +42,6 @@ def matmul(
     x: Float[Array, "M K"] | Normed,
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Float[Array, "..."] | None = None,
     output_dtype: DTypeLike | None = None,
@@ -51,7 +50,7 @@ def matmul(
     """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or `output_dtype`.
 
     The weight is [N, K], as in checkpoints. With an `activation` it is [2, N, K], gate and up, and the result
-    activation(gate) * up. `bias`, in the shape of the weight's outputs, is added before that, `residual` after.
+    activation(gate) * up. `residual` is added after that.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the weight at the speed of HBM; "xla" runs anywhere. Raises
     ValueError for an unknown implementation or shapes that do not match, NotImplementedError for what "sm90" does not
@@ -61,7 +60,6 @@ def matmul(
     y, _ = _run(
         x,
         weight,
-        bias=bias,
         activation=activation,
         residual=residual,
         gain=None,
@@ -79,7 +77,6 @@ def matmul_then_norm(
     residual: Float[Array, "..."],
     gain: Float[Array, "..."],
     eps: float,
-    bias: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "M N"], Normed]:
     """Compute y = residual + x @ weight^T, and y after the RMS norm that follows. See `matmul`.
@@ -90,7 +87,6 @@ def matmul_then_norm(
     y, normed = _run(
         x,
         weight,
-        bias=bias,
         activation=None,
         residual=residual,
         gain=gain,
@@ -106,7 +102,6 @@ def _run(
     x: Float[Array, "M K"] | Normed,
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None,
     activation: Callable[[Array], Array] | None,
     residual: Float[Array, "..."] | None,
     gain: Float[Array, "..."] | None,
@@ -116,14 +111,13 @@ def _run(
 ) -> tuple[Float[Array, "M N"], Normed | None]:
     check_implementation(implementation)
     rows = x if isinstance(x, Normed) else Normed(x, None, 0.0)
-    _check_shapes(rows.values, weight, bias=bias, residual=residual, gain=gain, is_gated=activation is not None)
+    _check_shapes(rows.values, weight, residual=residual, gain=gain, is_gated=activation is not None)
     if implementation == "xla":
         y = matmul_xla(
             rows.values,
             weight,
             squares=rows.squares,
             eps=rows.eps,
-            bias=bias,
             activation=activation,
             residual=residual,
             output_dtype=output_dtype,
@@ -142,7 +136,6 @@ def _run(
         rows.values,
         weight,
         squares=rows.squares,
-        bias=bias,
         residual=residual,
         gain=gain,
         config=config,
@@ -155,7 +148,6 @@ def _check_shapes(
     x: Float[Array, "M K"],
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None,
     residual: Float[Array, "..."] | None,
     gain: Float[Array, "..."] | None,
     is_gated: bool,
@@ -167,7 +159,6 @@ def _check_shapes(
     if x.ndim != 2 or x.shape[1] != weight.shape[-1]:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
     for name, value, shape in (
-        ("bias", bias, outputs),
         ("residual", residual, (x.shape[0], outputs[-1])),
         ("gain", gain, outputs[-1:]),
     ):

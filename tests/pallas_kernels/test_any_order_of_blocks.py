@@ -62,7 +62,7 @@ SMALL = {
         small_sm90.Config(outputs=16, block_k=64, stages=2, cluster=2),
     ),
     "four split K": (
-        {"num_rows": 64, "outputs": 128, "depth": 448, "is_gated": True, "has_bias": True, "has_residual": True},
+        {"num_rows": 64, "outputs": 128, "depth": 448, "is_gated": True, "has_residual": True},
         small_sm90.Config(outputs=16, block_k=64, stages=3, cluster=4),
     ),
     "tiles in turns": (
