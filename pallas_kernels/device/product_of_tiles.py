@@ -69,6 +69,8 @@ class Problem(NamedTuple):
     """Steps of the ring whose columns have a scale in common; all of them if an output has one scale."""
     num_groups: int
     """Clusters that run."""
+    promotes: bool
+    """Values are of FP8, the sums of whose products are added in float32 after each step."""
     activation: Callable[[Array], Array] | None
     interpret: bool
 
@@ -260,7 +262,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, first_step) -> None:
     """Multiply a computing warpgroup's half of an item, and store it."""
     row = row + wg * ROWS
-    multiply = _multiply_promoting if gmem.x.dtype == jnp.float8_e4m3fn else _multiply_exactly
+    multiply = _multiply_promoting if problem.promotes else _multiply_exactly
     halves = multiply(problem, smem, wg, first_step)
     _store(problem, gmem, smem, halves, wg, row, output)
 

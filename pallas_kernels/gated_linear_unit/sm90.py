@@ -72,6 +72,7 @@ def gated_linear_unit_sm90(
         depth=depth,
         steps_of_scale=depth,
         num_groups=config.num_blocks // config.cluster,
+        promotes=False,
         activation=activation,
         interpret=interpret,
     )

@@ -89,6 +89,7 @@ def scaled_matmul_sm90(
         depth=depth,
         steps_of_scale=weight.group_size // COLUMNS,
         num_groups=config.num_blocks // config.cluster,
+        promotes=x.dtype == jnp.float8_e4m3fn,
         activation=activation,
         interpret=interpret,
     )

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters, registers
-from pallas_kernels.gated_linear_unit import kernel as gated_kernel
+from pallas_kernels.device import product_of_tiles as gated_kernel
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
