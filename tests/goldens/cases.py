@@ -94,6 +94,7 @@ FAMILIES = {
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "mamba2": (transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
