@@ -167,13 +167,7 @@ def test_static_scheduler(llama):
     assert_naive(llama, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick_only(
-        ["qwen3_biases_window", "gemma2_caps", "llama_untied"],
-        "llama_untied",
-    ),
-)
+@pytest.mark.parametrize("name", quick_only(["qwen3_biases_window", "gemma2_caps", "llama_untied"], "llama_untied"))
 def test_every_family(name):
     # Chunks of at most 16 tokens: fewer shapes to compile. One family takes the steps without a sampler, as on a GPU.
     model = Model(name, traits=ON_GPU if name == "llama_untied" else ON_CPU)
