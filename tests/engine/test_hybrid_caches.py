@@ -130,7 +130,9 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     gemma.runner.allocate()
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36)]))
+@pytest.mark.parametrize(
+    ("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36), ("gpt_oss_clamped", 20)])
+)
 def test_layers_that_read_what_others_keep_or_see_chunks(name, num_blocks):
     """In chunks, after preemptions, and from a cached prefix."""
     model = Hybrid(name)

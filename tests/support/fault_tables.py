@@ -1,6 +1,5 @@
 """Kinds of bad requests as data: what is sent, and the expected answer. Those of fields are in `bad_fields`."""
 
-import itertools
 import json
 
 from bad_fields import CASES
@@ -23,10 +22,6 @@ def length_of(content):
 
 def chunked(data):
     return Sent(head_of("POST", COMPLETIONS, [*JSON, ("transfer-encoding", "chunked")]) + data)
-
-
-def flat(*lists):
-    return list(itertools.chain(*lists))
 
 
 GOOD_JSON = json.dumps(GOOD[COMPLETIONS]).encode()
