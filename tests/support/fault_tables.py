@@ -24,6 +24,7 @@ def chunked(data):
     return Sent(head_of("POST", COMPLETIONS, [*JSON, ("transfer-encoding", "chunked")]) + data)
 
 
+NOT_JSON = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "")
 GOOD_JSON = json.dumps(GOOD[COMPLETIONS]).encode()
 
 FIELDS: dict[str, list[Sent]] = {}
@@ -111,9 +112,11 @@ HEADS = {
     "admin without a key": [head(404, "POST", f"/{name}") for name in ("reset_prefix_cache", "start_profile")],
     "not there at all": [head(501, "POST", path) for path in ("/sleep", "/update_weights", "/v1/load_lora_adapter")],
     "two hosts": [head(400, "GET", "/v1/models", [("host", "test")])],
+    # Any web page may make a browser send such a body; the one with the right name, only after a preflight.
     "wrong content type": [
-        Sent(head_of("POST", COMPLETIONS, [("content-type", kind), *length_of(GOOD_JSON)]) + GOOD_JSON, 415)
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "")
+        Sent(head_of("POST", path, [*kind, *length_of(GOOD_JSON)]) + GOOD_JSON, 415)
+        for path in (*GOOD, "/tokenize")
+        for kind in ([], *([("content-type", name)] for name in NOT_JSON))
     ],
     "upgrade to something else": [
         head(

@@ -1,5 +1,6 @@
 """Everything that is refused: status, the field that is named, and that the server goes on."""
 
+import asyncio
 import json
 import re
 
@@ -7,9 +8,11 @@ import pytest
 from bad_fields import CASES, CHAT, COMPLETIONS, HUGE, USER
 from depths import examples
 from fake_client import echo
+from fault_tables import FIELDS, TABLES
+from faults import BODY_LIMIT, KEY, Wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import assert_error, assert_well
+from serving import assert_error, assert_well, running
 
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.completions import CompletionRequest
@@ -105,44 +108,25 @@ def test_a_body_that_is_no_object(server, path, content, got):
     assert answer.json()["error"]["message"] == f"the request body must be an object, got {got}"
 
 
-GOOD = b'"prompt": "a", "messages": [{"role": "user", "content": "a"}]'
+@pytest.fixture(scope="module")
+def locked(tokenizer):
+    with running(tokenizer, api_key=[KEY], max_body_size=BODY_LIMIT) as server:
+        yield server
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"{'prompt': 'a'}",
-        b"{%b} more" % GOOD,
-        b'{%b, "cache_salt": "\xff"}' % GOOD,
-        b'{%b, "cache_salt": "\\ud800"}' % GOOD,
-        b'{%b, "temperature": NaN}' % GOOD,
-        b'{%b, "x": %b' % (GOOD, b"[" * 100_000),
-        b'{%b, "x": %b1%b}' % (GOOD, b'{"a":' * 5_000, b"}" * 5_000),
-        b'{%b, "prompt_embeds": %b}' % (GOOD, b"[" * 5_000 + b"]" * 5_000),
-        b"\x00\x01\x02",
-        b"[]",
-        b'"prompt"',
-        b"null",
-    ],
-    ids=lambda content: repr(content[-30:]),
-)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_malformed_json(server, path, content):
-    answer = server.post(path, None, content=content, headers={"content-type": "application/json"})
-    assert_error(answer, 400, None)
-    assert_well(server)
+@pytest.mark.parametrize("kind", [kind for kind in TABLES if kind not in FIELDS])
+def test_what_is_bad_in_other_ways(locked, kind):
+    """Each request on a connection of its own, and the next is answered as if nothing had been."""
 
+    async def send(sent):
+        wire = await Wire.open(locked.server.address)
+        await sent.act(wire)
+        wire.close()
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/v1/responses", "/tokenize"])
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
-def test_a_body_that_is_not_called_json(server, path, kind):
-    """Any web page may make a browser send such a body; the one with the right name, only after a preflight."""
-    headers = {} if kind is None else {"content-type": kind}
-    answer = server.post(path, None, content=b'{"prompt": "a", "input": "a", "messages": []}', headers=headers)
-    assert_error(answer, 415, None)
-    assert_well(server)
+    for sent in TABLES[kind]:
+        asyncio.run(send(sent))
+    assert locked.get("/health").status_code == 200
+    assert not locked.client.submitted
 
 
 @pytest.mark.parametrize("number", [b"9" * 10_000, b"1e999", b"-" + b"9" * 400])
