@@ -9,13 +9,7 @@ from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import Norm, layer_norm, norm_spec, rms_norm
-from jaxserve.layers.rope import (
-    Llama3Scaling,
-    Rope,
-    frequencies,
-    half_split_order,
-    rotations,
-)
+from jaxserve.layers.rope import Llama3Scaling, Rope, frequencies, half_split_order, rotations
 from jaxserve.layers.weight import Dense
 from pallas_kernels.kv_write import rotate
 
