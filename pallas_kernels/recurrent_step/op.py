@@ -1,14 +1,13 @@
 """The public operation: the step of the gated delta rule, or of Mamba-2, for rows of one token."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.implementation import Implementation, is_sm90
 from pallas_kernels.recurrent_step.sm90 import recurrent_step_sm90
-
-Implementation = Literal["xla", "sm90"]
 
 
 class Tokens(NamedTuple):
@@ -41,10 +40,7 @@ def recurrent_step(
     implementation; NotImplementedError with the reason of `why_not` for what "sm90", the kernel for Hopper GPUs, does
     not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    if implementation == "sm90":
+    if is_sm90(implementation):
         decay = jnp.exp(tokens.log_decay)
         return recurrent_step_sm90(*tokens[:3], decay, tokens.beta, states, slots, begins, corrects=corrects)
     held = states.at[slots].get(mode="fill", fill_value=0)

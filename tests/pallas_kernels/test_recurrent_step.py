@@ -1,7 +1,6 @@
 """The step of a recurrence against float64, in every implementation that runs here; compiled for an H200, too."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +88,3 @@ def test_what_the_kernel_cannot_do(key_size, value_size):
 @pytest.mark.parametrize("sizes", [(128, 128), (256, 64), (128, 80), (96, 192), (64, 96)])
 def test_sizes_of_published_models(sizes):
     assert why_not(*sizes) is None
-
-
-def test_unknown_implementation():
-    with pytest.raises(ValueError, match="'sm90'"):
-        inspect.unwrap(recurrent_step)(*make_case(SHAPES["80 values"]), corrects=True, implementation="triton")
