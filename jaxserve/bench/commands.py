@@ -94,13 +94,19 @@ def add_commands(parser: Parser) -> None:
 
     drafts = add("speculation", "what speculative decoding gains on the prompts of a workload", _speculation)
     drafts.add_flag(
-        "workload", "--workload", type=pathlib.Path, required=True, metavar="FILE", help="JSON lines, as of Spec-Bench"
+        "workload",
+        "--workload",
+        type=pathlib.Path,
+        required=True,
+        metavar="FILE",
+        help="Spec-Bench, or a .txt",
     )
     drafts.add_flag("workload", "--category", metavar="NAME", help="of prompts; default: all")
     _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
     _add_number(drafts, "--output-len", 128, "tokens of each text")
     _add_number(drafts, "--at-once", 1, "requests that run at once")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
+    drafts.add_flag("workload", "--beside", nargs="*", default=(), metavar="JSON", help="further speculative configs")
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
@@ -320,6 +326,7 @@ def _speculation(args: argparse.Namespace) -> None:
         output_len=args.output_len,
         temperature=args.temperature,
         num_at_once=args.at_once,
+        others=args.beside,
     )
     print(report)
 

@@ -6,12 +6,16 @@ import dataclasses
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.bench.report import table
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import SamplingParams
+
+PIECE = 1000
+"""Characters of a text that are a prompt: some 250 tokens."""
 
 
 class _Run(NamedTuple):
@@ -33,52 +37,62 @@ def run(
     output_len: int,
     temperature: float,
     num_at_once: int,
+    others: Sequence[str] = (),
 ) -> str:
-    """Generate with and without `speculative_config`, and return the report.
+    """Generate without drafts, with `speculative_config`, and with the `others` in its place; return the report.
 
     `workload` is a file of JSON lines with the fields `turns`, of which the first is the prompt, and `category`, as
-    Spec-Bench has them. Prompts that are too long lose their beginning. Raises StartupError, and InvalidRequest if the
-    file cannot be read or has no such prompts.
+    Spec-Bench has them, or a text (.txt), of which pieces are continued. Prompts that are too long lose their
+    beginning. Raises StartupError, and InvalidRequest if the file cannot be read or has no such prompts.
     """
     if config.speculation is None:
         raise InvalidRequest("there is nothing to compare without --speculative-config", param="speculative_config")
-    texts = _texts(workload, category)[:num_prompts]
-    plain_config = dataclasses.replace(config, speculative_config=None)
+    texts = _texts(workload, category, num_prompts)
     sizes = {"output_len": output_len, "temperature": temperature, "num_at_once": num_at_once}
-    plain, drafted = (_generate(each, texts, **sizes) for each in (plain_config, config))
+    configs = [None, config.speculative_config, *others]
+    runs = [_generate(dataclasses.replace(config, speculative_config=each), texts, **sizes) for each in configs]
+    plain = runs[0]
     num_tokens = sum(map(len, plain.token_ids))
-    num_same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
     rows = [
-        [name, f"{1e3 * run.seconds / num_tokens:.2f}", f"{num_tokens / run.seconds:.0f}", f"{run.num_steps}"]
-        for name, run in (("off", plain), ("on", drafted))
+        [
+            str(index),
+            f"{1e3 * run.seconds / num_tokens:.2f}",
+            f"{plain.seconds / run.seconds:.2f}",
+            f"{run.num_steps}",
+            f"{sum(run.accepted)} of {run.num_draft_tokens}",
+            f"{1 + sum(run.accepted) / max(run.num_drafts, 1):.2f}",
+            " ".join(f"{count / max(run.num_drafts, 1):.2f}" for count in run.accepted),
+            f"{sum(a == b for a, b in zip(plain.token_ids, run.token_ids, strict=True))} of {len(texts)}",
+        ]
+        for index, run in enumerate(runs)
     ]
-    accepted = sum(drafted.accepted)
-    by_position = ", ".join(f"{count / max(drafted.num_drafts, 1):.2f}" for count in drafted.accepted)
+    names = ["", "ms a token", "faster", "steps", "accepted", "tokens a drafting step", "by position", "same texts"]
     return "\n".join(
         [
             f"{workload.name}, {category or 'all categories'}: {len(texts)} prompts, {num_tokens} tokens, "
             f"{num_at_once} at once",
             "",
-            table(["speculation", "ms a token", "tokens/s", "steps"], rows),
+            table(names, rows),
             "",
-            f"speed-up {plain.seconds / drafted.seconds:.2f}; {accepted} of {drafted.num_draft_tokens} drafts "
-            "accepted; "
-            f"{1 + accepted / max(drafted.num_drafts, 1):.2f} tokens a step that had some; accepted by position: "
-            f"{by_position}; {num_same} of {len(texts)} texts are the same",
+            *(f"{index}: {each or 'no drafts'}" for index, each in enumerate(configs)),
         ]
     )
 
 
-def _texts(workload: pathlib.Path, category: str | None) -> list[str]:
+def _texts(workload: pathlib.Path, category: str | None, count: int) -> list[str]:
     try:
-        lines = [json.loads(line) for line in workload.read_text(encoding="utf-8").splitlines() if line.strip()]
+        content = workload.read_text(encoding="utf-8")
+        if workload.suffix == ".txt":
+            stride = len(content) // count
+            return [content[first : first + PIECE] for first in range(0, count * stride, max(stride, 1))]
+        lines = [json.loads(line) for line in content.splitlines() if line.strip()]
         texts = [line["turns"][0] for line in lines if category in (None, line["category"])]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InvalidRequest(f"cannot read {workload}: {error!r}", param="workload") from error
     if not texts:
         categories = ", ".join(sorted({line["category"] for line in lines}))
         raise InvalidRequest(f"{workload} has no prompts of {category!r}; there is {categories}", param="category")
-    return texts
+    return texts[:count]
 
 
 def _generate(config: EngineConfig, texts: list[str], *, output_len: int, temperature: float, num_at_once: int) -> _Run:
