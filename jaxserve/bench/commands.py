@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 import tempfile
@@ -10,9 +11,9 @@ from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, host, latency, load, speculation, start, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, mixed_jobs, write_config
+from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_size
@@ -57,9 +58,7 @@ def add_commands(parser: Parser) -> None:
     _add_batches(batch, default="the peer's, or 1:128:128")
     batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
     batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
-    batch.add_flag(
-        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
-    )
+    _add_bandwidth(batch)
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
     batch.add_flag(
         "workload",
@@ -70,6 +69,21 @@ def add_commands(parser: Parser) -> None:
     )
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
+
+    full = add("full-load", "tokens a second when all requests are there at the start, beside a peer", _full_load)
+    full.add_flag(
+        "workload",
+        "--settings",
+        nargs="+",
+        required=True,
+        metavar="IN:OUT:N",
+        help="prompt and output length, and number of requests",
+    )
+    _add_shape(full)
+    full.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
+    full.add_flag("workload", "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
+    _add_bandwidth(full)
+    add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
     _add_batches(each, default="1:128:128")
@@ -92,22 +106,30 @@ def add_commands(parser: Parser) -> None:
     )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    drafts = add("speculation", "what speculative decoding gains on the prompts of a workload", _speculation)
+    drafts = add("speculation", "what speculative decoding gains, in turns with an engine without it", _speculation)
+    drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="Spec-Bench, or a .txt")
+    drafts.add_flag("workload", "--category", metavar="NAME", help="of its prompts; default: all")
+    _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
     drafts.add_flag(
         "workload",
-        "--workload",
-        type=pathlib.Path,
-        required=True,
-        metavar="FILE",
-        help="Spec-Bench, or a .txt",
+        "--synthetic-acceptance",
+        type=float,
+        nargs="+",
+        default=(),
+        metavar="TOKENS",
+        help="random prompts instead, and drafts accepted by chance, so many tokens a step that verifies some (1: none "
+        "is accepted)",
     )
-    drafts.add_flag("workload", "--category", metavar="NAME", help="of prompts; default: all")
-    _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
+    _add_number(drafts, "--input-len", 1, "tokens of each random prompt")
     _add_number(drafts, "--output-len", 128, "tokens of each text")
-    _add_number(drafts, "--at-once", 1, "requests that run at once")
+    drafts.add_flag(
+        "workload", "--at-once", type=int, nargs="+", default=(1,), metavar="N", help="requests that run; default: 1"
+    )
+    _add_number(drafts, "--num-pairs", 5, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
     drafts.add_flag("workload", "--beside", nargs="*", default=(), metavar="JSON", help="further speculative configs")
-    add_config_flags(drafts, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
+    _add_shape(drafts)
+    add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
     loading.add_flag(
@@ -181,8 +203,18 @@ def _add_batches(parser: Parser, *, default: str) -> None:
         metavar="B:IN:OUT",
         help=f"requests submitted together, prompt and output length; default: {default}",
     )
+    _add_shape(parser)
+
+
+def _add_shape(parser: Parser) -> None:
     parser.add_flag(
         "workload", "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model"
+    )
+
+
+def _add_bandwidth(parser: Parser) -> None:
+    parser.add_flag(
+        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
     )
 
 
@@ -244,6 +276,14 @@ def _latency(args: argparse.Namespace) -> None:
         print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
 
 
+def _full_load(args: argparse.Namespace) -> None:
+    peer = full_load.read_peer(args.peer, args.peer_entry) if args.peer else {}
+    settings = [BatchShape.parse_setting(text) for text in args.settings]
+    bandwidth = args.bandwidth and args.bandwidth * 1e12
+    with tempfile.TemporaryDirectory() as folder:
+        print(full_load.run(_config_of_batches(args, folder), settings, peer=peer, bandwidth=bandwidth))
+
+
 def _steps(args: argparse.Namespace) -> None:
     batches = [BatchShape.parse(text) for text in args.batches or ["1:128:128"]]
     with tempfile.TemporaryDirectory() as folder:
@@ -252,11 +292,18 @@ def _steps(args: argparse.Namespace) -> None:
 
 
 def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
-    """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`."""
+    """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`, and
+    that of an EAGLE-3 head for it, if one is wanted.
+    """
     given_config = given(args, _ENGINE_FIELDS)
     if args.shape:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
+        drafts = given_config.get("speculative_config") or {}
+        if drafts.get("method") == "eagle3" and "model" not in drafts:
+            shape = SHAPES[args.shape] | (given_config.get("hf_overrides") or {})
+            head = write_config(path / "head", eagle3_head(shape))
+            given_config["speculative_config"] = drafts | {"model": str(head)}
     return EngineConfig(**given_config)
 
 
@@ -318,17 +365,19 @@ def _bits_per_byte(args: argparse.Namespace) -> None:
 
 
 def _speculation(args: argparse.Namespace) -> None:
-    report = speculation.run(
-        EngineConfig(**given(args, _ENGINE_FIELDS)),
-        workload=args.workload,
-        category=args.category,
-        num_prompts=args.num_prompts,
-        output_len=args.output_len,
-        temperature=args.temperature,
-        num_at_once=args.at_once,
-        others=args.beside,
-    )
-    print(report)
+    if bool(args.synthetic_acceptance) == bool(args.workload):
+        args.parser.error("--workload and --synthetic-acceptance: one of them must be given")
+    options: dict[str, Any] = {"output_len": args.output_len, "at_once": args.at_once, "num_pairs": args.num_pairs}
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config_of_batches(args, folder)
+        if args.synthetic_acceptance:
+            lengths = args.synthetic_acceptance
+            print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
+            return
+        chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
+        for fields in (config.speculative_config, *map(json.loads, args.beside)):
+            each = dataclasses.replace(config, speculative_config=fields)
+            print(speculation.of_workload(each, workload=args.workload, **chosen, **options), end="\n\n")
 
 
 def _serving(args: argparse.Namespace) -> int:

@@ -163,8 +163,8 @@ def traced(client: "EngineClient", jobs: list[Job], *, prefix: str, is_decode_on
 
 
 def engine_request(request_id: str, job: Job) -> EngineRequest:
-    """Return the engine request for a job: greedy, with exactly the job's output length."""
-    params = SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True)
+    """Return the engine request for a job, with exactly the job's output length."""
+    params = SamplingParams(temperature=job.temperature, seed=0, max_tokens=job.output_len, ignore_eos=True)
     return EngineRequest(
         request_id=request_id,
         group_id=request_id,

@@ -377,11 +377,11 @@ def make_scheduler_for(plan: ServingPlan, info: EngineInfo) -> Scheduler:
     builder = plan.builder
     speculation = builder.spec.speculation
     drafts = NO_DRAFTS
-    if speculation is not None:  # drafts that are accepted by chance are there to be measured
-        cost = 0.0 if speculation.acceptance_rates else plan.devices.token_cost
+    if speculation is not None:
         drafting = builder.model.drafting
-        is_late = drafting is not None and drafting.drafter is not None
-        drafts = DraftPolicy(speculation.drafts_by_rows, cost, is_late=is_late)
+        # What is accepted by chance has nothing to do with what is proposed.
+        is_late = drafting is not None and (drafting.drafter is not None or bool(speculation.acceptance_rates))
+        drafts = DraftPolicy(speculation.drafts_by_rows, plan.devices.token_cost, is_late=is_late)
     limits = SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,

@@ -21,8 +21,6 @@ class Drafting(NamedTuple):
     """How a program drafts and verifies."""
 
     proposer: Proposer
-    acceptance_rates: tuple[float, ...] = ()
-    """See `Speculation`."""
     max_rows: int = 2**31 - 1
     """Rows of the largest program whose rows get drafts."""
     drafter: Drafter | None = None
@@ -96,7 +94,7 @@ def draft(
         features = None if features is None else hidden
     held = slots.drafts
     is_free = held.counts.at[slot_ids].get(mode="clip") == 0
-    if drafting.acceptance_rates:
+    if held.acceptance_rates is not None:
         is_free = jnp.ones_like(is_free)
     written = jnp.where(is_free, slot_ids, held.counts.shape[0])
     drafted = dataclasses.replace(

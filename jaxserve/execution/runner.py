@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import threading
@@ -405,6 +406,16 @@ class Runner:
             embeddings,
         )
         return PendingStep(plan, outputs)
+
+    def set_acceptance(self, rates: Sequence[float]) -> None:
+        """Set the fractions of steps in which drafts are accepted by chance, of an engine that was started for that
+        (`Speculation`). To be called while no step runs.
+        """
+        slots = self.state["slots"]
+        given = jax.device_put(np.array(rates, np.float32), self.model.replicated)
+        self.state["slots"] = dataclasses.replace(
+            slots, drafts=dataclasses.replace(slots.drafts, acceptance_rates=given)
+        )
 
     def step_for(self, plan: StepPlan, needed: int, *, has_prompt_logprobs: bool) -> Step:
         """Return the smallest step that holds the plan and supports what its rows need: `needed` are bits of

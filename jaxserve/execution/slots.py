@@ -53,6 +53,8 @@ class Drafts:
     """The only tokens that a grammar allows from the next one on: better drafts than any."""
     num_forced: Int[Array, " N"]
     proposer: Any
+    acceptance_rates: Float[Array, " k"] | None = None
+    """If drafts are accepted by chance, see `Speculation`."""
 
 
 @no_type_check
@@ -88,6 +90,7 @@ def init_slots(
     hidden_size: int,
     proposer: Proposer | None = None,
     max_length: int = 0,
+    acceptance_rates: Sequence[float] = (),
 ) -> Slots:
     """Return empty slots. A proposer keeps sequences of up to `max_length` tokens."""
     drafts = proposer and Drafts(
@@ -97,6 +100,7 @@ def init_slots(
         forced=jnp.zeros((num_slots, num_forced(proposer.num_drafts)), jnp.int32),
         num_forced=jnp.zeros(num_slots, jnp.int32),
         proposer=proposer.init_state(num_slots=num_slots, max_length=max_length),
+        acceptance_rates=jnp.array(acceptance_rates, jnp.float32) if acceptance_rates else None,
     )
     return Slots(
         last_tokens=jnp.zeros(num_slots, jnp.int32),

@@ -353,9 +353,8 @@ def draw(
         counts, last_tokens = rows.draws.astype(jnp.int32), token_ids[:, 0]
         num_verified = jnp.zeros_like(counts)
     else:
-        assert drafting is not None
         assert rows.num_valid is not None
-        slots, num_verified, counts = _verify(slots, token_ids, rows, drafting)
+        slots, num_verified, counts = _verify(slots, token_ids, rows)
         last_tokens = jnp.take_along_axis(token_ids, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         column = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         host_ids = jnp.where(column < counts[:, None], host_ids, NOTHING)
@@ -383,7 +382,7 @@ def _of_columns(rows: DrawingRows, *, num_columns: int) -> tuple[Int[Array, " N"
 
 
 def _verify(
-    slots: Slots, drawn: Int[Array, "R Q"], rows: DrawingRows, drafting: Drafting
+    slots: Slots, drawn: Int[Array, "R Q"], rows: DrawingRows
 ) -> tuple[Slots, Int[Array, " R"], Int[Array, " R"]]:
     """Return the slots as far as their rows got, how many drafts each row has verified, and tokens drawn."""
     assert rows.num_valid is not None
@@ -391,9 +390,9 @@ def _verify(
     assert slots.drafts is not None
     num_masked = slots.drafts.num_masked.at[rows.slots].get(mode="clip")
     num_drafts = jnp.minimum(jnp.maximum(rows.num_valid - 1, 0), num_masked)
-    if drafting.acceptance_rates:
+    if (rates := slots.drafts.acceptance_rates) is not None:
         seed = unpack_rows(slots.sampling, rows.slots).seed
-        accepted = synthetic_num_accepted(seed, rows.num_output_tokens, num_drafts, drafting.acceptance_rates)
+        accepted = synthetic_num_accepted(seed, rows.num_output_tokens, num_drafts, rates)
     else:
         accepted = num_accepted(drawn, rows.drafts, num_drafts)
     counts = jnp.where(rows.draws, accepted + 1, 0)
@@ -413,7 +412,7 @@ def _propose(slots: Slots, new: NewTokens, drafting: Drafting) -> tuple[Slots, I
         proposer, token_ids, counts = drafting.proposer.propose(slots.drafts.proposer, new)
     if num_rows > drafting.max_rows:  # then XLA leaves out whatever does not change the proposer's state
         token_ids, counts = jnp.zeros_like(token_ids), jnp.zeros_like(counts)
-    elif drafting.acceptance_rates:
+    elif slots.drafts.acceptance_rates is not None:
         counts = jnp.full_like(counts, num_drafts)
     else:
         token_ids, counts = _forced(slots.drafts, new, token_ids, counts)

@@ -61,10 +61,11 @@ class DraftPolicy:
                 _count(request, is_accepted=position < len(new) - 1)
         elif planned:
             _count(request, is_accepted=False)
+        elif self.is_late:
+            if (len(request.token_ids) - request.num_prompt_tokens) % RETRY_TOKENS == RETRY_TOKENS - 1:
+                request.acceptance_rate, request.num_judged_drafts = INITIAL_ACCEPTANCE_RATE, 0
         elif request.proposed:
             _count(request, is_accepted=request.proposed[0] == new[0])
-        elif self.is_late and (len(request.token_ids) - request.num_prompt_tokens) % RETRY_TOKENS == RETRY_TOKENS - 1:
-            request.acceptance_rate, request.num_judged_drafts = INITIAL_ACCEPTANCE_RATE, 0
         request.proposed = drafted.proposed
 
     def _expected(self, request: Request, limit: int) -> float:

@@ -87,9 +87,10 @@ class Features(NamedTuple):
 
     def write(self, features: Float[Array, "T F"], index: Int[Array, " T"]) -> "Features":
         """Write vectors to positions of the pool; those behind its end are dropped."""
-        flat = self.values.reshape(-1, self.values.shape[-1])
-        written = flat.at[index].set(features.astype(flat.dtype), mode="drop", unique_indices=True)
-        return Features(written.reshape(self.values.shape))
+        place = index // self.values.shape[1], index % self.values.shape[1]
+        written = self.values.at[place].set(features.astype(self.values.dtype), mode="drop", unique_indices=True)
+        # Otherwise XLA joins the write of one vector with reads behind it, for which it keeps a copy of the whole pool.
+        return Features(jax.lax.optimization_barrier(written))
 
     def read(self, index: Int[Array, " T"]) -> Float[Array, "T F"]:
         """Return the vectors at positions of the pool."""
@@ -100,17 +101,10 @@ class Features(NamedTuple):
 class FeatureSpec:
     """Declare a vector for each token, whole on every device."""
 
+    sliding_window = None  # only the vector of the token before is read
+    keeps_state = False
+
     size: int
-
-    @property
-    def sliding_window(self) -> None:
-        """Only the vector of the token before is read."""
-        return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """All that is kept belongs to tokens."""
-        return False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Features:
         """Return the shape of the pool."""

@@ -7,7 +7,7 @@ the text is that of decoding without speculation, token for token, at any temper
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.sampling.sampler import uniforms
 
@@ -27,11 +27,11 @@ def num_accepted(
 
 
 def synthetic_num_accepted(
-    seed: UInt32[Array, "R 2"], counters: Int[Array, " R"], num_drafts: Int[Array, " R"], rates: tuple[float, ...]
+    seed: UInt32[Array, "R 2"], counters: Int[Array, " R"], num_drafts: Int[Array, " R"], rates: Float[Array, " k"]
 ) -> Int[Array, " R"]:
     """Return how many drafts of each row are accepted by chance: at least i + 1 in a fraction `rates[i]` of steps. For
     measurements without a good proposer; the text is then not the model's.
     """
     chance = uniforms(seed + jnp.uint32(SYNTHETIC), counters)[:, :1]
-    count = jnp.sum(chance < jnp.array(rates, jnp.float32)[None], axis=1, dtype=jnp.int32)
+    count = jnp.sum(chance < rates[None], axis=1, dtype=jnp.int32)
     return jnp.minimum(count, num_drafts)

@@ -70,6 +70,6 @@ def test_synthetic_acceptance_has_its_rates(rates):
     size = 4000
     seed = jnp.zeros((size, 2), jnp.uint32)
     counters, num_drafts = jnp.arange(size, dtype=jnp.int32), jnp.full(size, 3, jnp.int32)
-    counts = np.asarray(synthetic_num_accepted(seed, counters, num_drafts, rates))
+    counts = np.asarray(synthetic_num_accepted(seed, counters, num_drafts, jnp.array(rates)))
     np.testing.assert_allclose([(counts > i).mean() for i in range(3)], rates, atol=0.03)
-    assert synthetic_num_accepted(seed, counters, jnp.ones(size, jnp.int32), (1.0, 1.0)).tolist() == [1] * size
+    assert synthetic_num_accepted(seed, counters, jnp.ones(size, jnp.int32), jnp.ones(2)).tolist() == [1] * size

@@ -114,6 +114,7 @@ class StepModel:
         )
         self.verifying_buckets: list[Bucket] = []
         self.drafting = None
+        self.acceptance_rates = () if speculation is None else speculation.acceptance_rates
         if speculation is not None:
             if self.layout.num_states:
                 raise ConfigError(
@@ -124,7 +125,6 @@ class StepModel:
             drafting_rows = min([size for bucket in self.buckets if (size := bucket.num_rows) >= largest] or [largest])
             self.drafting = Drafting(
                 make_proposer(speculation),
-                speculation.acceptance_rates,
                 drafting_rows,
                 drafter=drafter,
                 group=drafter_group,
@@ -235,6 +235,7 @@ class StepModel:
             hidden_size=self.hidden_size if draws else 0,
             proposer=None if self.drafting is None else self.drafting.proposer,
             max_length=self.max_model_len,
+            acceptance_rates=self.acceptance_rates,
         )
 
     def own(self, tree: Params, config: Any = None) -> Params:
