@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 from jaxserve.config import DEFAULT_MODEL
-from jaxserve.loading.builtin import BUILTIN_HEADS, BUILTIN_MODELS
+from jaxserve.loading.builtin import BUILTIN_MODELS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -92,7 +92,7 @@ def test_the_wheel_holds_nothing_else(wheel):
         if top.endswith(".dist-info"):
             continue
         if rest and rest[0] == "_checkpoints":
-            expected = rest[1] in (*BUILTIN_MODELS, *BUILTIN_HEADS) and suffix in MODEL_SUFFIXES
+            expected = rest[1] in BUILTIN_MODELS and suffix in MODEL_SUFFIXES
         else:
             expected = top in ("jaxserve", "pallas_kernels") and (suffix in PACKAGE_SUFFIXES or rest[-1] in NAMES)
         if not expected:

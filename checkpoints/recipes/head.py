@@ -197,14 +197,15 @@ def export(cfg: Config, p: Params, out: Path, is_quantized: bool, num_drafts: in
     for kind, w in p.items():
         name = NAMES[kind]
         if w.ndim == 1 or not is_quantized:
-            tensors[f"{name}.weight"] = np.ascontiguousarray(np.asarray(w.astype(jnp.bfloat16)).T)
+            tensors[f"{name}.weight"] = np.asarray(w.astype(jnp.bfloat16)).T
             continue
         integers, scales = (np.asarray(part) for part in codes(w))
         nibbles = (integers.reshape(w.shape).T + 8).astype(np.uint32)
         words = (nibbles.reshape(len(nibbles), -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32)
         tensors[f"{name}.weight_packed"] = words.view(np.int32)
-        tensors[f"{name}.weight_scale"] = np.ascontiguousarray(np.asarray(jnp.asarray(scales[:, 0].T, jnp.bfloat16)))
+        tensors[f"{name}.weight_scale"] = np.asarray(jnp.asarray(scales[:, 0].T, jnp.bfloat16))
         tensors[f"{name}.weight_shape"] = np.array(w.shape[::-1], np.int64)
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}  # bytes are written as they lie
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_drafts}
     fields = {

@@ -19,9 +19,6 @@ from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 
 BUILTIN_MODELS = ("scribe-15m", "scribe-2m")
 
-BUILTIN_HEADS = ("scribe-15m-eagle3",)
-"""EAGLE-3 heads, which draft for the model that their name begins with."""
-
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _CHECKPOINT_ROOTS = (_PACKAGE / "_checkpoints", _PACKAGE.parent / "checkpoints")
 
@@ -85,7 +82,7 @@ def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
 
 def _local(name: str) -> pathlib.Path:
     """Return the path of a built-in or local model. Raises CheckpointError as `resolve_model` does."""
-    if name in (*BUILTIN_MODELS, *BUILTIN_HEADS):
+    if name in BUILTIN_MODELS:
         for root in _CHECKPOINT_ROOTS:
             if (root / name / "config.json").is_file():
                 return root / name

@@ -4,7 +4,7 @@ from jaxserve import LLM, generate
 from jaxserve.config import DEFAULT_MODEL, EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading import builtin
-from jaxserve.loading.builtin import BUILTIN_HEADS, BUILTIN_MODELS, resolve_model, resolve_names, resolve_tokenizer
+from jaxserve.loading.builtin import BUILTIN_MODELS, resolve_model, resolve_names, resolve_tokenizer
 
 
 def test_a_path_is_itself(tmp_path):
@@ -12,7 +12,7 @@ def test_a_path_is_itself(tmp_path):
     assert resolve_model(str(tmp_path)) == str(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*BUILTIN_MODELS, *BUILTIN_HEADS])
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
 def test_a_built_in_model_is_found_in_either_place(name, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "_CHECKPOINT_ROOTS", (tmp_path / "package", tmp_path / "tree"))
     (tmp_path / "tree" / name).mkdir(parents=True)
