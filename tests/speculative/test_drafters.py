@@ -315,6 +315,12 @@ def test_heads_that_are_refused(tmp_path, changes, complaint):
         read_head(str(tmp_path))
 
 
+def test_a_part_of_the_vocabulary_needs_an_lm_head(tmp_path):
+    write_head(tmp_path, "shared", draft_vocab_size=DRAFT_VOCAB)
+    with pytest.raises(CheckpointError, match="draft_vocab_size is 12, but there is no lm_head"):
+        read_head(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("method", "target", "changes", "complaint"),
     [
