@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, host, latency, load, speculation, start, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
@@ -57,9 +57,7 @@ def add_commands(parser: Parser) -> None:
     _add_batches(batch, default="the peer's, or 1:128:128")
     batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
     batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
-    batch.add_flag(
-        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
-    )
+    _add_bandwidth(batch)
     batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
     batch.add_flag(
         "workload",
@@ -70,6 +68,21 @@ def add_commands(parser: Parser) -> None:
     )
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
+
+    full = add("full-load", "tokens a second when all requests are there at the start, beside a peer", _full_load)
+    full.add_flag(
+        "workload",
+        "--settings",
+        nargs="+",
+        required=True,
+        metavar="IN:OUT:N",
+        help="prompt and output length, and number of requests",
+    )
+    _add_shape(full)
+    full.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
+    full.add_flag("workload", "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
+    _add_bandwidth(full)
+    add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
     _add_batches(each, default="1:128:128")
@@ -197,6 +210,12 @@ def _add_shape(parser: Parser) -> None:
     )
 
 
+def _add_bandwidth(parser: Parser) -> None:
+    parser.add_flag(
+        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
+    )
+
+
 def _add_beside(parser: Parser, text: str) -> None:
     parser.add_flag("workload", "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
 
@@ -253,6 +272,14 @@ def _latency(args: argparse.Namespace) -> None:
             print(latency.beside(config, batches, quantizations=args.beside))
             return
         print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+
+
+def _full_load(args: argparse.Namespace) -> None:
+    peer = full_load.read_peer(args.peer, args.peer_entry) if args.peer else {}
+    settings = [BatchShape.parse_setting(text) for text in args.settings]
+    bandwidth = args.bandwidth and args.bandwidth * 1e12
+    with tempfile.TemporaryDirectory() as folder:
+        print(full_load.run(_config_of_batches(args, folder), settings, peer=peer, bandwidth=bandwidth))
 
 
 def _steps(args: argparse.Namespace) -> None:

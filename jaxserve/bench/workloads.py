@@ -33,10 +33,13 @@ class BatchShape(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> "BatchShape":
         """Parse B:IN:OUT. Raises ConfigError."""
-        sizes = text.split(":")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ConfigError(f"--batches takes B:IN:OUT, three numbers from 1 on, got {text!r}")
-        return cls(*map(int, sizes))
+        return cls(*_three_sizes(text, of="--batches", form="B:IN:OUT"))
+
+    @classmethod
+    def parse_setting(cls, text: str) -> "BatchShape":
+        """Parse IN:OUT:N, with N requests. Raises ConfigError."""
+        input_len, output_len, count = _three_sizes(text, of="--settings", form="IN:OUT:N")
+        return cls(count, input_len, output_len)
 
     def jobs(self, *, seed: int, vocab_size: int) -> list[Job]:
         """Make the jobs of one batch, with random prompt tokens."""
@@ -45,6 +48,13 @@ class BatchShape(msgspec.Struct, frozen=True):
             Job([rng.randrange(vocab_size) for _ in range(self.input_len)], self.output_len)
             for _ in range(self.batch_size)
         ]
+
+
+def _three_sizes(text: str, *, of: str, form: str) -> tuple[int, int, int]:
+    match text.split(":"):
+        case [first, second, third] if all(size.isdecimal() and int(size) > 0 for size in (first, second, third)):
+            return int(first), int(second), int(third)
+    raise ConfigError(f"{of} takes {form}, three numbers from 1 on, got {text!r}")
 
 
 def mixed_jobs(count: int, *, mean_input: int, mean_output: int, seed: int, vocab_size: int) -> list[Job]:
@@ -145,9 +155,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 """The shape of Qwen3 30B A3B: 128 experts a layer, 8 of which are active per token."""
 
-QWEN3_30B_A3B_FP8: dict[str, Any] = QWEN3_30B_A3B | {
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-}
+FP8_BLOCKS: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+QWEN3_30B_A3B_FP8: dict[str, Any] = QWEN3_30B_A3B | {"quantization_config": FP8_BLOCKS}
 """Qwen3 30B A3B in FP8 with scales of blocks, as it is published."""
 
 GPT_OSS_20B: dict[str, Any] = {
@@ -304,6 +314,133 @@ SMOLLM3_3B: dict[str, Any] = LLAMA_3_8B | {
 }
 """The shape of SmolLM3 3B: rotations in three of four layers."""
 
+QWEN3_NEXT_80B_A3B: dict[str, Any] = QWEN3_30B_A3B | {
+    "model_type": "qwen3_next",
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "quantization_config": FP8_BLOCKS
+    | {"modules_to_not_convert": ["lm_head", "linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"]},
+}
+"""The shape of Qwen3 Next 80B A3B in FP8, as it is published: the gated delta rule in three of four layers, 512 experts
+a layer, 10 of which and a shared one are active per token.
+"""
+
+QWEN35_27B: dict[str, Any] = QWEN3_NEXT_80B_A3B | {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+    "bos_token_id": None,
+    "eos_token_id": 248044,
+    "quantization_config": FP8_BLOCKS
+    | {"modules_to_not_convert": ["lm_head", "linear_attn.in_proj_a", "linear_attn.in_proj_b"]},
+}
+"""The shape of Qwen3.5 27B's text in FP8, as it is published: dense, the gated delta rule in three of four layers."""
+
+GLM_45_AIR: dict[str, Any] = QWEN3_30B_A3B | {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "max_position_embeddings": 131072,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": [151329, 151336, 151338],
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
+            }
+        },
+    },
+}
+"""The shape of GLM-4.5-Air in FP8 with a scale for each output, as it is published: 128 experts a layer, 8 of which and
+a shared one are active per token.
+"""
+
+LFM2_8B_A1B: dict[str, Any] = {
+    "model_type": "lfm2_moe",
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    "conv_L_cache": 3,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 7,
+    "dtype": "bfloat16",
+}
+"""The shape of LFM2 8B A1B: short convolutions in three of four layers, 32 experts, 4 of which are active per token."""
+
+NEMOTRON_H_8B: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+"""The shape of Nemotron-H 8B: 24 blocks of Mamba-2, 4 that attend."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": LLAMA_100M,
     "llama-3-8b": LLAMA_3_8B,
@@ -319,6 +456,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "command-r7b": COMMAND_R7B,
     "gemma-3-4b": GEMMA_3_4B,
     "smollm3-3b": SMOLLM3_3B,
+    "qwen3-next-80b-a3b": QWEN3_NEXT_80B_A3B,
+    "qwen3.5-27b": QWEN35_27B,
+    "glm-4.5-air": GLM_45_AIR,
+    "lfm2-8b-a1b": LFM2_8B_A1B,
+    "nemotron-h-8b": NEMOTRON_H_8B,
 }
 """Shapes to run with random weights, by name."""
 

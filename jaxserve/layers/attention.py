@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import KeyValueCache
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
@@ -184,20 +184,21 @@ class Attention:
             ),
         }
         if self.has_gate:
-            specs |= self._gate_specs(f"{prefix}.{names.qkv[0]}", E)
+            specs["gate"] = ParamSpec(
+                shape=(H, D, E),
+                axes=("heads", None, "embed"),
+                num_inputs=1,
+                source=(f"{prefix}.{names.qkv[0]}.weight",),
+                source_shapes=((2 * H * D, E),),
+                rows=_rows_of_gates(H, D),
+                quantize=True,
+            )
+            if self.qkv_bias:
+                specs["gate_bias"] = specs["gate"].bias
         if self.qkv_bias:
-            specs["qkv_bias"] = ParamSpec(
-                shape=(K, members, D),
-                axes=("kv_heads", kind, None),
-                source=tuple(f"{prefix}.{name}.bias" for name in projections),
-                source_shapes=tuple((size,) for size in sizes),
-                rows=rows,
-                init_scale=0.0,
-            )
+            specs["qkv_bias"] = specs["qkv"].bias
         if self.out_bias:
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
-            )
+            specs["out_bias"] = specs["out"].bias
         if self.head_norm is not None:
             of_head = {"head_dim": D, "num_interleaved": num_interleaved}
             specs["q_norm"] = self.head_norm.specs(f"{prefix}.{names.q_norm}", num_heads=H, axis="heads", **of_head)
@@ -208,66 +209,28 @@ class Attention:
             specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
         return specs
 
-    def _gate_specs(self, source: str, hidden_size: int) -> Params:
-        """Declare the weights of gates, whose rows are in those of q; `source` is its module."""
-        H, D, E = self.num_heads, self.head_dim, hidden_size
-        rows = _rows_of_gates(H, D)
-        specs: Params = {
-            "gate": ParamSpec(
-                shape=(H, D, E),
-                axes=("heads", None, "embed"),
-                num_inputs=1,
-                source=(f"{source}.weight",),
-                source_shapes=((2 * H * D, E),),
-                rows=rows,
-                quantize=True,
-            )
-        }
-        if self.qkv_bias:
-            specs["gate_bias"] = ParamSpec(
-                shape=(H, D),
-                axes=("heads", None),
-                source=(f"{source}.bias",),
-                source_shapes=((2 * H * D,),),
-                rows=rows,
-                init_scale=0.0,
-            )
-        return specs
-
     def reader(self, params: Params) -> Weight | None:
         """Return the only weight that is multiplied by the block's input as it is; None with gates."""
         return None if self.has_gate else params["qkv"]
 
-    def run(
-        self,
-        params: Params,
-        x: Any,
-        cache: KeyValueCache,
-        batch: Batch,
-        rotation: Rotation | None,
-        *,
-        consumer: Consumer,
-    ) -> tuple[Any, KeyValueCache]:
+    def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, KeyValueCache]:
         """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
-        and the cache after this step. `rotation` is that of `rope`.
+        and the cache after this step. The rotation is that of `rope`.
         """
+        context = step.batch.context
         with jax.named_scope("attention"):
-            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=batch.context, name="qkv")
-            heads, cache = self.attend(params, qkv, cache, batch, rotation)
+            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=context, name="qkv")
+            heads, cache = self.attend(params, qkv, step)
             if self.has_gate:
-                gate = linear(x, params["gate"], params.get("gate_bias"), context=batch.context, name="gate")
+                gate = linear(x, params["gate"], params.get("gate_bias"), context=context, name="gate")
                 heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
-            return residual_update(heads, params, "out", batch.context, consumer), cache
+            return residual_update(heads, params, "out", context, consumer), cache
 
     def attend(
-        self,
-        params: Params,
-        qkv: Float[Array, "T K members D"],
-        cache: KeyValueCache,
-        batch: Batch,
-        rotation: Rotation | None,
+        self, params: Params, qkv: Float[Array, "T K members D"], step: LayerStep
     ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
         """Compute what is between the block's two projections."""
+        batch, cache, rotation = step
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
         scores = Scores(
             scale=self.score_scale,

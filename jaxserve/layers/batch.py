@@ -14,12 +14,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxserve.layers.context import ExpertLoads, Kernels, Record, StepContext
+from jaxserve.layers.rope import Rotation
 from pallas_kernels.peers import PeerBuffers
 
 Launch = Literal["at once", "in parts", "in programs"]
 """How a forward pass is launched: as one command buffer, as several, or as two programs of which the second has
 several.
 """
+
+
+class LayerStep(NamedTuple):
+    """What a layer is given of a step, besides its rows."""
+
+    batch: "Batch"
+    cache: Any
+    """The LayerCache before the step."""
+    rotation: Rotation | None
+    """That of the mixer's `rope`."""
 
 
 class Tables(NamedTuple):

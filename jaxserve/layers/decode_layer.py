@@ -14,14 +14,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.context import Kernel, Part, StepContext, result
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
-from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight, output_sharding
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
@@ -36,9 +35,7 @@ def run_fused_layer(
     params: Params,
     x: Float[Array, "T E"],
     qkv: Float[Array, "T K members D"],
-    cache: Any,
-    batch: Batch,
-    rotation: Rotation | None,
+    step: LayerStep,
     next_qkv: Weight | None,
     next_gain: Float[Array, " E"],
 ) -> tuple[Array, Array, Any]:
@@ -61,19 +58,17 @@ def run_fused_layer(
     if "qkv_bias" in params["attention"]:
         qkv = qkv + params["attention"]["qkv_bias"][None]
     if kind == Kind.LAYER:
-        makes = *_made(x, next_qkv), cache
+        makes = *_made(x, next_qkv), step.cache
         run = functools.partial(_whole_layer, scale=attention.score_scale, **after)
-        return batch.context.call(run, makes, qkv, cache, x, batch, rotation)
-    heads, cache = attention.attend(params["attention"], qkv, cache, batch, rotation)
-    return *_after_attention(heads, x, kind, **after, context=batch.context), cache
+        return step.batch.context.call(run, makes, qkv, x, step)
+    heads, cache = attention.attend(params["attention"], qkv, step)
+    return *_after_attention(heads, x, kind, **after, context=step.batch.context), cache
 
 
 def _whole_layer(
     qkv: Float[Array, "T K members D"],
-    cache: PagedKV,
     x: Float[Array, "T E"],
-    batch: Batch,
-    rotation: Rotation | None,
+    step: LayerStep,
     *,
     weights: dict[str, Weight],
     next_qkv: Weight | None,
@@ -83,6 +78,7 @@ def _whole_layer(
     eps: float,
 ) -> tuple[Array, Array, PagedKV]:
     """Return what `_after_attention` does, and the cache after this step."""
+    batch, cache, rotation = step
     of_rows = {
         "rotation": rotation,
         "write_index": batch.write_index,

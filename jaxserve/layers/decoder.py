@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, KVCache, LayerStep
 from jaxserve.layers.context import ExpertLoads, result
 from jaxserve.layers.decode_layer import run_fused_layer
 from jaxserve.layers.embedding import embedding_spec
@@ -145,12 +145,12 @@ def run_paths(
     loads: dict[int, Array] = {}
     for index, path in paths.items():
         layer, own, cache = layers[index], weights[index], kv_cache.of_layer(index)
-        of_step = batch.of_layer(index), turned[layer.mixer.rope]
+        step = LayerStep(batch.of_layer(index), cache, turned[layer.mixer.rope])
         with jax.named_scope(f"layer_{index}"):
             if path.kind == Kind.OPERATIONS:
                 consumer = consumer_of(layers, params, index, span)
-                arguments = own, x, update, cache, *of_step
-                (x, update, cache), load = run(layer, *arguments, consumer=consumer, counts_experts=counts_experts)
+                options = {"consumer": consumer, "counts_experts": counts_experts}
+                (x, update, cache), load = run(layer, own, x, update, step, **options)
                 if load is not None:
                     loads[index] = load
                 qkv = hidden = None
@@ -162,7 +162,7 @@ def run_paths(
                     after = weights[index + 1]["attention"]["qkv"], weights[index + 1]["attention_norm"]
                 else:
                     after = None, params["norm"]  # which is only of use after the last layer
-                x, y, cache = run_fused(layer, path.kind, own, x, qkv, cache, *of_step, *after)
+                x, y, cache = run_fused(layer, path.kind, own, x, qkv, step, *after)
                 update, qkv, hidden = None, *((y, None) if path.passes_on_qkv else (None, y))
             x = cut_launch(x, batch, index=index, num_layers=len(layers))
         kv_cache = kv_cache.with_layer(index, cache)
@@ -179,17 +179,15 @@ def _run_layer(
     params: Params,
     x: Float[Array, "T E"],
     update: Any,
-    cache: Any,
-    batch: Batch,
-    rotation: Rotation | None,
+    step: LayerStep,
     *,
     consumer: Consumer,
     counts_experts: bool,
 ) -> tuple[tuple[Any, Any, Any], Int[Array, " X"] | None]:
     """Return what `Layer.run` does, and the numbers of tokens of its experts, None if it has none."""
-    loads = ExpertLoads() if counts_experts and batch.record is None else None
-    batch = dataclasses.replace(batch, loads=loads)
-    ran = layer.run(params, x, update, cache, batch, rotation, consumer=consumer)
+    loads = ExpertLoads() if counts_experts and step.batch.record is None else None
+    step = step._replace(batch=dataclasses.replace(step.batch, loads=loads))
+    ran = layer.run(params, x, update, step, consumer=consumer)
     return ran, loads.counts[0] if loads is not None and loads.counts else None
 
 

@@ -14,13 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.delta_rule import Tokens, unit
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rotation
 from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
@@ -57,15 +56,14 @@ class DeltaNet:
         max_beta: the strength of an update is between 0 and this; above 1 a state may be reflected.
     """
 
+    rope = None  # the order of tokens is in the state
+    why_not_fused = "the layer keeps a state"
+    corrects = True
+
     heads: DeltaHeads
     activation: str
     norm_eps: float
     max_beta: float = 1.0
-
-    @property
-    def rope(self) -> None:
-        """Positions rotate nothing: the order of tokens is in the state."""
-        return None
 
     @property
     def cache_spec(self) -> StateSpec:
@@ -77,16 +75,6 @@ class DeltaNet:
             channels=((key_heads, Dim(heads.num_channels)),),
             matrix=(key_heads, Dim(heads.group_size), Dim(heads.key_size), Dim(heads.value_size)),
         )
-
-    @property
-    def corrects(self) -> bool:
-        """The delta rule does."""
-        return True
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the layer keeps a state"
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the block in the checkpoint.
@@ -161,23 +149,16 @@ class DeltaNet:
         return None
 
     def run(
-        self,
-        params: Params,
-        x: Float[Array, "T E"],
-        cache: StateCache,
-        batch: Batch,
-        rotation: Rotation | None,  # noqa: ARG002
-        *,
-        consumer: Consumer,
+        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
     ) -> tuple[Any, StateCache]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
-        context = batch.context
+        context = step.batch.context
         with jax.named_scope("delta_net"):
             wide = linear(x, params["in"], context=context, name="in")
             rates = linear(x, params["rates"], context=context, name="rates", output_dtype=jnp.dtype(jnp.float32))
             mixed, gate = jnp.split(wide, [self.heads.num_channels], axis=-1)
             weights = StateWeights((params["convolution"].array(),), a_log=params["a_log"], dt_bias=params["dt_bias"])
-            out, cache = cache.advance(Projected((mixed,), rates), weights, batch, self)
+            out, cache = step.cache.advance(Projected((mixed,), rates), weights, step.batch, self)
             y = context.call(self._gated, gate, out, gate, params["norm"])
             return residual_update(y, params, "out", context, consumer), cache
 

@@ -21,6 +21,8 @@ class DenseAndExperts:
         norm: of the inputs and outputs of both parts, and without its gain of the router's input.
     """
 
+    why_not_fused = Experts.why_not_fused
+
     dense: FeedForward
     experts: Experts
     norm: Norm
@@ -80,8 +82,3 @@ class DenseAndExperts:
             router_input=self.norm.alone(x, scaled, "router_norm", context),
         )
         return normed(dense, "dense_post_norm") + normed(experts, "experts_post_norm")
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return self.experts.why_not_fused

@@ -19,14 +19,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.cache import CacheSizes, LatentCache
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rope, Rotation, YarnScaling, half_split_order
+from jaxserve.layers.rope import Rope, YarnScaling, half_split_order
 from jaxserve.layers.sharding import platform_of
 from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
@@ -54,20 +54,13 @@ class LatentHeads:
 class LatentSpec:
     """Declare one vector for each token, whole on every device."""
 
+    sliding_window = None
+    keeps_state = False
+
     size: int
     """Size of the latent and the rotated key together."""
     dtype: jnp.dtype | None = None
     """A dtype of 8 bits, for which each token has a scale; None: that of activations."""
-
-    @property
-    def sliding_window(self) -> None:
-        """A token attends to all tokens before it."""
-        return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """All that is kept belongs to tokens."""
-        return False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "PagedLatent":
         """Return the shapes of the pools."""
@@ -157,6 +150,8 @@ class PagedLatent(NamedTuple):
 class LatentAttention:
     """The latent attention block of a layer, with or without biases of "down" and "out"."""
 
+    why_not_fused = "the attention is latent"
+
     heads: LatentHeads
     rope: Rope
     has_bias: bool = False
@@ -232,17 +227,7 @@ class LatentAttention:
         if heads.query_rank is not None:
             specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
         if self.has_bias:
-            specs["down_bias"] = ParamSpec(
-                shape=(num_down,),
-                axes=(None,),
-                source=tuple(f"{prefix}.{name}.bias" for name in inputs),
-                source_shapes=tuple((size,) for size in inputs.values()),
-                rows=down_rows,
-                init_scale=0.0,
-            )
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.out}.bias",), init_scale=0.0
-            )
+            specs |= {f"{name}_bias": specs[name].bias for name in ("down", "out")}
         return specs
 
     def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
@@ -250,18 +235,11 @@ class LatentAttention:
         return None
 
     def run(
-        self,
-        params: Params,
-        x: Float[Array, "T E"],
-        cache: LatentCache,
-        batch: Batch,
-        rotation: Rotation | None,
-        *,
-        consumer: Consumer,
+        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
     ) -> tuple[Any, LatentCache]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
-        assert rotation is not None
-        heads, context = self.heads, batch.context
+        assert step.rotation is not None
+        rotation, heads, context = step.rotation, self.heads, step.batch.context
 
         def normed(x: Array, name: str) -> Array:
             return context.call(rms_norm, x, x, params[name], LATENT_NORM_EPS)
@@ -280,7 +258,7 @@ class LatentAttention:
             latent = normed(latent, "latent_norm")
             stored = jnp.concatenate([latent, turned(key[:, None])[:, 0]], axis=-1)
             sizes: dict[str, Any] = {"latent_size": heads.latent_size, "scale": self.score_scale}
-            out, cache = cache.attend(q, stored, batch, **sizes, scales=params.get("kv_scales"))
+            out, cache = step.cache.attend(q, stored, step.batch, **sizes, scales=params.get("kv_scales"))
             values = _by_head("thr,hvr->thv", out, params, "v_up", context)
             return residual_update(values, params, "out", context, consumer), cache
 
@@ -289,11 +267,6 @@ class LatentAttention:
         """The factor of the scores."""
         sharpness = self.rope.scaling.score_factor if isinstance(self.rope.scaling, YarnScaling) else 1.0
         return sharpness * (self.heads.plain_size + self.heads.rotated_size) ** -0.5
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the attention is latent"
 
 
 def _by_head(

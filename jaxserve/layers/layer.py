@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.layer_input import LayerInput
@@ -16,7 +16,7 @@ from jaxserve.layers.moe import Experts
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, PendingUpdate, add_update
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rope, Rotation
+from jaxserve.layers.rope import Rope
 from jaxserve.layers.weight import Weight
 
 PRE_NORMS = ("attention_norm", "mlp_norm")
@@ -59,9 +59,7 @@ class Mixer(Protocol):
         """Return the only weight that is multiplied by the block's input as it is; None if there is none."""
         ...
 
-    def run(
-        self, params: Params, x: Any, cache: Any, batch: Batch, rotation: Rotation | None, *, consumer: Consumer
-    ) -> tuple[Any, Any]:
+    def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Return the update of the residual stream, in a form that the consumer takes, and the updated LayerCache."""
         ...
 
@@ -159,22 +157,14 @@ class Layer:
         return self.mixer.why_not_fused or self.feed_forward.why_not_fused
 
     def run(
-        self,
-        params: Params,
-        x: Float[Array, "T E"],
-        update: Any,
-        cache: Any,
-        batch: Batch,
-        rotation: Rotation | None,
-        *,
-        consumer: Consumer,
+        self, params: Params, x: Float[Array, "T E"], update: Any, step: LayerStep, *, consumer: Consumer
     ) -> tuple[Array, Any, Any]:
         """Run the layer on a residual stream to which an update is still to be added, None if there is none.
 
         Returns the stream, the update that is to be added to it next, in a form that `consumer` takes, and the updated
         LayerCache. An update is added where the sum is normalised, so that both can be one kernel.
         """
-        arguments = params, x, update, cache, batch, rotation
+        arguments = params, x, update, step
         match self.arrangement:
             case Arrangement.SEQUENTIAL:
                 return self._sequential(*arguments, consumer)
@@ -186,15 +176,10 @@ class Layer:
                 return self._normed_sums(*arguments)
 
     def _sequential(
-        self,
-        params: Params,
-        x: Array,
-        update: Any,
-        cache: Any,
-        batch: Batch,
-        rotation: Rotation | None,
-        consumer: Consumer,
+        self, params: Params, x: Array, update: Any, step: LayerStep, consumer: Consumer
     ) -> tuple[Array, Any, Any]:
+        batch = step.batch
+
         def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
             if name not in self.norms:
                 x = add_update(x, update, batch.context)
@@ -204,10 +189,10 @@ class Layer:
         x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
         if self.feed_forward is None:
             consumer = self.consumer_of_mlp(consumer)
-            update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer)
+            update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer)
             return x, self._pending(update, params), cache
         consumer_of_attention = self.consumer_of_attention
-        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer=consumer_of_attention)
+        update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer_of_attention)
         update = self._pending(update, params, "attention_post_norm")
         x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
         update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
@@ -220,34 +205,31 @@ class Layer:
             return add_update(x, update, batch.context) * params["scalar"][None], None, cache
         return x, update, cache
 
-    def _parallel(
-        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
-    ) -> tuple[Array, Any, Any]:
+    def _parallel(self, params: Params, x: Array, update: Any, step: LayerStep) -> tuple[Array, Any, Any]:
         assert self.feed_forward is not None
+        batch = step.batch
         x, y = self.norm.of_sum(x, update, params["attention_norm"], batch.context, "attention_norm")
-        update, cache = self.mixer.run(params["attention"], y, cache, batch, rotation, consumer="stream")
+        update, cache = self.mixer.run(params["attention"], y, step, consumer="stream")
         if "mlp_norm" in self.norms:
             y = self.norm.alone(x, params, "mlp_norm", batch.context)
         update = update + self.feed_forward.run(params["mlp"], y, batch, consumer="stream")
         return x, self._pending(update, params), cache
 
-    def _normed_inputs(
-        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
-    ) -> tuple[Array, Array, Any]:
+    def _normed_inputs(self, params: Params, x: Array, update: Any, step: LayerStep) -> tuple[Array, Array, Any]:
         """Add each update to its own input, the norm of the residual stream, as BLOOM may."""
         assert self.feed_forward is not None
+        batch = step.batch
         x = self.norm.alone(add_update(x, update, batch.context), params, "attention_norm", batch.context)
-        update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
+        update, cache = self.mixer.run(params["attention"], x, step, consumer="stream")
         x = self.norm.alone(x + update, params, "mlp_norm", batch.context)
         return x, self.feed_forward.run(params["mlp"], x, batch, consumer="stream"), cache
 
-    def _normed_sums(
-        self, params: Params, x: Array, update: Any, cache: Any, batch: Batch, rotation: Rotation | None
-    ) -> tuple[Array, None, Any]:
+    def _normed_sums(self, params: Params, x: Array, update: Any, step: LayerStep) -> tuple[Array, None, Any]:
         """Normalise the residual stream after each update."""
         assert self.feed_forward is not None
+        batch = step.batch
         x = add_update(x, update, batch.context)
-        update, cache = self.mixer.run(params["attention"], x, cache, batch, rotation, consumer="stream")
+        update, cache = self.mixer.run(params["attention"], x, step, consumer="stream")
         x = self.norm.alone(x + update, params, "attention_norm", batch.context)
         update = self.feed_forward.run(params["mlp"], x, batch, consumer="stream")
         return self.norm.alone(x + update, params, "mlp_norm", batch.context), None, cache

@@ -15,12 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.delta_rule import Tokens
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rotation
 from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
@@ -44,6 +43,10 @@ class Mamba2:
         multipliers: of z, x, B, C and dt after the projection, in this order.
     """
 
+    rope = None  # the order of tokens is in the state
+    why_not_fused = "the layer keeps a state"
+    corrects = False  # values are added to the matrices as they are
+
     num_heads: int
     num_groups: int
     head_size: int
@@ -57,11 +60,6 @@ class Mamba2:
     has_bias: bool = False
     has_convolution_bias: bool = True
     multipliers: tuple[float, float, float, float, float] | None = None
-
-    @property
-    def rope(self) -> None:
-        """Positions rotate nothing: the order of tokens is in the state."""
-        return None
 
     @property
     def heads_of_group(self) -> int:
@@ -91,16 +89,6 @@ class Mamba2:
             channels=((N, Dim(self.part_size)), (H, Dim(2 * K))),
             matrix=(H, G, Dim(K), Dim(self.head_size)),
         )
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the layer keeps a state"
-
-    @property
-    def corrects(self) -> bool:
-        """Values are added to the matrices as they are."""
-        return False
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:  # noqa: ARG002
         """Declare the weights; `prefix` names the block in the checkpoint.
@@ -190,17 +178,10 @@ class Mamba2:
         return None
 
     def run(
-        self,
-        params: Params,
-        x: Float[Array, "T E"],
-        cache: StateCache,
-        batch: Batch,
-        rotation: Rotation | None,  # noqa: ARG002
-        *,
-        consumer: Consumer,
+        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
     ) -> tuple[Any, StateCache]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
-        context = batch.context
+        context = step.batch.context
 
         def project(name: str, dtype: Any = x.dtype) -> Array:
             bias = params.get(f"{name}_bias")
@@ -223,7 +204,7 @@ class Mamba2:
                 dt_bias=params["dt_bias"],
                 skip=params["skip"],
             )
-            out, cache = cache.advance(Projected((values, bc), dt), weights, batch, self)
+            out, cache = step.cache.advance(Projected((values, bc), dt), weights, step.batch, self)
             y = context.call(self._gated, gate, out, gate, params.get("norm"))
             return residual_update(y, params, "out", context, consumer), cache
 

@@ -95,16 +95,7 @@ class FeedForward:
             ),
         }
         if self.has_bias:
-            specs[f"{name}_bias"] = ParamSpec(
-                shape=outputs,
-                axes=axes,
-                source=tuple(f"{prefix}.{tensor}.bias" for tensor in inputs),
-                source_shapes=((rows,),) * len(inputs),
-                init_scale=0.0,
-            )
-            specs["down_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.{names.down}.bias",), init_scale=0.0
-            )
+            specs |= {f"{each}_bias": specs[each].bias for each in (name, "down")}
         if isinstance(self.activation, XIELU):
             specs["activation"] = self.activation.specs(f"{prefix}.{names.activation}")
         return specs

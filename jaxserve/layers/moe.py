@@ -49,6 +49,8 @@ class Experts:
         has_latent_bias: these projections have biases.
     """
 
+    why_not_fused = "the feed-forward has experts"
+
     routing: Routing
     size: int
     activation: str | Gate
@@ -103,9 +105,7 @@ class Experts:
             },
         }
         if self.has_router_bias:
-            specs["router_bias"] = ParamSpec(
-                shape=(X,), axes=(None,), source=(f"{prefix}.{own.router}.bias",), init_scale=0.0
-            )
+            specs["router_bias"] = specs["router"].bias
         if self.has_selection_bias:
             # In float32 as the scores: rounding would change which experts are chosen.
             specs["selection_bias"] = ParamSpec(
@@ -125,9 +125,7 @@ class Experts:
                     shape=shape, axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{module}.weight",)
                 )
                 if self.has_latent_bias:
-                    specs[f"{name}_bias"] = ParamSpec(
-                        shape=shape[:1], axes=(None,), source=(f"{prefix}.{module}.bias",), init_scale=0.0
-                    )
+                    specs[f"{name}_bias"] = specs[name].bias
         return specs
 
     def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
@@ -139,11 +137,6 @@ class Experts:
         num_tokens = batch.query_starts[batch.num_rows]
         options: dict[str, Any] = {"weighs_inputs": self.weighs_inputs}
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer, **options)
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the feed-forward has experts"
 
 
 def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec:

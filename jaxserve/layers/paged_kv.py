@@ -127,6 +127,8 @@ class PagedKV(Pages):
 class KVSpec:
     """Declare K and V of [num_kv_heads, head_dim] for each token."""
 
+    keeps_state = False
+
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
@@ -135,11 +137,6 @@ class KVSpec:
     """A dtype of 8 bits, for which each token and head has scales; None: that of activations."""
     source: int | None = None
     """The earlier layer whose keys and values this one reads, without any of its own; None: it has its own."""
-
-    @property
-    def keeps_state(self) -> bool:
-        """All that is kept belongs to tokens."""
-        return False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> PagedKV:
         """Return the shapes of the pools. Blocks are whole on every device; KV heads are split over the tensor axis,

@@ -119,6 +119,20 @@ class ParamSpec:
         """Number of inputs of one output; 1 if the weight has no inputs."""
         return math.prod(self.shape[len(self.shape) - self.num_inputs :])
 
+    @property
+    def bias(self) -> "ParamSpec":
+        """The declaration of a bias for each output, which stands beside the weight in a checkpoint."""
+        num_outputs = len(self.shape) - self.num_inputs
+        return ParamSpec(
+            shape=self.shape[:num_outputs],
+            axes=self.axes[:num_outputs],
+            source=tuple(f"{name.removesuffix('.weight')}.bias" for name in self.source),
+            source_shapes=tuple(shape[:1] for shape in self.source_shapes),
+            rows=self.rows,
+            dtype=self.dtype,
+            init_scale=0.0,
+        )
+
     def assemble(self, sources: Iterable[np.ndarray]) -> np.ndarray:
         """Return the weight that is made of the tensors of `source`, given in order."""
         outputs_first = (tensor.swapaxes(-1, -2) if self.is_transposed else tensor for tensor in sources)

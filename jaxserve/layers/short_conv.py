@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.rope import Rotation
 from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
@@ -28,24 +27,17 @@ class ShortConvolution:
         has_bias: the projections and the convolution have biases.
     """
 
+    rope = None
+    why_not_fused = "the layer keeps a state"
+
     num_channels: int
     width: int
     has_bias: bool
 
     @property
-    def rope(self) -> None:
-        """Positions rotate nothing."""
-        return None
-
-    @property
     def cache_spec(self) -> StateSpec:
         """What the layer keeps; channels are split over devices."""
         return StateSpec(width=self.width, channels=((Dim(self.num_channels, "channels"),),))
-
-    @property
-    def why_not_fused(self) -> str:
-        """Why no kernel of a whole layer has this block."""
-        return "the layer keeps a state"
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:  # noqa: ARG002
         """Declare the weights; `prefix` names the block in the checkpoint."""
@@ -78,19 +70,7 @@ class ShortConvolution:
             ),
         }
         if self.has_bias:
-            specs["in_bias"] = ParamSpec(
-                shape=(3, C),
-                axes=(None, "channels"),
-                source=(f"{prefix}.in_proj.bias",),
-                source_shapes=((3 * C,),),
-                init_scale=0.0,
-            )
-            specs["convolution_bias"] = ParamSpec(
-                shape=(C,), axes=("channels",), dtype=np.float32, source=(f"{prefix}.conv.bias",), init_scale=0.0
-            )
-            specs["out_bias"] = ParamSpec(
-                shape=(E,), axes=("embed",), source=(f"{prefix}.out_proj.bias",), init_scale=0.0
-            )
+            specs |= {f"{name}_bias": specs[name].bias for name in ("in", "convolution", "out")}
         return specs
 
     def reader(self, params: Params) -> Weight:
@@ -98,20 +78,14 @@ class ShortConvolution:
         return params["in"]
 
     def run(
-        self,
-        params: Params,
-        x: Float[Array, "T E"],
-        cache: StateCache,
-        batch: Batch,
-        rotation: Rotation | None,  # noqa: ARG002
-        *,
-        consumer: Consumer,
+        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
     ) -> tuple[Any, StateCache]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
+        batch = step.batch
         with jax.named_scope("short_convolution"):
             wide = linear(x, params["in"], params.get("in_bias"), context=batch.context, name="in")
             b, c, value = wide[:, 0], wide[:, 1], wide[:, 2]
             biases = (params["convolution_bias"],) if self.has_bias else None
             weights = StateWeights((params["convolution"].array(),), biases)
-            mixed, cache = cache.advance(Projected((b * value,)), weights, batch, None)
+            mixed, cache = step.cache.advance(Projected((b * value,)), weights, batch, None)
             return residual_update(c * mixed.astype(c.dtype), params, "out", batch.context, consumer), cache

@@ -34,19 +34,12 @@ class StateSpec:
         matrix: the heads' matrices, as [H, G, K, V]; None if there are none.
     """
 
+    sliding_window = None
+    keeps_state = True
+
     width: int
     channels: tuple[tuple[Dim, ...], ...]
     matrix: tuple[Dim, ...] | None = None
-
-    @property
-    def sliding_window(self) -> None:
-        """No token is attended to."""
-        return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """Nothing that is kept belongs to a token."""
-        return True
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "States":  # noqa: ARG002
         """Return the shapes of the states of all slots, whatever the dtype of activations."""

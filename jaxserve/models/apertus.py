@@ -12,13 +12,11 @@ from jaxserve.layers.mlp import XIELU
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 131072,
-    "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "hidden_act": "xielu",
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-05,

@@ -5,15 +5,14 @@ from typing import Any
 
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
-from jaxserve.models import hf_config, hf_rope, llama
+from jaxserve.models import hf_config, llama
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
     "hidden_size": 2560,
     "intermediate_size": 18432,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "hidden_act": "relu2",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-05,
@@ -29,12 +28,7 @@ class Config(llama.Config):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

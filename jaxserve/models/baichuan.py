@@ -12,6 +12,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-06}
 """Defaults of this family's config in its own code, for fields that a config.json omits. Sizes have no defaults: those
@@ -36,10 +37,8 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names={"model_max_length": "max_position_embeddings"})
         for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):  # which its own code does not read
             hf_config.require(fields, name, None)
-        return cls(
-            **hf_config.as_llama(fields),
-            has_unit_head=_has_unit_head(fields),
-            rope=hf_rope.rope(fields) if _has_rope(fields) else None,
+        return read_config(
+            cls, fields, has_unit_head=_has_unit_head(fields), rope=hf_rope.rope(fields) if _has_rope(fields) else None
         )
 
 

@@ -14,6 +14,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000,
@@ -42,16 +43,8 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.sizes(fields),
-            head_dim=hf_config.head_dim(fields),
-            norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            use_qk_norm=hf_config.flag(fields, "use_qk_norm"),
-            logit_scale=hf_config.number(fields, "logit_scale"),
-            rope=hf_rope.rope(fields, theta=500000.0),
+        return read_config(
+            cls, fields, norm_eps=hf_config.number(fields, "layer_norm_eps"), rope=hf_rope.rope(fields, theta=500000.0)
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.layers.layer import Layer
 from jaxserve.models import cohere, hf_config, hf_rope
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = cohere.DEFAULTS | {"sliding_window": 4096}
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -26,15 +27,12 @@ class Config(cohere.Config):
         period = hf_config.integer(fields, "sliding_window_pattern", 4)
         window = hf_config.optional_integer(fields, "sliding_window")
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
             use_qk_norm=False,
-            logit_scale=hf_config.number(fields, "logit_scale"),
             sliding_windows=hf_config.periodic_windows(fields, window, period=period),
             rope=hf_rope.rope(fields, size=head_dim),
         )

@@ -18,16 +18,12 @@ from jaxserve.layers.norm import Norm
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 102400,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-06,
     "first_k_dense_replace": 0,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,

@@ -11,8 +11,9 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.moe import Routing
 from jaxserve.models import deepseek_v2, hf_config
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 129280,
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -31,9 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-06,
     "rope_interleave": True,
     "num_experts": 256,
 }

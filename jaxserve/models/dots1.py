@@ -5,21 +5,19 @@ from typing import Any
 
 from jaxserve.models import deepseek_v3, glm4_moe, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 152064,
     "hidden_size": 4608,
     "intermediate_size": 10944,
     "moe_intermediate_size": 1408,
     "num_hidden_layers": 62,
-    "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 0,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-06,
     "routed_scaling_factor": 1.0,
     "sliding_window": 4096,
     "max_window_layers": 62,

@@ -7,6 +7,7 @@ from typing import Any
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 103424,
@@ -32,11 +33,8 @@ class Config(llama.Config):
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         has_biases = hf_config.flag(fields, "use_bias")
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=has_biases,
-            mlp_bias=has_biases,
-            rope=hf_rope.rope(fields, theta=500_000.0),
+        return read_config(
+            cls, fields, attention_bias=has_biases, mlp_bias=has_biases, rope=hf_rope.rope(fields, theta=500_000.0)
         )
 
 

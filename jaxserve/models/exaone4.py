@@ -9,17 +9,14 @@ from typing import Any
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 102400,
-    "hidden_size": 4096,
     "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
     "sliding_window": 4096,
@@ -44,11 +41,11 @@ class Config(DecoderConfig):
         window = hf_config.optional_integer(fields, "sliding_window")
         period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
         windows = hf_config.periodic_windows(fields, window, period=period)
-        return cls(
-            **hf_config.as_llama(fields),
+        return read_config(
+            cls,
+            fields,
             rotates=tuple(window is None or of_layer is not None for of_layer in windows),
             sliding_windows=windows,
-            rope=hf_rope.rope(fields),
         )
 
 

@@ -15,6 +15,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000,
@@ -44,14 +45,12 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         head_dim = hf_config.integer(fields, "head_dim")
         activation = hf_config.activation(fields)
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
             # The first releases say "gelu" and mean its approximation.
             activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
             rope=hf_rope.rope(fields, size=head_dim),
         )
 

@@ -17,6 +17,7 @@ from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
 from jaxserve.models.gemma import embed_tokens
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256000,
@@ -54,14 +55,11 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         head_dim = hf_config.integer(fields, "head_dim")
         window = hf_config.integer(fields, "sliding_window")
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
             activation=hf_config.activation(fields, "hidden_activation"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
             sliding_windows=hf_config.periodic_windows(fields, window, period=2),
             attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),

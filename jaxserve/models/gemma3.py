@@ -15,6 +15,7 @@ from jaxserve.layers.rope import Rope
 from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
@@ -59,14 +60,11 @@ class Config(DecoderConfig):
             local_theta=fields.get("rope_local_base_freq"),
             is_context_stretched=True,
         )
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
             activation=hf_config.activation(fields, "hidden_activation"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            query_pre_attn_scalar=hf_config.number(fields, "query_pre_attn_scalar"),
             sliding_windows=hf_config.periodic_windows(fields, window, period=period),
             logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
             rope=rope,

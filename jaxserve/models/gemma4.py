@@ -27,6 +27,7 @@ from jaxserve.layers.rope import Rope
 from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262144,
@@ -99,13 +100,11 @@ class Config(DecoderConfig):
             raise CheckpointError(
                 f"config.json: vocab_size_per_layer_input ({input_vocab_size}) is less than vocab_size"
             )
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=hf_config.integer(fields, "head_dim"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
             activation=hf_config.activation(fields, "hidden_activation"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
             sliding_windows=windows,
             full_kv_heads=full_heads,
             full_head_dim=hf_config.integer(fields, "global_head_dim"),

@@ -9,16 +9,14 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151552,
-    "hidden_size": 4096,
     "intermediate_size": 13696,
     "num_hidden_layers": 40,
-    "num_attention_heads": 32,
     "num_key_value_heads": 2,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-07,
     "attention_bias": True,
@@ -36,11 +34,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
-        )
+        return read_config(cls, fields, rope=hf_rope.rope(fields, partial_rotary_factor=0.5))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

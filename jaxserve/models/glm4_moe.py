@@ -9,15 +9,14 @@ from typing import Any
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151552,
-    "hidden_size": 4096,
     "intermediate_size": 10944,
     "num_hidden_layers": 46,
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-05,
     "moe_intermediate_size": 1408,

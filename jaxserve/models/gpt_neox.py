@@ -11,6 +11,7 @@ from jaxserve.layers.layer import Arrangement, Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50432,
@@ -43,14 +44,11 @@ class Config(DecoderConfig):
         known = {name: value for name, value in fields.items() if name not in ALIASES.values()}
         fields = hf_config.with_defaults(known, DEFAULTS, aliases=ALIASES)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual"),
             rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
         )
 

@@ -20,6 +20,7 @@ from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 YARN = {
     "rope_type": "yarn",
@@ -73,12 +74,10 @@ class Config(DecoderConfig):
         window = hf_config.optional_integer(fields, "sliding_window")
         says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
         positions = {"rope_parameters": YARN} if says_nothing else {}
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+        return read_config(
+            cls,
+            fields,
             sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-            swiglu_alpha=hf_config.number(fields, "swiglu_alpha"),
-            swiglu_limit=hf_config.number(fields, "swiglu_limit"),
             routing=Routing(
                 num_experts=hf_config.num_experts(fields),
                 num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),

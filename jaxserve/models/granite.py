@@ -12,18 +12,14 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family, logits
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-06,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,
@@ -47,16 +43,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            embedding_multiplier=hf_config.number(fields, "embedding_multiplier"),
-            attention_multiplier=hf_config.number(fields, "attention_multiplier"),
-            residual_multiplier=hf_config.number(fields, "residual_multiplier"),
-            logits_scaling=hf_config.number(fields, "logits_scaling"),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -13,18 +13,9 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import granite, hf_config, mamba2, mixture
 
-MAMBA_DEFAULTS: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
 DEFAULTS: dict[str, Any] = (
     granite.DEFAULTS
-    | MAMBA_DEFAULTS
+    | mamba2.HYBRID_DEFAULTS
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
 )
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -66,28 +57,12 @@ class Config(granite.Config):
         return cls(
             **whole,
             attends=tuple(kind == ATTENTION for kind in kinds),
-            mamba=read_mamba(fields),
+            mamba=mamba2.hybrid_mixer(fields),
             shared_size=hf_config.integer(fields, "shared_intermediate_size"),
             routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False)
             if has_experts
             else None,
         )
-
-
-def read_mamba(fields: dict[str, Any]) -> Mamba2:
-    """Read the block with a state. Raises CheckpointError for heads that are not `mamba_expand` times hidden_size
-    together.
-    """
-    inner = hf_config.integer(fields, "mamba_expand") * hf_config.integer(fields, "hidden_size")
-    num_heads = hf_config.integer(fields, "mamba_n_heads")
-    if fields["mamba_d_head"] == "auto":
-        fields = fields | {"mamba_d_head": inner // num_heads}
-    if num_heads * hf_config.integer(fields, "mamba_d_head") != inner:
-        raise CheckpointError(
-            f"config.json: mamba_expand times hidden_size ({inner}) is not mamba_n_heads ({num_heads}) times "
-            "mamba_d_head"
-        )
-    return mamba2.mixer(fields, mamba2.FieldNames(), eps="rms_norm_eps")
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -9,16 +9,15 @@ from typing import Any
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 120832,
-    "hidden_size": 4096,
     "intermediate_size": 13312,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-05,
     "num_experts": 192,

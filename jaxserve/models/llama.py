@@ -7,18 +7,14 @@ from typing import Any
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-06,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
@@ -36,12 +32,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields)
 
 
 def attention(config: Config) -> Attention:

@@ -29,6 +29,17 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
+HYBRID_DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+"""Defaults of blocks in IBM's and TII's hybrids."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -104,6 +115,21 @@ def mixer(fields: dict[str, Any], names: FieldNames, *, eps: str) -> Mamba2:
         has_bias=hf_config.flag(fields, names.bias),
         has_convolution_bias=hf_config.flag(fields, names.convolution_bias),
     )
+
+
+def hybrid_mixer(fields: dict[str, Any], *, inner: int | None = None) -> Mamba2:
+    """Read a block of IBM's and TII's hybrids. Raises CheckpointError for heads that together are not `inner`, by
+    default `mamba_expand` times hidden_size.
+    """
+    name = "mamba_d_ssm" if inner is not None else "mamba_expand times hidden_size"
+    if inner is None:
+        inner = hf_config.integer(fields, "mamba_expand") * hf_config.integer(fields, "hidden_size")
+    num_heads = hf_config.integer(fields, "mamba_n_heads")
+    if fields["mamba_d_head"] == "auto":
+        fields = fields | {"mamba_d_head": inner // num_heads}
+    if num_heads * hf_config.integer(fields, "mamba_d_head") != inner:
+        raise CheckpointError(f"config.json: {name} ({inner}) is not mamba_n_heads ({num_heads}) times mamba_d_head")
+    return mixer(fields, FieldNames(), eps="rms_norm_eps")
 
 
 def _limits(fields: dict[str, Any]) -> tuple[float, float]:

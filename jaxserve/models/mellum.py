@@ -11,18 +11,16 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 98304,
     "hidden_size": 2304,
     "intermediate_size": 7168,
     "num_hidden_layers": 28,
-    "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-06,
     "sliding_window": 1024,
     "moe_intermediate_size": 896,
     "num_experts_per_tok": 8,

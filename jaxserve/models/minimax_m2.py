@@ -9,8 +9,9 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 200064,
     "hidden_size": 3072,
     "intermediate_size": 1536,
@@ -18,9 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 48,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 196608,
-    "rms_norm_eps": 1e-06,
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }

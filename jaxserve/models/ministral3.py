@@ -11,16 +11,14 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 131072,
-    "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 34,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 262144,
     "rms_norm_eps": 1e-05,
 }
@@ -54,11 +52,10 @@ class Config(DecoderConfig):
         parameters = {name: value for name, value in given.items() if name not in own}
         fields |= {"rope_parameters": parameters, "rope_scaling": None}
         original = hf_config.integer(hf_rope.rope_parameters(fields), "original_max_position_embeddings")
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+        return read_config(
+            cls,
+            fields,
             query_scale=QueryScale(beta=hf_config.number(given, "llama_4_scaling_beta"), original_context=original),
-            rope=hf_rope.rope(fields),
         )
 
 

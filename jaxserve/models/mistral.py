@@ -8,19 +8,15 @@ from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-06,
     "sliding_window": 4096,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -38,11 +34,7 @@ class Config(DecoderConfig):
         fields = hf_config.with_defaults(fields, DEFAULTS)
         window = hf_config.optional_integer(fields, "sliding_window")
         everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_windows=hf_config.windows_by_type(fields, window, everywhere),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -11,15 +11,12 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-05,
     "num_experts_per_tok": 2,
@@ -39,9 +36,9 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+        return read_config(
+            cls,
+            fields,
             routing=Routing(
                 num_experts=hf_config.num_experts(fields),
                 num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),

@@ -18,6 +18,7 @@ from jaxserve.layers.names import ExpertNames
 from jaxserve.layers.params import Params
 from jaxserve.models import deepseek_v3, hf_config, mamba2
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 131072,
@@ -102,11 +103,11 @@ class Config(DecoderConfig):
             "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
             "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
         }
-        return cls(
-            **hf_config.as_llama(fields),
+        return read_config(
+            cls,
+            fields,
             blocks=blocks,
             mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
             experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
         )
 

@@ -9,16 +9,13 @@ from typing import Any
 from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 50304,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
 }
@@ -35,11 +32,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields)
 
 
 def attention(config: Config) -> Attention:

@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2
+from jaxserve.models.reading import read_config
 
 THETA = 500_000.0
 
@@ -32,9 +33,9 @@ class Config(olmo2.Config):
         rope, local_rope = hf_rope.ropes_by_type(
             fields, size=hf_config.head_dim(fields), theta=THETA, local_theta=THETA
         )
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+        return read_config(
+            cls,
+            fields,
             sliding_windows=hf_config.periodic_windows(fields, window, period=4),
             rope=rope,
             local_rope=local_rope,

@@ -12,16 +12,14 @@ from jaxserve.layers.names import DeltaNames, Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2, qwen3_next
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 100352,
     "hidden_size": 3840,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
     "num_attention_heads": 30,
-    "hidden_act": "silu",
     "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-06,
     "linear_conv_kernel_dim": 4,
     "linear_allow_neg_eigval": True,
 }
@@ -47,9 +45,9 @@ class Config(olmo2.Config):
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         rope = _rope(fields)
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
+        return read_config(
+            cls,
+            fields,
             attends=_attending_layers(fields),
             delta_heads=_delta_heads(fields),
             max_beta=2.0 if hf_config.flag(fields, "linear_allow_neg_eigval") else 1.0,

@@ -14,6 +14,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 51200,
@@ -38,13 +39,10 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.sizes(fields),
-            head_dim=hf_config.head_dim(fields),
+        return read_config(
+            cls,
+            fields,
             norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
             rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
         )
 

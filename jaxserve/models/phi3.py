@@ -13,14 +13,12 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32064,
     "hidden_size": 3072,
     "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-05,
@@ -38,11 +36,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
-            rope=_rope(fields),
-        )
+        return read_config(cls, fields, rope=_rope(fields))
 
 
 def _rope(fields: dict[str, Any]) -> Rope:

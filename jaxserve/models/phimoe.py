@@ -11,6 +11,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.rope import LongRopeScaling, Rope
 from jaxserve.models import hf_config, hf_rope, mixtral, phi
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mixtral.DEFAULTS | {
     "vocab_size": 32064,
@@ -33,11 +34,9 @@ class Config(mixtral.Config):
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         hf_config.require(fields, "num_experts_per_tok", 2)  # SparseMixer masks for two choices, one after the other
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            lm_head_bias=hf_config.flag(fields, "lm_head_bias"),
+        return read_config(
+            cls,
+            fields,
             routing=Routing(
                 num_experts=hf_config.num_experts(fields),
                 num_experts_per_token=2,

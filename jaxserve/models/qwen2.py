@@ -6,19 +6,15 @@ from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936,
-    "hidden_size": 4096,
     "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
@@ -35,11 +31,7 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            sliding_windows=hf_config.layer_windows(fields),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields, sliding_windows=hf_config.layer_windows(fields))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -8,17 +8,16 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
     "sliding_window": 4096,
     "max_window_layers": 28,
     "decoder_sparse_step": 1,

@@ -7,8 +7,9 @@ from typing import Any
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope, qwen2
+from jaxserve.models import hf_config, qwen2
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {"head_dim": 128}
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -25,15 +26,8 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.sizes(fields),
-            head_dim=hf_config.integer(fields, "head_dim"),
-            norm_eps=hf_config.number(fields, "rms_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            sliding_windows=hf_config.layer_windows(fields),
-            rope=hf_rope.rope(fields),
+        return read_config(
+            cls, fields, head_dim=hf_config.integer(fields, "head_dim"), sliding_windows=hf_config.layer_windows(fields)
         )
 
 

@@ -5,17 +5,15 @@ from typing import Any
 
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 24,
-    "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
     "sliding_window": 4096,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 768,

@@ -6,17 +6,16 @@ from typing import Any
 
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import qwen3_moe
+from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "hidden_act": "silu",
     "max_position_embeddings": 128000,
-    "rms_norm_eps": 1e-06,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 4,

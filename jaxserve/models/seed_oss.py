@@ -4,20 +4,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope, llama
+from jaxserve.models import hf_config, llama
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 155136,
-    "hidden_size": 4096,
     "intermediate_size": 27648,
     "num_hidden_layers": 64,
     "num_attention_heads": 80,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 524288,
-    "rms_norm_eps": 1e-06,
     "attention_bias": True,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -33,13 +31,7 @@ class Config(llama.Config):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            attention_out_bias=hf_config.flag(fields, "attention_out_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rope=hf_rope.rope(fields),
-        )
+        return read_config(cls, fields)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -7,17 +7,16 @@ from typing import Any
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 11008,
     "num_hidden_layers": 36,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
     "tie_word_embeddings": True,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
@@ -38,10 +37,9 @@ class Config(llama.Config):
         window = hf_config.optional_integer(fields, "sliding_window")
         window = window if hf_config.flag(fields, "use_sliding_window") else None
         kinds = ["full_attention" if is_rotated else "sliding_attention" for is_rotated in rotates]
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
+        return read_config(
+            cls,
+            fields,
             rotates=rotates,
             sliding_windows=hf_config.windows_by_type(fields, window, kinds),
             rope=hf_rope.rope(fields, theta=2_000_000.0),

@@ -11,6 +11,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50304,
@@ -39,15 +40,12 @@ class Config(DecoderConfig):
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
         head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return cls(
-            **hf_config.sizes(fields),
+        return read_config(
+            cls,
+            fields,
             head_dim=head_dim,
             norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
             qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
-            qk_layernorm=hf_config.flag(fields, "qk_layernorm"),
-            use_parallel_residual=hf_config.flag(fields, "use_parallel_residual"),
             rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 49152,
@@ -37,15 +38,8 @@ class Config(DecoderConfig):
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
         """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
         fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **hf_config.sizes(fields),
-            head_dim=hf_config.head_dim(fields),
-            norm_eps=hf_config.number(fields, "norm_epsilon"),
-            activation=hf_config.activation(fields),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            bias=hf_config.flag(fields, "use_bias"),
-            sliding_window=hf_config.optional_integer(fields, "sliding_window"),
-            rope=hf_rope.rope(fields),
+        return read_config(
+            cls, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
         )
 
 

@@ -101,17 +101,10 @@ class Features(NamedTuple):
 class FeatureSpec:
     """Declare a vector for each token, whole on every device."""
 
+    sliding_window = None  # only the vector of the token before is read
+    keeps_state = False
+
     size: int
-
-    @property
-    def sliding_window(self) -> None:
-        """Only the vector of the token before is read."""
-        return None
-
-    @property
-    def keeps_state(self) -> bool:
-        """All that is kept belongs to tokens."""
-        return False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> Features:
         """Return the shape of the pool."""

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, KVCache, LayerStep
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import embed, embedding_spec, gathered, unembed
@@ -163,8 +163,8 @@ class Eagle3(Drafter):
         feature = layer.norm(features, own["feature_norm"])
         stream = feature if self.adds_normed else features
         x = jnp.concatenate([layer.norm(token, own["token_norm"]), feature], axis=1)
-        rotation = rotations(layer.mixer.rope, batch.positions)
-        update, kept = layer.mixer.run(own["attention"], x, cache.of_layer(0), batch, rotation, consumer="stream")
+        step = LayerStep(batch, cache.of_layer(0), rotations(layer.mixer.rope, batch.positions))
+        update, kept = layer.mixer.run(own["attention"], x, step, consumer="stream")
         stream = stream + update
         x = layer.norm(stream, own["mlp_norm"])
         return stream + layer.feed_forward.run(own["mlp"], x, batch, consumer="stream"), cache.with_layer(0, kept)

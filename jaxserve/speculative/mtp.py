@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.batch import Batch, KVCache
+from jaxserve.layers.batch import Batch, KVCache, LayerStep
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import embedding_spec, unembed
@@ -118,8 +118,8 @@ class MTP(Drafter):
         token = jnp.where((batch.positions == 0)[:, None], 0, token)  # as the layer was trained
         x = [layer.norm(token, own["token_norm"]), layer.norm(features, own["feature_norm"])]
         x = linear(jnp.concatenate(x, axis=1), own["joined"], context=context)
-        rotation = rotations(layer.mixer.rope, batch.positions)
-        x, update, kept = layer.run(own["layer"], x, None, cache.of_layer(0), batch, rotation, consumer="stream")
+        step = LayerStep(batch, cache.of_layer(0), rotations(layer.mixer.rope, batch.positions))
+        x, update, kept = layer.run(own["layer"], x, None, step, consumer="stream")
         return add_update(x, update, context), cache.with_layer(0, kept)
 
     @override

@@ -1,25 +1,22 @@
 """The gated linear unit for Hopper (sm_90a), in Mosaic GPU: many rows at the speed of the tensor cores.
 
-Persistent CTAs process one tile after another. Rows are operand A of wgmma and weights, stored as [outputs, K] as in a
-checkpoint, operand B: a tile has the same outputs of gate and of up. One warpgroup streams both operands through a ring
-in shared memory and continues with the next tile while the two that multiply store this one. The CTAs of a cluster have
-different rows and the same weights: each fetches a part and TMA multicasts it to all.
+The kernel is that of `scaled_matmul`, for values that are not codes: a tile has the same outputs of gate and of up.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_linear_unit.kernel import COLUMNS, ROWS, STAGES, UNITS, Global, Problem, Shared, kernel
 from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
 
+COLUMNS = BYTES // 2
+"""Columns of K in a step of the ring."""
 TILE = UNITS * ROWS
 """Rows of a tile. With fewer rows or outputs of gate, a tile would be larger than the operands."""
 
@@ -77,54 +74,21 @@ def gated_linear_unit_sm90(
         raise NotImplementedError(reason)
     (num_rows, depth), num_outputs = x.shape, weight.shape[1]
     config = config or heuristic(num_rows)
+    piece = math.gcd(config.outputs, COLUMNS)
     problem = Problem(
         outputs=config.outputs,
+        is_gated=True,
         cluster=config.cluster,
         band=max(1, config.band // config.cluster),
-        piece=math.gcd(config.outputs, COLUMNS),
+        columns=COLUMNS,
+        piece=piece,
+        pieces_held=config.outputs // piece,
         num_rows=num_rows,
         num_outputs=num_outputs,
         depth=depth,
+        steps_of_scale=depth,
         num_groups=config.num_blocks // config.cluster,
         activation=activation,
         interpret=interpret,
     )
-
-    def array(*shape, has_tiles: bool):
-        # Any: pyright takes them for abstract classes.
-        tiling = cast(Any, plgpu.TilingTransform)((8, shape[-1]))
-        swizzle = cast(Any, plgpu.SwizzleTransform)(2 * shape[-1])
-        return plgpu.SMEM(shape, x.dtype, transforms=(tiling, swizzle) if has_tiles else (swizzle,))
-
-    def views(*shape):
-        return plgpu.RefUnion(array(*shape, has_tiles=True), array(*shape, has_tiles=False))
-
-    def body(x, weight, y, rows, weights, results, full, free):
-        (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
-        if interpret:  # in which views do not alias
-            x_boxes, out_boxes = x_smem, out_smem
-        kernel(problem, Global(x, weight, y), Shared(x_smem, x_boxes, weights, out_smem, out_boxes, full, free))
-
-    return plgpu.kernel(
-        body,
-        kernel_name="gated_linear_unit",
-        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), x.dtype),
-        scratch_types=(
-            views(STAGES, UNITS, ROWS, COLUMNS),
-            array(STAGES, 2 * problem.outputs, COLUMNS, has_tiles=True),
-            views(UNITS, problem.pieces, ROWS, problem.piece),
-            plgpu.Barrier(num_barriers=STAGES, num_arrivals=UNITS + 2),
-            plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),
-        ),
-        grid=(problem.num_groups,),
-        grid_names=("group",),
-        cluster=(problem.cluster,),
-        cluster_names=("rank",),
-        num_threads=UNITS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )(x, weight)
+    return launch(problem, x, weight, name="gated_linear_unit", output_dtype=x.dtype)

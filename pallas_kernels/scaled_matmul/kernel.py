@@ -1,4 +1,6 @@
-"""The body of the Hopper kernel of the scaled matmul: what the warpgroups of a thread block do. See sm90.py.
+"""The Hopper kernel of the scaled matmul and of the gated linear unit: what the warpgroups of a thread block do.
+
+See sm90.py of both.
 
 An item is a tile of rows, one for each thread block of a cluster, times a tile of outputs that they have in common. The
 last warpgroup copies rows and weights into a ring in shared memory, as far ahead as there is room; each of the others
@@ -6,29 +8,25 @@ multiplies half of the tile's rows. A tile of outputs has two halves: gate and u
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.registers import written
 
 UNITS = 2
 """Number of computing warpgroups."""
-COLUMNS = 128
-"""Columns of K in a step of the ring: codes in the 128 bytes that the swizzle mixes, after which sums are promoted."""
+BYTES = 128
+"""Bytes of K in a step of the ring, which the swizzle mixes; after those of FP8 codes sums are promoted."""
 ROWS = 64
 """Rows of a computing warpgroup in a tile: what one wgmma instruction multiplies."""
 STAGES = 4
 """Steps that the ring holds."""
-PIECE = 32
-"""Outputs that are stored at a time, at most."""
-PIECES_HELD = 2
-"""Pieces of a warpgroup's result that shared memory has room for."""
-
 _LAYOUT = plgpu.Layout.WGMMA
 _int = jnp.int32
 
@@ -41,8 +39,12 @@ class Problem(NamedTuple):
     is_gated: bool
     cluster: int
     band: int
+    columns: int
+    """Columns of K in a step of the ring."""
     piece: int
     """Outputs that are stored at a time."""
+    pieces_held: int
+    """Pieces of a warpgroup's result that shared memory has room for."""
     num_rows: int
     num_outputs: int
     """Outputs of the weight, of gate and of up each."""
@@ -72,7 +74,7 @@ class Problem(NamedTuple):
     @property
     def steps(self) -> int:
         """Steps of an item."""
-        return self.depth // COLUMNS
+        return self.depth // self.columns
 
     @property
     def has_scales_of_steps(self) -> bool:
@@ -84,13 +86,13 @@ class Global(NamedTuple):
     """Arrays in global memory."""
 
     x: Any
-    x_scales: Any
-    """[M], M padded to whole tiles."""
     weight: Any
     """[2, N, K], or [1, N, K]"""
-    scales: Any
-    """[G, 2 or 1, N], N padded to whole tiles."""
     y: Any
+    x_scales: Any = None
+    """[M], M padded to whole tiles; None if values are not codes."""
+    scales: Any = None
+    """[G, 2 or 1, N], N padded to whole tiles; None if values are not codes."""
 
 
 class Shared(NamedTuple):
@@ -103,12 +105,67 @@ class Shared(NamedTuple):
     x: Any
     x_boxes: Any
     weight: Any
-    scales: Any
-    """[slots, 2, outputs], of a step each; None if scales do not change along K."""
     out: Any
     out_boxes: Any
     full: Any
     free: Any
+    scales: Any = None
+    """[slots, 2, outputs], of a step each; None if scales do not change along K."""
+
+
+def launch(
+    problem: Problem,
+    x: Shaped[Array, "M K"],
+    weight: Shaped[Array, "halves N K"],
+    *scales: Float[Array, "..."],
+    name: str,
+    output_dtype: Any,
+) -> Float[Array, "M N"]:
+    """Run the kernel; `scales` are none, or those of rows and of the weight as `Global` has them."""
+
+    def array(*shape, dtype, has_tiles: bool):
+        # Any: pyright takes them for abstract classes.
+        size = jnp.dtype(dtype).itemsize
+        tiling = cast(Any, plgpu.TilingTransform)((8, shape[-1]))
+        swizzle = cast(Any, plgpu.SwizzleTransform)(size * shape[-1])
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle) if has_tiles else (swizzle,))
+
+    def views(*shape, dtype):
+        return plgpu.RefUnion(array(*shape, dtype=dtype, has_tiles=True), array(*shape, dtype=dtype, has_tiles=False))
+
+    def body(x, weight, *refs):
+        y, rows, weights, results, full, free, *step_scales = refs[len(scales) :]
+        (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
+        if problem.interpret:  # where each view has bytes of its own
+            x_boxes, out_boxes = x_smem, out_smem
+        gmem = Global(x, weight, y, *refs[: len(scales)])
+        kernel(problem, gmem, Shared(x_smem, x_boxes, weights, out_smem, out_boxes, full, free, *step_scales))
+
+    has_scales = problem.has_scales_of_steps
+    return plgpu.kernel(
+        body,
+        kernel_name=name,
+        out_type=jax.ShapeDtypeStruct((problem.num_rows, problem.num_outputs), output_dtype),
+        scratch_types=(
+            views(STAGES, UNITS, ROWS, problem.columns, dtype=x.dtype),
+            array(STAGES, 2 * problem.outputs, problem.columns, dtype=x.dtype, has_tiles=True),
+            views(UNITS, problem.pieces_held, ROWS, problem.piece, dtype=output_dtype),
+            plgpu.Barrier(num_barriers=STAGES, num_arrivals=UNITS + 2 * (1 + has_scales)),
+            plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),
+            *([plgpu.SMEM((STAGES, 2, problem.outputs), jnp.float32)] if has_scales else []),
+        ),
+        grid=(problem.num_groups,),
+        grid_names=("group",),
+        cluster=(problem.cluster,),
+        cluster_names=("rank",),
+        num_threads=UNITS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # nothing is reduced
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(x, weight, *scales)
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
@@ -168,7 +225,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
 
     def one_step(k, _):
         slot = lax.rem(first_step + k, _int(STAGES))
-        full, columns = smem.full.at[slot], pl.ds(k * COLUMNS, COLUMNS)
+        full, columns = smem.full.at[slot], pl.ds(k * problem.columns, problem.columns)
         plgpu.barrier_wait(smem.free.at[slot])
         for unit in range(UNITS):
             rows = pl.ds(row + unit * ROWS, ROWS)
@@ -226,8 +283,8 @@ def _multiply_promoting(problem: Problem, smem: Shared, wg, first_step) -> list[
 
 
 def _multiply_exactly(problem: Problem, smem: Shared, wg, first_step) -> list[Float[Array, "rows N"]]:
-    """Return the sums of an item's halves, of products of integers, which int32 holds. A step's slot is given back when
-    the products of the next one are on their way.
+    """Return the sums of an item's halves: of products of integers, which int32 holds, or of 16-bit floats. A step's
+    slot is given back when the products of the next one are on their way.
     """
 
     def multiply(acc):
@@ -247,7 +304,8 @@ def _multiply_exactly(problem: Problem, smem: Shared, wg, first_step) -> list[Fl
         plgpu.barrier_arrive(smem.free.at[lax.rem(first_step + (problem.steps - 1), _int(STAGES))])
         return sums
 
-    sums = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * problem.outputs), jnp.int32))
+    dtype = jnp.int32 if smem.x.dtype == jnp.int8 else jnp.float32
+    sums = pl.run_scoped(multiply, plgpu.ACC((ROWS, 2 * problem.outputs), dtype))
     return [sums[:, half * problem.outputs : (half + 1) * problem.outputs].astype(jnp.float32) for half in range(2)]
 
 
@@ -256,10 +314,14 @@ def _store(problem: Problem, gmem: Global, smem: Shared, halves, wg, row, output
 
     TMA leaves out what lies behind the last row or output.
     """
-    x_scales = plgpu.load(gmem.x_scales.at[pl.ds(row, ROWS)], layout=_LAYOUT.reduce(1), optimized=False)
+    x_scales = None
+    if gmem.x_scales is not None:
+        x_scales = plgpu.load(gmem.x_scales.at[pl.ds(row, ROWS)], layout=_LAYOUT.reduce(1), optimized=False)
 
     def scaled(half: int, left: int) -> Float[Array, "rows N"]:
         values = halves[half][:, left : left + problem.piece]
+        if x_scales is None:
+            return values
         values = values * lax.broadcast_in_dim(x_scales, values.shape, (0,))
         if problem.has_scales_of_steps:
             return values
@@ -274,8 +336,8 @@ def _store(problem: Problem, gmem: Global, smem: Shared, halves, wg, row, output
         if problem.is_gated:
             assert problem.activation is not None
             values = problem.activation(values) * scaled(1, left)
-        held = number % PIECES_HELD
-        plgpu.wait_smem_to_gmem(PIECES_HELD - 1, wait_read_only=True)  # of the piece that had this room before
+        held = number % problem.pieces_held
+        plgpu.wait_smem_to_gmem(problem.pieces_held - 1, wait_read_only=True)  # of the piece that had this room before
         smem.out[wg, held] = values.astype(gmem.y.dtype)
         plgpu.commit_smem()
         columns = pl.ds(output + half * problem.outputs + left, problem.piece)

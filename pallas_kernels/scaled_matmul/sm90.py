@@ -10,29 +10,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 from pallas_kernels.row_quantization import CODES
-from pallas_kernels.scaled_matmul.kernel import (
-    COLUMNS,
-    PIECE,
-    PIECES_HELD,
-    ROWS,
-    STAGES,
-    UNITS,
-    Global,
-    Problem,
-    Shared,
-    kernel,
-)
+from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
 
+COLUMNS = BYTES
+"""Columns of K in a step of the ring."""
+PIECE = 32
+"""Outputs that are stored at a time, at most."""
 TILE = UNITS * ROWS
 """Rows of a tile. With fewer rows a tile would be larger than the operand."""
 
@@ -105,7 +97,9 @@ def scaled_matmul_sm90(
         is_gated=is_gated,
         cluster=config.cluster,
         band=max(1, config.band // config.cluster),
+        columns=COLUMNS,
         piece=math.gcd(config.outputs, PIECE),
+        pieces_held=2,
         num_rows=num_rows,
         num_outputs=num_outputs,
         depth=depth,
@@ -121,45 +115,5 @@ def scaled_matmul_sm90(
     scales = jnp.moveaxis(weight.scales.astype(jnp.float32).reshape(halves, num_outputs, num_scales), 2, 0)
     scales = jnp.pad(scales, ((0, 0), (0, 0), (0, padded_outputs - num_outputs)))
 
-    def array(*shape, dtype, has_tiles: bool):
-        # Any: pyright takes them for abstract classes.
-        size = jnp.dtype(dtype).itemsize
-        tiling = cast(Any, plgpu.TilingTransform)((8, shape[-1]))
-        swizzle = cast(Any, plgpu.SwizzleTransform)(size * shape[-1])
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle) if has_tiles else (swizzle,))
-
-    def views(*shape, dtype):
-        return plgpu.RefUnion(array(*shape, dtype=dtype, has_tiles=True), array(*shape, dtype=dtype, has_tiles=False))
-
-    def body(x, x_scales, weight, scales, y, rows, weights, step_scales, results, full, free):
-        (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
-        if interpret:  # where each view has bytes of its own
-            x_boxes, out_boxes = x_smem, out_smem
-        gmem = Global(x, x_scales, weight, scales, y)
-        kernel(problem, gmem, Shared(x_smem, x_boxes, weights, step_scales, out_smem, out_boxes, full, free))
-
-    num_arrivals = UNITS + 2 * (1 + problem.has_scales_of_steps)
-    return plgpu.kernel(
-        body,
-        kernel_name="scaled_matmul",
-        out_type=jax.ShapeDtypeStruct((num_rows, num_outputs), output_dtype),
-        scratch_types=(
-            views(STAGES, UNITS, ROWS, COLUMNS, dtype=x.dtype),
-            array(STAGES, 2 * problem.outputs, COLUMNS, dtype=x.dtype, has_tiles=True),
-            plgpu.SMEM((STAGES if problem.has_scales_of_steps else 1, 2, problem.outputs), jnp.float32),
-            views(UNITS, PIECES_HELD, ROWS, problem.piece, dtype=output_dtype),
-            plgpu.Barrier(num_barriers=STAGES, num_arrivals=num_arrivals),
-            plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),
-        ),
-        grid=(problem.num_groups,),
-        grid_names=("group",),
-        cluster=(problem.cluster,),
-        cluster_names=("rank",),
-        num_threads=UNITS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )(x, x_scales, weight.codes.reshape(halves, num_outputs, depth), scales)
+    codes = weight.codes.reshape(halves, num_outputs, depth)
+    return launch(problem, x, codes, x_scales, scales, name="scaled_matmul", output_dtype=output_dtype)

@@ -62,6 +62,43 @@ SHAPES = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
+    "heads of two sizes": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "sliding_window": 40,
+        "head_dim": 128,
+        "global_head_dim": 256,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 1000,
+    },
+    "delta rule": {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 192,
+        "num_experts": 8,
+        "num_experts_per_tok": 8,
+    },
+    "mamba": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "n_groups": 4,
+    },
+    "short convolutions": {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"] * 2,
+        "head_dim": 64,
+    },
 }
 SMALL = LLAMA_100M | {
     "hidden_size": 512,
@@ -97,6 +134,32 @@ def _prompts_are_two_programs(monkeypatch):
 def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     """Chunks, prefix hits, many rows and few: each greedy token is the likeliest in plain XLA too, up to rounding."""
     compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("shape", "kv_cache_dtype"),
+    [
+        *(("llama", dtype) for dtype in ("fp8", "fp8_e5m2", "int8")),
+        *((shape, "fp8") for shape in ("many heads", "window", "caps and windows", "experts", "latents")),
+        *((shape, "int8") for shape in ("latents", "heads of two sizes", "delta rule")),
+    ],
+)
+def test_kernels_read_and_write_kv_in_8_bits_as_xla_does(tmp_path, shape, kv_cache_dtype):
+    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=32, kv_cache_dtype=kv_cache_dtype, bound=0.1)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("shape", "kv_cache_dtype"), [("llama", "auto"), ("llama", "fp8"), ("experts", "auto"), ("latents", "auto")]
+)
+def test_tokens_drawn_with_drafts_are_as_likely(tmp_path, shape, kv_cache_dtype):
+    """Texts of a random model repeat themselves: drafts of lookup are accepted, and refused."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    options = {"kv_cache_dtype": kv_cache_dtype, "speculative_config": drafts}
+    compare_with_xla(
+        tmp_path, SHAPES[shape], max_num_seqs=12, bound=0.1 if kv_cache_dtype == "fp8" else 0.03, **options
+    )
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -144,7 +207,16 @@ def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, sh
 
 
 def compare_with_xla(
-    tmp_path, shape, *, max_num_seqs, tensor_parallel_size=1, max_num_batched_tokens=256, quantization=None, bound=0.03
+    tmp_path,
+    shape,
+    *,
+    max_num_seqs,
+    tensor_parallel_size=1,
+    max_num_batched_tokens=256,
+    quantization=None,
+    kv_cache_dtype="auto",
+    speculative_config=None,
+    bound=0.03,
 ):
     folder = str(write_config(byte_level(tmp_path / "model"), SMALL | shape))
     rng = random.Random(0)
@@ -153,13 +225,15 @@ def compare_with_xla(
     prompts += [shared + prompt for prompt in prompts[:10]]
     options = {"load_format": "dummy", "max_num_batched_tokens": max_num_batched_tokens, "warmup": "none"}
     # Plain XLA does not round activations.
-    options |= {"quantization": quantization, "quantize_activations": False}
+    options |= {"quantization": quantization, "quantize_activations": False, "kv_cache_dtype": kv_cache_dtype}
     options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 
-    with LLM(folder, kernels="sm90", tensor_parallel_size=tensor_parallel_size, **options) as llm:
+    ours = {"kernels": "sm90", "tensor_parallel_size": tensor_parallel_size, "speculative_config": speculative_config}
+    with LLM(folder, **ours, **options) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         texts = [prompt + list(llm.generate([prompt], greedy)[0].outputs[0].token_ids) for prompt in prompts[:3]]
         outputs = llm.generate(prompts, greedy)
+        assert not speculative_config or llm.stats().spec_decode_num_accepted_tokens
         texts += [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
 
     with LLM(folder, kernels="xla", **options) as llm:

@@ -2,13 +2,10 @@
 options.
 """
 
+import pathlib
+
 import transformers
-from cases_of_experts import EXPERTS, SHORT_YARN, YARN
-from cases_of_hybrids import HYBRIDS
-from cases_of_later_experts import LATER_EXPERTS, RENAMED, WRAPPED
-from cases_of_later_families import LATER, MiMoConfig, MiMoForCausalLM
-from cases_of_other_layers import ADDED, BLOOM_AND_FALCON, OTHER_LAYERS
-from cases_of_shared_layers import SHARED_LAYERS
+import yaml
 from cases_of_states import STATES
 from reference_models import (
     BaichuanConfig,
@@ -19,6 +16,8 @@ from reference_models import (
     BailingMoeV2ForCausalLM,
     ChatGLMConfig,
     ChatGLMForConditionalGeneration,
+    MiMoConfig,
+    MiMoForCausalLM,
     QwenConfig,
     QwenLMHeadModel,
 )
@@ -95,6 +94,7 @@ FAMILIES = {
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "mamba2": (transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
@@ -104,44 +104,11 @@ FAMILIES = {
     "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
 HAVE_HEAD_DIM = {
-    "llama",
-    "ministral",
-    "mistral",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "arcee",
-    "gemma3",
-    "llama4_text",
-    "gemma4",
-    "gemma4_text",
-    "glm4_moe",
-    "hy_v3",
-    "minimax_m2",
-    "mistral3",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "seed_oss",
-    "ernie4_5",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "internlm3",
-    "mellum",
-    "qwen",
-    "chatglm",
-    "bailing_moe",
-    "bailing_moe_v2",
-    "ministral3",
-    "nemotron_h",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
+    *("llama", "ministral", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "mixtral"),
+    *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
+    *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
+    *("nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -182,218 +149,10 @@ FIELD_NAMES = {
 """A family's name of a field, if it is not the usual one."""
 HAVE_NO_KV_HEADS = {"baichuan", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mamba2", "opt", "qwen"}
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-# name: (family, (query heads, kv heads, head dim), the rest of the config)
-LLAMAS = {
-    "llama_untied": ("llama", (4, 4, 12), {}),
-    "llama_tied_llama3_rope": ("llama", (6, 2, 8), {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
-    "llama_biases_linear_rope": (
-        "llama",
-        (4, 2, 20),
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "hidden_act": "gelu_pytorch_tanh",
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-        },
-    ),
-    "mistral_window": ("mistral", (4, 1, 24), {"sliding_window": 7}),
-    "mistral_full": (
-        "mistral",
-        (5, 5, 6),
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": None,
-            "hidden_act": "gelu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "qwen2_tied": ("qwen2", (6, 3, 10), {"tie_word_embeddings": True}),
-    "qwen2_window": (
-        "qwen2",
-        (7, 1, 8),
-        {
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "max_window_layers": 1,
-            "hidden_act": "relu",
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
-        },
-    ),
-    "qwen3_tied": ("qwen3", (4, 2, 16), {"tie_word_embeddings": True}),
-    "qwen3_biases_window": (
-        "qwen3",
-        (6, 2, 10),
-        {
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "hidden_act": "gelu",
-            "rope_parameters": SHORT_YARN,
-        },
-    ),
-    "gemma_tied": ("gemma", (4, 1, 12), {"tie_word_embeddings": True}),
-    "gemma_biases_relu": (
-        "gemma",
-        (4, 2, 10),
-        {
-            "attention_bias": True,
-            "hidden_act": "relu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "gemma2_caps": (
-        "gemma2",
-        (4, 2, 10),
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": 7,
-            "query_pre_attn_scalar": 23,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
-    ),
-    "gemma2_biases_no_caps": (
-        "gemma2",
-        (3, 1, 14),
-        {
-            "attention_bias": True,
-            "sliding_window": 9,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "hidden_activation": "silu",
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "gemma3_two_thetas": (
-        "gemma3_text",
-        (4, 2, 8),
-        {
-            "tie_word_embeddings": True,
-            "num_hidden_layers": 3,
-            "sliding_window": 7,
-            "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": 23,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
-        },
-    ),
-    "gemma3_biases_cap": (
-        "gemma3_text",
-        (3, 3, 10),
-        {
-            "attention_bias": True,
-            "sliding_window": 5,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "final_logit_softcapping": 5.0,
-            "hidden_activation": "gelu",
-        },
-    ),
-    "phi3_fused": ("phi3", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 11}),
-    "phi3_long_factors": (
-        "phi3",
-        (3, 3, 12),
-        {
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1000.0,
-                "partial_rotary_factor": 0.5,
-                "short_factor": [1.0, 1.1, 1.3],
-                "long_factor": [1.0, 2.5, 6.0],
-            },
-        },
-    ),
-    "phi3_short_factors": (
-        "phi3",
-        (4, 2, 8),
-        {
-            "hidden_act": "gelu",
-            "original_max_position_embeddings": 512,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "attention_factor": 1.3,
-                "short_factor": [1.0, 1.1, 1.3, 1.7],
-                "long_factor": [1.0, 2.5, 6.0, 9.0],
-            },
-        },
-    ),
-    "granite_multipliers": (
-        "granite",
-        (4, 2, 10),
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.11,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 0.25,
-        },
-    ),
-    "granite_biases": (
-        "granite",
-        (3, 3, 12),
-        {
-            "mlp_bias": True,
-            "attention_multiplier": 0.2,
-            "hidden_act": "gelu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "olmo2_untied": ("olmo2", (4, 2, 10), {}),
-    "olmo2_tied_biases": (
-        "olmo2",
-        (3, 3, 14),
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "hidden_act": "gelu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "starcoder2_tied_window": ("starcoder2", (6, 2, 8), {"tie_word_embeddings": True, "sliding_window": 7}),
-    "starcoder2_no_biases": (
-        "starcoder2",
-        (4, 1, 10),
-        {
-            "use_bias": False,
-            "hidden_act": "gelu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-        },
-    ),
-    "cohere_qk_norm": (
-        "cohere",
-        (4, 2, 10),
-        {"tie_word_embeddings": True, "use_qk_norm": True, "logit_scale": 0.6, "rope_parameters": {"rope_theta": 50.0}},
-    ),
-    "cohere_biases": ("cohere", (3, 3, 12), {"attention_bias": True, "logit_scale": 1.5, "hidden_act": "gelu"}),
-    "glm4_biases": ("glm4", (4, 2, 12), {"hidden_act": "gelu"}),
-    "glm4_tied": (
-        "glm4",
-        (6, 1, 8),
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.75},
-        },
-    ),
-}
-CASES = LLAMAS | OTHER_LAYERS | EXPERTS | BLOOM_AND_FALCON | ADDED | LATER_EXPERTS | WRAPPED | RENAMED | LATER | HYBRIDS
-CASES |= SHARED_LAYERS
-CASES |= STATES
+_DECLARED = yaml.safe_load(pathlib.Path(__file__).with_name("cases.yaml").read_text())
+CASES = _DECLARED["cases"] | STATES
 """All golden models. Those of a seed depend on their order."""
+YARN = _DECLARED["shared"]["YARN"]
 MXFP4 = {"gpt_oss_mxfp4"}
 """Goldens whose experts are stored as MXFP4."""
 

@@ -146,4 +146,33 @@ STATES = {
             "time_step_limit": [0.3, 0.9],
         },
     ),
+    "bamba_biases": (
+        "bamba",
+        (4, 2, 12),
+        {
+            "attn_layer_indices": [1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_d_state": 7,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "bamba_tied": (
+        "bamba",
+        (3, 1, 16),
+        {
+            "tie_word_embeddings": True,
+            "attn_layer_indices": [0],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 9,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "hidden_act": "gelu",
+            "time_step_limit": [0.3, 0.9],
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0},
+        },
+    ),
 }

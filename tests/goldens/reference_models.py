@@ -322,3 +322,13 @@ class BailingMoeForCausalLM(Model):
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
     config_class = BailingMoeV2Config
+
+
+class MiMoConfig(transformers.Qwen2Config):
+    """That of MiMo's own code: Qwen 2's under another name. Layers that predict further tokens are not in goldens."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(transformers.Qwen2ForCausalLM):
+    config_class = MiMoConfig

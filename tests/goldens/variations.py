@@ -63,7 +63,7 @@ OF_STATES = {
     "full_attn_idxs": ([0], [1], [0, 1], None),
     "attn_layer_indices": ([0], [1], [0, 1], None),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), (5, None)),
-    **dict.fromkeys(("num_logits_to_keep",), (2, None)),
+    **dict.fromkeys(("num_logits_to_keep", "z_loss_coefficient"), (2, None)),
     "position_embedding_type": ("rope", "nope", None),
     "mamba_ssm_cache_dtype": ("bfloat16", None),
     # With true, transformers 5.24 draws weights of Mamba-2 anew after it has loaded them.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from poisoned_pages import make_pages
 
 from jaxserve.layers.attention import Attention, HeadNorm
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.sharding import with_explicit_axes
@@ -145,10 +145,10 @@ def test_norms_of_heads_are_no_kernels_of_their_own(is_decode_only):
 
     @functools.partial(jax.jit, donate_argnums=(2, 3))
     def attend(params, qkv, k_pages, v_pages, batch, rotation):
-        cache = PagedKV(k_pages, v_pages)
+        step = LayerStep(batch, PagedKV(k_pages, v_pages), rotation)
         head_norm = HeadNorm(norm=Norm(eps=1e-6)) if params else None
         attention = Attention(num_heads=8, num_kv_heads=2, head_dim=128, rope=None, head_norm=head_norm)
-        return attention.attend(params, qkv, cache, batch, rotation)
+        return attention.attend(params, qkv, step)
 
     pages = array(1_000, 2, 16, 128, dtype=jnp.bfloat16)
     arrays = (array(8, 2, 6, 128, dtype=jnp.bfloat16), pages, pages)

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -65,13 +66,22 @@ def seen(folder):
     return embedder.pooling, vector.tolist(), texts, options
 
 
-def outcome(folder, expected, name, caplog):
+def outcome(folder, expected, name, value, caplog):
     """Return what the files of a folder do, where `name` is the field that differs from the base."""
     caplog.clear()
     try:
         found = seen(folder)
     except CheckpointError as error:
-        return REFUSED if str(folder) in str(error) else str(error)
+        # A module, and what a Dense is left with, are named in place of the field.
+        words = [
+            name,
+            "the module",
+            "no model",
+            "in_features",
+            "linear.bias",
+            *re.findall(r"\w{5,}", json.dumps(value)),
+        ]
+        return REFUSED if str(folder) in str(error) and any(word in str(error) for word in words) else str(error)
     if name in caplog.text:
         return LOGGED
     return SAME if found == expected else CHANGES
@@ -86,7 +96,7 @@ def compare(folder, file, rows, caplog, *, contents):
     for name, values in rows.items():
         for value, means in values:
             (folder / file).write_text(json.dumps(contents({name: value})))
-            if (found := outcome(folder, expected, name, caplog)) != means:
+            if (found := outcome(folder, expected, name, value, caplog)) != means:
                 wrong.append((name, value, means, found))
     (folder / file).write_text(before)
     assert wrong == []

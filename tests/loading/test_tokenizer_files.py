@@ -7,7 +7,6 @@ import sys
 import pytest
 import tiny_tokenizer
 import tokenizers
-import transformers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError, InvalidRequest
@@ -133,58 +132,6 @@ def test_tokenizer_json_is_the_tokenizer(kind, tmp_path):
 def token(content, **fields):
     plain = {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     return plain | fields
-
-
-TYPED = {"__type": "AddedToken"}
-COMPANIONS = {
-    "nothing": {},
-    "objects": {"config": {"eos_token": token("</s>", lstrip=True, **TYPED), "pad_token": token("<p>", **TYPED)}},
-    "new tokens": {"config": {"pad_token": "<p>", "additional_special_tokens": ["<x>", "<y>"]}},
-    "a token of the vocabulary": {"config": {"pad_token": "on", "extra_special_tokens": ["the"]}},
-    "names": {"config": {"image_token": "<i>", "extra_special_tokens": {"boi_token": "<b>"}}},
-    "names and more": {
-        "config": {"extra_special_tokens": {"boi_token": "<b>"}, "additional_special_tokens": ["<x>"]},
-    },
-    "ids": {
-        "config": {
-            "added_tokens_decoder": {
-                "900": token("<q>", rstrip=True, special=False),
-                "901": token("<r>", normalized=True, special=False),
-                "1": token("<s>", lstrip=True, special=True),
-            },
-            "sep_token": "<q>",
-        }
-    },
-    "an old map": {"special_tokens_map__json": {"eos_token": "th", "pad_token": token("<p>", rstrip=True)}},
-    "old tokens": {"added_tokens__json": {"<n>": 900, "<o>": 901}, "config": {"additional_special_tokens": ["<o>"]}},
-    "a map that does not count": {
-        "config": {"added_tokens_decoder": {"900": token("<q>")}},
-        "special_tokens_map__json": {"eos_token": "th"},
-        "added_tokens__json": {"<n>": 900},
-    },
-    "split": {"config": {"split_special_tokens": True}},
-}
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-@pytest.mark.parametrize("case", COMPANIONS)
-def test_companions_mean_what_they_do_to_transformers(kind, case, tmp_path):
-    """The class of the tokenizer changes nothing."""
-    files = dict(COMPANIONS[case])
-    getattr(tiny_tokenizer, kind)(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | files.pop("config", {})
-    template = (
-        "{% for name in [bos_token, eos_token, pad_token, sep_token, image_token, boi_token] %}{{ name }}|{% endfor %}"
-    )
-    write(tmp_path, tokenizer_config__json=config | {"chat_template": template}, **files)
-    ours, theirs = Tokenizer.load(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert ours.encode_batch(TEXTS) == theirs(list(TEXTS))["input_ids"]
-    assert ours.vocab_size == len(theirs)
-    assert ours.special_token_ids == {i for i, added in theirs.added_tokens_decoder.items() if added.special}
-    assert (ours.bos_token_id, ours.eos_token_ids[0]) == (theirs.bos_token_id, theirs.eos_token_id)
-    for ids in ours.encode_batch([*TEXTS, "<p><q><x> <y>", "the on <n> <o> th"]):
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False) or ours.special_token_ids & {*ids}
-    assert ours.render_chat_template([USER]) == theirs.apply_chat_template([USER], tokenize=False)
 
 
 def test_gpt2_names_its_tokens_in_config_json_only(tmp_path):

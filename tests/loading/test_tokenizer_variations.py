@@ -56,7 +56,8 @@ def unigram(folder):
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    write(folder, "tokenizer_config.json", {"eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": {}})
+    config = {"eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": {}}
+    write(folder, "tokenizer_config.json", config | {"additional_special_tokens": ["<y>"]})
 
 
 def old_files(folder):

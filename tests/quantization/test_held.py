@@ -18,13 +18,12 @@ from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.context import PLAIN, Kernel, StepContext
-from jaxserve.layers.held import why_not_held
 from jaxserve.layers.layouts import layouts, num_bytes
 from jaxserve.layers.linear import linear
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.peers import summed
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.schemes import schemes_of, with_divisible_codes
+from jaxserve.layers.schemes import schemes_of, why_not_held, with_divisible_codes
 from jaxserve.layers.weight import Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family

@@ -5,13 +5,12 @@ import contextlib
 import json
 
 import httpx
-import openai
 import pytest
 import tiny_tokenizer
-from serving import Running, frames
+from serving import asynchronous, frames, serving
 from waiting import PATIENCE, wait_until
 
-from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.local import LocalEngineClient
 from jaxserve.sampling_params import SamplingParams
@@ -49,14 +48,11 @@ def engine_server(tmp_path_factory):
         kv_cache_memory=2**20,
         warmup="none",
     )
-    with contextlib.closing(LocalEngineClient.start(config)) as client:
-        server = Running(
-            Frontend(client, Tokenizer.load(folder), seed=0), ServerConfig(port=0, served_model_name="tiny")
-        )
-        server.start()
+    with (
+        contextlib.closing(LocalEngineClient.start(config)) as client,
+        serving(Frontend(client, Tokenizer.load(folder), seed=0), served_model_name="tiny") as server,
+    ):
         yield server
-        server.server.stop()
-        assert server.wait() == 0
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +69,7 @@ def expected(engine_server):
 
 def test_many_clients_get_what_each_would_get_alone(engine_server, expected):
     async def ask():
-        async with openai.AsyncOpenAI(
-            base_url=f"{engine_server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-        ) as client:
+        async with asynchronous(engine_server) as client:
 
             async def whole(prompt):
                 answer = await client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import openai
 import tokenizers
 from fake_client import FakeEngineClient, Script, echo
 from waiting import PATIENCE, wait_until
@@ -121,6 +122,23 @@ def running(
         server.wait()
     finally:
         server.client.close()
+
+
+@contextlib.contextmanager
+def serving(frontend: Frontend, **config: Any) -> Iterator[Running]:
+    """A server over any engine, from start to end; `config` are fields of ServerConfig."""
+    server = Running(frontend, ServerConfig(port=0, **config))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.server.stop()
+        assert server.wait() == 0
+
+
+def asynchronous(server: Running) -> openai.AsyncOpenAI:
+    """Return OpenAI's client for an event loop."""
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def frames(response: httpx.Response) -> list[dict[str, Any]]:

@@ -7,10 +7,9 @@ import jsonschema
 import pytest
 from depths import quick_first
 from fake_client import Script
-from serving import Running, running
+from serving import running, serving
 from waiting import PATIENCE
 
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
 
@@ -195,12 +194,8 @@ def test_a_forced_call_follows_its_schema(random_engine, random_model, choice):
     tokenizer = Tokenizer.load(random_model)
     likely = {token: 4.0 for text in ['"', "}", '"}', ",", "<|end|>"] for token in tokenizer.encode(text)}
     frontend = Frontend(random_engine, tokenizer, seed=0, default_sampling={"logit_bias": likely})
-    server = Running(frontend, ServerConfig(port=0, tool_call_parser="hermes", served_model_name="fake"))
-    server.start()
-    try:
+    with serving(frontend, tool_call_parser="hermes", served_model_name="fake") as server:
         answer = ask(server, tools=[WEATHER], tool_choice=choice, max_tokens=400)
-    finally:
-        server.server.stop()
     (call,) = answer.content
     assert (call.type, call.name, answer.stop_reason) == ("tool_use", "get_weather", "tool_use")
     jsonschema.validate(call.input, WEATHER["input_schema"])

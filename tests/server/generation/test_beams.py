@@ -1,10 +1,9 @@
 """`use_beam_search` over HTTP: the sequences that `LLM.beam_search` finds, as choices."""
 
 import pytest
-from serving import Running, assert_error, frames
+from serving import assert_error, frames, serving
 
 from jaxserve import BeamSearchParams
-from jaxserve.config import ServerConfig
 from jaxserve.engine.beam_search import prepare_beams, run_beams
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
@@ -17,12 +16,8 @@ BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 6}
 @pytest.fixture(scope="module")
 def server(random_model, random_engine):
     frontend = Frontend(random_engine, Tokenizer.load(random_model), seed=0, default_sampling={"temperature": 0.6})
-    server = Running(frontend, ServerConfig(port=0))
-    server.frontend = frontend
-    server.start()
-    yield server
-    server.server.stop()
-    assert server.wait() == 0
+    with serving(frontend) as server:
+        yield server
 
 
 def texts_found(server, **fields):

@@ -6,12 +6,11 @@ import re
 
 import openai
 import pytest
-from serving import Running, assert_error, response_events, running
+from serving import assert_error, response_events, running, serving
 from waiting import PATIENCE
 
 from jaxserve.answers.tools.custom import InputReader, text_of
 from jaxserve.answers.tools.lark_regex import lark_regex
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
 
@@ -102,13 +101,8 @@ SPACE = {"type": "namespace", "name": "mcp__a", "description": "A.", "tools": [F
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_a_forced_text_follows_its_grammar(random_engine, random_model, path):
-    tokenizer = Tokenizer.load(random_model)
-    server = Running(
-        Frontend(random_engine, tokenizer, seed=0),
-        ServerConfig(port=0, tool_call_parser="hermes", served_model_name="fake"),
-    )
-    server.start()
-    try:
+    frontend = Frontend(random_engine, Tokenizer.load(random_model), seed=0)
+    with serving(frontend, tool_call_parser="hermes", served_model_name="fake") as server:
         if path == CHAT:
             grammar = {"type": "grammar", "grammar": {name: PLUS[name] for name in ("syntax", "definition")}}
             body = {"messages": [USER], "tools": [{"type": "custom", "custom": {"name": "add", "format": grammar}}]}
@@ -124,8 +118,6 @@ def test_a_forced_text_follows_its_grammar(random_engine, random_model, path):
             (item,) = answer.json()["output"]
             assert (item["type"], item["name"], item["namespace"]) == ("custom_tool_call", "add", "mcp__a")
             texts = [item["input"]]
-    finally:
-        server.server.stop()
     assert [text for text in texts if not re.fullmatch(r"\[\d(\+\d)?\]\n", text)] == []
 
 

@@ -6,14 +6,13 @@ import jsonschema
 import openai
 import pytest
 from depths import quick_only
-from serving import Running, assert_error, frames
+from serving import assert_error, frames, serving
 from tool_cases import CHAT, SCHEMAS, TOOLS, USER, functions, join, without_ids
 from waiting import PATIENCE
 
 from jaxserve.answers.syntaxes.syntax import Tags
 from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.answers.tools.tool import Tool
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
 
@@ -31,17 +30,14 @@ FORCED += ["pythonic", "glm45", "deepseek_v32"]
 @pytest.fixture(scope="module", params=quick_only([*FORCED, "none"], "qwen3_coder"))
 def forced(request, random_engine, tokenizer):
     """A server for each syntax, over the same engine. Closing marks are made likely, or texts would not end."""
-    config = ServerConfig(port=0, tool_call_parser=request.param, served_model_name="tiny")
     bias = dict.fromkeys(['"', "}", '"}', ",", "<|end|>"], 4.0)
     calls = TOOL_PARSERS.get(request.param, TOOL_PARSERS["hermes"])[0]
     if isinstance(calls.arguments, Tags):
         bias |= dict.fromkeys([calls.arguments.value[1], calls.section[1] or calls.call[1]], 7.0)
     defaults = {"logit_bias": {token: value for text, value in bias.items() for token in tokenizer.encode(text)}}
-    server = Running(Frontend(random_engine, tokenizer, seed=0, default_sampling=defaults), config)
-    server.start()
-    yield server
-    server.server.stop()
-    assert server.wait() == 0
+    frontend = Frontend(random_engine, tokenizer, seed=0, default_sampling=defaults)
+    with serving(frontend, tool_call_parser=request.param, served_model_name="tiny") as server:
+        yield server
 
 
 def check_calls(message, names):
@@ -158,11 +154,9 @@ def test_a_strict_call_that_nothing_forces(forced):
     "reasoning_parser", quick_only(["deepseek_r1", "qwen3", "gpt_oss", "mistral", "none"], "gpt_oss", "qwen3")
 )
 def test_an_answer_in_a_format_after_free_thoughts(random_engine, tokenizer, reasoning_parser):
-    config = ServerConfig(port=0, reasoning_parser=reasoning_parser, served_model_name="tiny")
     ends = {"gpt_oss": ["<|end|>"], "mistral": [], "none": []}.get(reasoning_parser, ["</think>"])
     bias = {token: 4.0 for end in ends for token in tokenizer.encode(end)}
-    server = Running(Frontend(random_engine, tokenizer, seed=0, default_sampling={"logit_bias": bias}), config)
-    server.start()
+    frontend = Frontend(random_engine, tokenizer, seed=0, default_sampling={"logit_bias": bias})
     body = {
         "messages": [USER],
         "n": 8,
@@ -173,37 +167,22 @@ def test_an_answer_in_a_format_after_free_thoughts(random_engine, tokenizer, rea
     }
     if reasoning_parser == "mistral":  # eight tokens of this tokenizer, which no random model writes in their order
         body["thinking_token_budget"] = 20
-    choices = server.post(CHAT, body).json()["choices"]
+    with serving(frontend, reasoning_parser=reasoning_parser, served_model_name="tiny") as server:
+        choices = server.post(CHAT, body).json()["choices"]
     finished = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
     assert finished
     for message in finished:
         assert len(message["content"]) == 4
         assert set(message["content"]) <= set("ab")
     assert any(message.get("reasoning") for message in finished) == (reasoning_parser != "none")
-    server.server.stop()
-    assert server.wait() == 0
 
 
 def test_real_clients(forced):
     with openai.OpenAI(base_url=f"{forced.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        answer = client.chat.completions.create(
-            model="tiny",
-            messages=[USER],
-            tools=TOOLS,
-            tool_choice="required",
-            seed=1,
-            max_tokens=400,
-            parallel_tool_calls=False,
-        )
-        with client.chat.completions.stream(
-            model="tiny",
-            messages=[USER],
-            tools=TOOLS,
-            tool_choice="required",
-            seed=1,
-            max_tokens=400,
-            parallel_tool_calls=False,
-        ) as stream:
+        asked = {"model": "tiny", "messages": [USER], "tools": TOOLS, "tool_choice": "required", "seed": 1}
+        asked |= {"max_tokens": 400, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(**asked)
+        with client.chat.completions.stream(**asked) as stream:
             streamed = stream.get_final_completion()
     calls = [
         [(call.function.name, call.function.arguments) for call in each.choices[0].message.tool_calls]

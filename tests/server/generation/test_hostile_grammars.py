@@ -5,10 +5,9 @@ import threading
 
 import pytest
 from hostile_grammars import bodies
-from serving import Running, assert_error, frames
+from serving import assert_error, frames, serving
 from waiting import PATIENCE
 
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.tokenizer import Tokenizer
 
@@ -20,11 +19,8 @@ NUM_CLIENTS = 8
 
 @pytest.fixture(scope="module")
 def server(random_model, random_engine):
-    server = Running(Frontend(random_engine, Tokenizer.load(random_model), seed=0), ServerConfig(port=0))
-    server.start()
-    yield server
-    server.server.stop()
-    assert server.wait() == 0
+    with serving(Frontend(random_engine, Tokenizer.load(random_model), seed=0)) as server:
+        yield server
 
 
 def stream(server, seed):

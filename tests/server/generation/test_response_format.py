@@ -10,10 +10,9 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import Running, assert_error, frames
+from serving import assert_error, frames, serving
 from waiting import PATIENCE, wait_until
 
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import InvalidRequest
 from jaxserve.tokenizer import Tokenizer
@@ -34,11 +33,8 @@ def server(random_model, random_engine):
     tokenizer = Tokenizer.load(random_model)
     likely = {token: 4.0 for text in ['"', "}", '"}', ",", "null"] for token in tokenizer.encode(text)}
     frontend = Frontend(random_engine, tokenizer, seed=0, default_sampling={"logit_bias": likely})
-    server = Running(frontend, ServerConfig(port=0, served_model_name="tiny"))
-    server.start()
-    yield server
-    server.server.stop()
-    assert server.wait() == 0
+    with serving(frontend, served_model_name="tiny") as server:
+        yield server
 
 
 def texts(answer):

@@ -1,12 +1,13 @@
 """thinking_token_budget: thoughts end after so many tokens, whatever follows them, in each syntax of thoughts."""
 
 import contextlib
+import functools
 import json
 
 import pytest
 import tokenizers
 from llguidance import LLMatcher
-from serving import Running, assert_error, frames, running
+from serving import assert_error, frames, running, serving
 
 from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
 from jaxserve.answers.model_syntax import ModelSyntax
@@ -36,19 +37,15 @@ FORMS = {
 def serve(random_model, random_engine):
     """Servers over the random engine, by the parser of their thoughts."""
     tokenizer = Tokenizer.load(random_model)
-    servers = {}
+    with contextlib.ExitStack() as stack:
 
-    def serve(parser):
-        if parser not in servers:
-            config = ServerConfig(port=0, reasoning_parser=parser, tool_call_parser="hermes", served_model_name="tiny")
-            servers[parser] = Running(Frontend(random_engine, tokenizer, seed=0), config)
-            servers[parser].start()
-        return servers[parser]
+        @functools.cache
+        def serve(parser):
+            frontend = Frontend(random_engine, tokenizer, seed=0)
+            parsers = {"reasoning_parser": parser, "tool_call_parser": "hermes"}
+            return stack.enter_context(serving(frontend, served_model_name="tiny", **parsers))
 
-    yield serve
-    for server in servers.values():
-        server.server.stop()
-        assert server.wait() == 0
+        yield serve
 
 
 def ask(server, budget, **fields):
@@ -310,17 +307,10 @@ def eager(random_model, random_engine):
     opening = tokenizer.encode("<think>", add_special_tokens=False)[0]
     defaults = {"logit_bias": {opening: 30.0, tokenizer.encode("{", add_special_tokens=False)[0]: 20.0}}
 
-    @contextlib.contextmanager
     def start(**options):
-        config = ServerConfig(port=0, reasoning_parser="qwen3", tool_call_parser="hermes", **options)
-        served = served_tokenizer(tokenizer, config)
-        server = Running(Frontend(random_engine, served, seed=0, default_sampling=defaults), config)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.server.stop()
-            assert server.wait() == 0
+        settings = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"} | options
+        served = served_tokenizer(tokenizer, ServerConfig(**settings))
+        return serving(Frontend(random_engine, served, seed=0, default_sampling=defaults), **settings)
 
     return start
 

@@ -200,12 +200,36 @@ def test_health_of_a_dead_engine(started):
     assert server.wait() == 1
 
 
-def test_queue_full(server):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/responses", {"input": "a"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_queue_full(server, path, body, stream):
     server.client.refusal = QueueFull("100 requests are waiting", retry_after=2.5)
-    for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {"prompt": ["a", "b"]}):
-        answer = server.post("/v1/completions", body)
-        assert_error(answer, 429, None, "rate_limit_error")
-        assert answer.headers["retry-after"] == "3"
+    answer = server.post(path, body | {"stream": stream})
+    assert_error(answer, 429, None, "rate_limit_error")
+    assert answer.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": "a", "stream": True}),  # it fails before the first byte
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+    ],
+)
+def test_a_sequence_that_fails_in_the_engine(server, path, body):
+    server.play = lambda request: Script(token_ids=[], error="NaN in the logits")
+    answer = server.post(path, body)
+    assert_error(answer, 500, None, "internal_error")
+    assert answer.json()["error"]["message"] == "NaN in the logits"
 
 
 def test_a_fault_of_ours_shows_nothing_of_itself(server, caplog):

@@ -99,24 +99,10 @@ def test_stream_of_thoughts_and_calls(agent):
     ids=lambda value: str(value)[:50],
 )
 def test_refused_by_an_agent(agent, fields, param):
-    assert_error(agent.post(PATH, {"input": "a", **fields}), 400, param)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_output_tokens": 2**40},
-        {"reasoning": {"effort": "a lot"}},
-        {"tools": [{"type": "function"}]},
-        {"text": {"format": {"type": "xml"}}},
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
-    ],
-    ids=str,
-)
-def test_a_refusal_speaks_of_the_fields_that_were_sent(agent, fields):
-    error = agent.post(PATH, {"input": "a", **fields}).json()["error"]
-    assert error["message"].startswith(error["param"])
-    assert error["param"].partition("[")[0].partition(".")[0] in fields
+    answer = agent.post(PATH, {"input": "a", **fields})
+    assert_error(answer, 400, param)
+    if param != "tool_choice":
+        assert answer.json()["error"]["message"].startswith(param), "in the words of the client"
 
 
 def test_a_forced_call_whose_parameters_have_definitions(agent):

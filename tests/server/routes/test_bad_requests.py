@@ -380,18 +380,16 @@ def test_numbers_beyond_all_bounds(server, number, field):
     assert_well(server)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_unknown_model(server, path):
-    body = {"model": "gpt-9", "prompt": "a", "messages": [USER], "tokens": []}
-    if path == "/tokenize":
-        del body["messages"]
-    answer = server.post(path, body)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((path, {"prompt": "a"}) for path in (COMPLETIONS, "/tokenize")),
+        *((path, {"input": "a"}) for path in ("/v1/responses", "/v1/embeddings")),
+        *((CHAT, {"messages": [USER]}), ("/detokenize", {"tokens": []})),
+    ],
+)
+def test_unknown_model(server, path, body):
+    answer = server.post(path, body | {"model": "gpt-9"})
     assert_error(answer, 404, "model", "not_found_error")
     assert answer.json()["error"]["code"] == "model_not_found"
     assert_well(server)
-
-
-def test_context_length_names_both_numbers(server):
-    message = server.post(COMPLETIONS, {"prompt": "x" * 500, "max_tokens": 50}).json()["error"]["message"]
-    assert "512" in message
-    assert "551" in message

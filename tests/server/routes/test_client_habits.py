@@ -253,29 +253,6 @@ def test_invocations_are_what_their_body_says(server, body, kind):
         assert frames(server.post("/invocations", body | {"stream": True}))
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (COMPLETIONS, {"prompt": "a", "logprobs": -1}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
-        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        (CHAT, {"messages": [USER], "prompt_logprobs": -1}, "prompt_logprobs"),
-        (
-            RESPONSES,
-            {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": -1},
-            "top_logprobs",
-        ),
-    ],
-)
-def test_all_log_probabilities_are_too_many(server, path, body, param):
-    """The error names the limit, and how many there are."""
-    answer = server.post(path, body)
-    assert_error(answer, 400, param)
-    message = answer.json()["error"]["message"]
-    assert "at most 20" in message
-    assert str(server.tokenizer.vocab_size) in message
-
-
 def test_a_server_behind_a_proxy_that_keeps_its_path(tokenizer):
     with running(tokenizer, root_path="/llm/a", api_key=["secret"]) as server:
         key = {"x-api-key": "secret"}

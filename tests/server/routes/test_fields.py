@@ -186,6 +186,7 @@ def test_log_probabilities_of_all_tokens_of_a_large_vocabulary(server, route, fi
     message = answer.json()["error"]["message"]
     assert message.startswith(f"{param}=-1")
     assert "at most 20 are allowed" in message
+    assert str(server.tokenizer.vocab_size) in message
 
 
 @pytest.mark.parametrize("route", ["completions", "chat", "responses"])

@@ -215,15 +215,6 @@ def test_instructions_as_a_list(server):
 class TestBackgroundStreams:
     BODY: ClassVar = {"input": "hello", "background": True, "stream": True}
 
-    def test_its_events_are_those_of_any_stream(self, server):
-        server.says("quokka")
-        events = response_events(server.post(RESPONSES, self.BODY))
-        assert [events[0]["type"], events[-1]["type"]] == ["response.created", "response.completed"]
-        assert "".join(event["delta"] for event in events if event["type"].endswith("text.delta")) == "quokka"
-        response = events[-1]["response"]
-        assert response["background"] is True
-        assert server.get(f"{RESPONSES}/{response['id']}").json()["output"] == response["output"]
-
     def test_it_goes_on_without_its_reader(self, server, step_by_step):
         server.says("quokka")
         with pytest.raises(ConnectionAbortedError):

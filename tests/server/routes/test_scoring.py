@@ -3,10 +3,9 @@
 import msgspec
 import numpy as np
 import pytest
-from serving import BOS, EOS, Running, assert_error, byte_tokenizer, running
+from serving import BOS, EOS, assert_error, byte_tokenizer, running, serving
 from tokenizers import processors
 
-from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.reranking import PairTemplate, Reranker
@@ -17,11 +16,8 @@ from jaxserve.tokenizer import Tokenizer
 @pytest.fixture(scope="module")
 def server(random_engine, random_model):
     frontend = Frontend(random_engine, Tokenizer.load(random_model), seed=0)
-    server = Running(frontend, ServerConfig(port=0, served_model_name="tiny"))
-    server.start()
-    yield server
-    server.server.stop()
-    assert server.wait() == 0
+    with serving(frontend, served_model_name="tiny") as server:
+        yield server
 
 
 def cosine(server, first, second):

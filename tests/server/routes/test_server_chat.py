@@ -1,7 +1,5 @@
 """POST /v1/chat/completions without streaming."""
 
-import asyncio
-
 import openai
 import pytest
 from serving import assert_error
@@ -54,13 +52,6 @@ def test_a_default_limit_is_cut_to_what_the_context_holds(server, monkeypatch):
     assert server.post("/v1/chat/completions", {"messages": [USER]}).json()["usage"]["total_tokens"] == 512
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_both_names_of_the_limit(openai_client, name):
-    answer = openai_client.chat.completions.create(model="fake", messages=[USER], **{name: 5})
-    assert answer.usage.completion_tokens == 5
-    assert answer.choices[0].finish_reason == "length"
-
-
 def test_roles_and_content_parts(server, openai_client):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     openai_client.chat.completions.create(
@@ -89,12 +80,6 @@ def test_continue_final_message(server):
 def test_without_generation_prompt(server):
     server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1, "add_generation_prompt": False})
     assert prompt_text(server).endswith("hello<|im_end|>\n")
-
-
-def test_allowed_template_kwargs(server):
-    body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": True}}
-    assert server.post("/v1/chat/completions", body).status_code == 200
-    assert "THINK" in prompt_text(server)
 
 
 def test_special_tokens_of_the_template_are_tokens(server):
@@ -156,23 +141,6 @@ def test_fields_without_meaning_are_no_reason_to_refuse(server):
         "metadata": {"a": "b"},
     }
     assert server.post("/v1/chat/completions", body).status_code == 200
-
-
-async def ask_many(url):
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        return await asyncio.gather(
-            *(
-                client.chat.completions.create(
-                    model="fake", messages=[{"role": "user", "content": f"question {i}"}], max_tokens=5 + i
-                )
-                for i in range(16)
-            )
-        )
-
-
-def test_many_at_once_with_the_async_client(server):
-    answers = asyncio.run(ask_many(server.url))
-    assert [answer.usage.completion_tokens for answer in answers] == [5 + i for i in range(16)]
 
 
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pytest
 from fake_client import Script
-from serving import assert_error, running
+from serving import asynchronous, running
 from waiting import PATIENCE, wait_until
 
 import jaxserve
@@ -43,15 +43,6 @@ def test_a_model_is_served_under_each_of_its_names(tokenizer):
             body = {"prompt": "a", "max_tokens": 1} | ({} if name is None else {"model": name})
             assert server.post("/v1/completions", body).json()["model"] == "first"
         assert server.post("/v1/completions", {"prompt": "a", "model": "third"}).status_code == 404
-
-
-def test_served_model_name(tokenizer):
-    with running(tokenizer, served_model_name="org/model") as server:
-        assert server.get("/v1/models").json()["data"][0]["id"] == "org/model"
-        assert server.get("/v1/models/org/model").json()["id"] == "org/model"
-        assert_error(server.get("/v1/models/fake"), 404, "model", "not_found_error")
-        answer = server.post("/v1/completions", {"model": "org/model", "prompt": "a"})
-        assert answer.json()["model"] == "org/model"
 
 
 @pytest.mark.parametrize("text", ["", "hello", "naïve 🙂\n", "<|im_start|>x"])
@@ -178,9 +169,7 @@ def test_probes_do_not_wait_for_generations(server):
     server.play = lambda request: Script(token_ids=[], hangs=True)
 
     async def ask():
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-        ) as client:
+        async with asynchronous(server) as client:
             waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
             await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
             answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from fake_client import Script
-from serving import frames, running
+from serving import asynchronous, frames, running
 from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}
@@ -28,9 +28,7 @@ def test_chat_with_the_async_openai_client(server):
     server.says("good day")
 
     async def ask():
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-        ) as client:
+        async with asynchronous(server) as client:
             stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
             return [chunk async for chunk in stream]
 
@@ -194,13 +192,6 @@ def test_an_error_comes_behind_what_waits_for_its_turn(server):
     assert first["choices"][0]["text"].startswith("abc" * 100)
     assert last["error"]["message"] == "NaN in the logits"
     wait_until(lambda: server.client.num_running == 0)
-
-
-def test_an_error_before_the_first_byte_has_its_status(server):
-    server.play = lambda request: Script(token_ids=[], error="NaN in the logits")
-    answer = server.post("/v1/completions", {"prompt": "abc", "stream": True})
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "NaN in the logits"
 
 
 def test_one_failed_prompt_ends_the_others(server):

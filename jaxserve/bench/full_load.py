@@ -1,0 +1,118 @@
+"""`jaxserve bench full-load`: tokens a second when all requests are there at the start, beside a peer's table."""
+
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.bench.engine_run import complete
+from jaxserve.bench.report import table
+from jaxserve.bench.workloads import BatchShape
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.request import EngineOutput
+
+if TYPE_CHECKING:
+    from jaxserve.engine.local import LocalEngineClient
+
+HEADER = (
+    *("requests", "output tok/s", "peer's", "x peer", "at once", "preempted"),
+    *("steps with first tokens", "of the time", "other steps", "tokens in one", "ms", "floor"),
+)
+
+
+class Step(NamedTuple):
+    """The time from the outputs of one step to those of the next, in seconds."""
+
+    num_tokens: int
+    has_first: bool
+    """Whether one of the tokens is the first of its request, whose prompt was in this step."""
+    seconds: float
+
+
+def read_peer(path: pathlib.Path, entry: str | None) -> dict[tuple[int, int], float]:
+    """Return a peer's tokens a second by (prompt, output) length: the first figures of the rows of an entry.
+
+    By default it is the first entry that has rows. Raises ConfigError if there is none.
+    """
+    try:
+        entries = json.loads(path.read_text())
+        entry = entry or next(name for name, rows in entries.items() if isinstance(rows, list))
+        return {(row[0], row[1]): float(row[2]) for row in entries[entry]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
+        raise ConfigError(f"no table of {entry!r} in {path}: {error}") from error
+
+
+def run(
+    config: EngineConfig, settings: list[BatchShape], *, peer: dict[tuple[int, int], float], bandwidth: float | None
+) -> str:
+    """Run each setting, after a few of its requests to warm up. Return the report.
+
+    The floor is the time in which the devices' memories, at `bandwidth` bytes a second each, can deliver the weights
+    and the KV of the mean context for the mean number of tokens of a step without first tokens. Raises StartupError,
+    InvalidRequest.
+    """
+    from jaxserve.engine.local import LocalEngineClient
+
+    client = LocalEngineClient.start(config, progress=True)
+    bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
+    try:
+        rows = []
+        for setting in settings:
+            rows.append(_measure(client, setting, peer=peer, bandwidth=bandwidth))
+            print(" ".join(rows[-1]), file=sys.stderr, flush=True)
+        return f"KV in {client.info.kv_dtype}, {client.info.kv_cache_bytes / 2**30:.1f} GiB\n\n{table(HEADER, rows)}"
+    finally:
+        client.close()
+
+
+def _measure(
+    client: "LocalEngineClient",
+    setting: BatchShape,
+    *,
+    peer: dict[tuple[int, int], float],
+    bandwidth: float | None,
+) -> list[str]:
+    num_at_once = min(setting.batch_size, client.info.max_num_seqs)
+    short = BatchShape(num_at_once, setting.input_len, min(setting.output_len, 8))
+    complete(client, short.jobs(seed=1, vocab_size=client.info.vocab_size), prefix=f"{setting}-warmup")
+    jobs = setting.jobs(seed=0, vocab_size=client.info.vocab_size)
+    steps: list[Step] = []
+    known: set[str] = set()
+    num_preempted = client.stats().num_preemptions
+    start = before = time.perf_counter()
+
+    def hear(outputs: list[EngineOutput]) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        ids = {output.request_id for output in outputs if output.new_token_ids}
+        steps.append(Step(sum(len(output.new_token_ids) for output in outputs), not ids <= known, now - before))
+        known.update(ids)
+        before = now
+
+    snapshots = complete(client, jobs, prefix=str(setting), heard=hear)
+    seconds = before - start
+    speed = setting.batch_size * setting.output_len / seconds
+    theirs = peer.get((setting.input_len, setting.output_len))
+    first = [step.seconds for step in steps if step.has_first]
+    other = [step for step in steps if not step.has_first]
+    took = statistics.median(step.seconds for step in other) if other else None
+    num_tokens = statistics.median(step.num_tokens for step in other) if other else 0
+    context = setting.input_len + setting.output_len / 2
+    floor = client.info.step_bytes(round(num_tokens), context=context) / bandwidth if bandwidth and other else None
+    return [
+        str(setting),
+        f"{speed:.0f}",
+        "-" if theirs is None else f"{theirs:.0f}",
+        "-" if theirs is None else f"{speed / theirs:.2f}",
+        str(max((snapshot.num_running for snapshot in snapshots), default=0)),
+        str(client.stats().num_preemptions - num_preempted),
+        str(len(first)),
+        f"{sum(first) / seconds:.0%}",
+        str(len(other)),
+        f"{num_tokens:.0f}",
+        "-" if took is None else f"{took * 1e3:.2f}",
+        "-" if floor is None else f"{floor * 1e3:.2f}",
+    ]

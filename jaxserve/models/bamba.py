@@ -1,0 +1,76 @@
+"""Bamba (IBM, Princeton, CMU and UIUC 2024, huggingface.co/blog/bamba): Llama with Mamba-2 in place of the attention of
+most layers, and half of each head rotated in the others.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.errors import CheckpointError
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.mamba import Mamba2
+from jaxserve.layers.names import Names
+from jaxserve.models import hf_config, hf_rope, llama, mamba2
+
+DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {
+    "vocab_size": 128000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-05,
+}
+"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+
+ROTATED = 0.5
+"""The part of a head that is rotated. As in transformers, a config may say otherwise in `rope_parameters` alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(llama.Config):
+    """The shape of one Bamba."""
+
+    attends: tuple[bool, ...]
+    mamba: Mamba2
+
+    @classmethod
+    def from_hf(cls, fields: dict[str, Any]) -> "Config":
+        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
+        fields = hf_config.with_defaults(fields, DEFAULTS)
+        hf_config.require(fields, "partial_rotary_factor", ROTATED)
+        rope = hf_rope.rope(fields, partial_rotary_factor=ROTATED)
+        hf_config.require(fields, "attn_rotary_emb", rope.head_dim)
+        return cls(
+            **hf_config.as_llama(fields),
+            attention_bias=hf_config.flag(fields, "attention_bias"),
+            mlp_bias=hf_config.flag(fields, "mlp_bias"),
+            rope=rope,
+            attends=_attends(fields),
+            mamba=mamba2.hybrid_mixer(fields),
+        )
+
+
+def _attends(fields: dict[str, Any]) -> tuple[bool, ...]:
+    """Read which layers attend: `attn_layer_indices`. Raises CheckpointError for kinds of layers that contradict it."""
+    indices = fields.get("attn_layer_indices") or []
+    if not isinstance(indices, list) or not all(isinstance(index, int) for index in indices):
+        raise CheckpointError(f"config.json: attn_layer_indices must be a list of integers, got {indices!r:.100}")
+    attends = tuple(index in indices for index in range(hf_config.integer(fields, "num_hidden_layers")))
+    kinds = ["full_attention" if each else "linear_attention" for each in attends]
+    for name in ("layer_types", "layers_block_type"):
+        hf_config.require(fields, name, kinds)
+    return attends
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attending = llama.layers(config)[0]
+    recurrent = replace(attending, mixer=config.mamba, mixer_name="mamba")
+    return tuple(attending if attends else recurrent for attends in config.attends)
+
+
+NAMES = Names(norm="model.final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm")
+FAMILY = replace(llama.FAMILY, Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))
