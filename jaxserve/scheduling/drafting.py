@@ -4,9 +4,10 @@ A step that verifies drafts is as wide as its widest row, and takes longer, whoe
 one for all rows: such a step is taken if the tokens that it is expected to gain are worth its time. Without drafts a
 step runs the program of steps with one token a row.
 
-What is expected of a request follows from its acceptance rate, an exponential average. The rate goes on being measured
-while the request verifies nothing: its drafts are compared with the tokens that steps of one token draw. So a request
-whose text begins to repeat itself gets drafts again, and one whose text does not costs nothing.
+What is expected of a request follows from its acceptance rate, an exponential average, which begins with that of all
+requests. The rate goes on being measured while the request verifies nothing: its drafts are compared with the tokens
+that steps of one token draw. So a request whose text begins to repeat itself gets drafts again, and one whose text does
+not costs nothing.
 
 How long a step of several tokens a row takes follows from those that there have been, before that from a constant.
 
@@ -23,6 +24,9 @@ from jaxserve.scheduling.plan import Drafted, StepPlan
 
 RATE_WEIGHT = 0.125
 """Weight of the latest draft in a request's acceptance rate, at least: the first ones weigh more."""
+
+COMMON_RATE_WEIGHT = 1 / 32
+"""Weight of the latest draft in the rate of all requests, with which new ones begin."""
 
 PRIOR_WEIGHT = 2
 """Number of drafts that the rate before the first one counts for."""
@@ -45,6 +49,9 @@ a step longer, hardly any time comes to count.
 type _Kind = tuple[int, int]
 """The number of rows of a step, rounded up to a power of two, and the tokens of each."""
 
+INITIAL_ACCEPTANCE_RATE = 0.5
+"""Fraction of drafts that are expected to be accepted before any has been verified."""
+
 
 class _Record:
     """What an engine has seen of its steps: the times of each kind, and what drafts have gained."""
@@ -52,7 +59,8 @@ class _Record:
     def __init__(self) -> None:
         self.seconds: dict[_Kind, float] = {}
         self.counts: collections.Counter[_Kind] = collections.Counter()
-        self.balance = MAX_BALANCE
+        self.balance = 0.0
+        self.rate = INITIAL_ACCEPTANCE_RATE
 
     def time(self, kind: _Kind, seconds: float) -> None:
         self.counts[kind] += 1
@@ -117,11 +125,11 @@ class DraftPolicy:
             return
         if drafted.num_verified:
             for position in range(min(len(new), drafted.num_verified)):
-                _count(request, is_accepted=position < len(new) - 1)
+                self._count(request, is_accepted=position < len(new) - 1)
         elif planned:
-            _count(request, is_accepted=False)
+            self._count(request, is_accepted=False)
         elif request.proposed and not self.is_late:
-            _count(request, is_accepted=request.proposed[0] == new[0])
+            self._count(request, is_accepted=request.proposed[0] == new[0])
         request.proposed = drafted.proposed
 
     def _times(self, num_rows: int, num_drafts: int) -> tuple[float | None, ...]:
@@ -142,7 +150,16 @@ class DraftPolicy:
         num_drafts = len(request.proposed)
         if self.is_late and not request.request.grammar:  # masks need drafts that the host knows
             num_drafts = limit
-        return sum(request.acceptance_rate ** (position + 1) for position in range(min(limit, num_drafts)))
+        rate = request.acceptance_rate if request.num_judged_drafts else self._record.rate
+        return sum(rate ** (position + 1) for position in range(min(limit, num_drafts)))
+
+    def _count(self, request: Request, *, is_accepted: bool) -> None:
+        if not request.num_judged_drafts:
+            request.acceptance_rate = self._record.rate
+        request.num_judged_drafts += 1
+        weight = max(RATE_WEIGHT, 1 / (PRIOR_WEIGHT + request.num_judged_drafts))
+        request.acceptance_rate += weight * (is_accepted - request.acceptance_rate)
+        self._record.rate += COMMON_RATE_WEIGHT * (is_accepted - self._record.rate)
 
 
 NO_DRAFTS = DraftPolicy()
@@ -150,9 +167,3 @@ NO_DRAFTS = DraftPolicy()
 
 def _kind(num_rows: int, num_drafts: int) -> _Kind:
     return 1 << (num_rows - 1).bit_length(), 1 + num_drafts
-
-
-def _count(request: Request, *, is_accepted: bool) -> None:
-    request.num_judged_drafts += 1
-    weight = max(RATE_WEIGHT, 1 / (PRIOR_WEIGHT + request.num_judged_drafts))
-    request.acceptance_rate += weight * (is_accepted - request.acceptance_rate)
