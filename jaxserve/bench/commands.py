@@ -123,7 +123,7 @@ def add_commands(parser: Parser) -> None:
     drafts.add_flag(
         "workload", "--at-once", type=int, nargs="+", default=(1,), metavar="N", help="requests that run; default: 1"
     )
-    _add_number(drafts, "--num-pairs", 5, "measurements with speculation, each beside one without")
+    _add_number(drafts, "--num-pairs", 3, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
     drafts.add_flag("workload", "--beside", nargs="*", default=(), metavar="JSON", help="further speculative configs")
     _add_shape(drafts)

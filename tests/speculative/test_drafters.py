@@ -4,6 +4,7 @@ checkpoints are read.
 
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,9 @@ def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     for prompt in (PROMPT, [*PROMPT[:5], 8, 8, 7]):
         for token_ids, drafts in verified(model, monkeypatch, prompt, max_num_batched_tokens=4):
             assert drafts == chain(run, token_ids, streams(token_ids) @ own["fc.weight"].T)[: len(drafts)]
+    # No program copies all features, those of one row included.
+    forwards = [compiled.as_text() for program, compiled in model.runner.steps.items() if isinstance(program, Forward)]
+    assert not [text for text in forwards if re.search(r"= f32\[(400,4|1600),24\]\S* copy\(", text)]
 
 
 @pytest.mark.parametrize("name", ["glm4_moe_qk_norm", "deepseek_v3_groups"])
