@@ -22,10 +22,8 @@ from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape, Job
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.request import EngineOutput
 from jaxserve.speculation import parse_speculation, with_acceptance
-from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
@@ -156,6 +154,9 @@ def of_workload(
     beginning. Raises StartupError, and InvalidRequest if the file cannot be read or has no such prompts.
     """
     texts = _texts(workload, category, num_prompts)
+    from jaxserve.loading.builtin import resolve_tokenizer  # imported late: a tokenizer is too heavy for `--help`
+    from jaxserve.tokenizer import Tokenizer
+
     tokenizer = Tokenizer.load(resolve_tokenizer(config.tokenizer or config.model))
     rows, summaries = [], []
     with _engines(config) as engines:
