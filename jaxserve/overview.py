@@ -15,10 +15,9 @@ from jaxserve.errors import OutOfMemory
 from jaxserve.gpus import GPUS
 from jaxserve.layers.cache import KV_DTYPES, hold_in, parts_of
 from jaxserve.layers.decoder import UnrotatedConfig
-from jaxserve.layers.layouts import abstract_params, shard_bytes
+from jaxserve.layers.layouts import abstract_params, rounded_to, schemes_of, shard_bytes, with_schemes
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
-from jaxserve.layers.schemes import rounded_to, schemes_of, with_schemes
 from jaxserve.loading.builtin import resolve_model
 from jaxserve.loading.huggingface import DTYPES, resolve_dtype
 from jaxserve.loading.multimodal import TEXT_OF, WRAPPERS

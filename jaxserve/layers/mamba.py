@@ -20,7 +20,7 @@ from jaxserve.layers.delta_rule import Tokens
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
+from jaxserve.layers.states import Dim, Projected, States, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
 
@@ -179,9 +179,7 @@ class Mamba2:
         """Return None: several weights are multiplied by the block's input."""
         return None
 
-    def run(
-        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
-    ) -> tuple[Any, StateCache]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, States]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         context = step.batch.context
 

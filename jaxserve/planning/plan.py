@@ -13,7 +13,7 @@ from jaxserve.engine.startup import check_kernels
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.gpus import Gpu
-from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.layouts import schemes_of
 from jaxserve.planning.absent import can_compile
 from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
 from jaxserve.planning.times import Estimate, Kind, estimate_prefill, estimate_step
@@ -308,12 +308,7 @@ def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replic
     """Return what replicas of an engine would do."""
 
     def split(*, fits: bool, why_not: str | None = None) -> Split:
-        return Split(
-            tensor_parallel_size=config.tensor_parallel_size,
-            replicas=replicas,
-            fits=fits,
-            why_not=why_not,
-        )
+        return Split(tensor_parallel_size=config.tensor_parallel_size, replicas=replicas, fits=fits, why_not=why_not)
 
     if isinstance(found, Exception):
         return split(fits=False, why_not=_named(str(found), config, name))

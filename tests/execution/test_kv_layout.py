@@ -88,11 +88,7 @@ class State(KVSpec):
 
 @pytest.mark.parametrize(
     ("windows", "of_group", "layers_by_window"),
-    [
-        ((), 1, {}),
-        ((512,), 512, {512: 1}),
-        ((512, 512, None), None, {None: 3}),
-    ],
+    [((), 1, {}), ((512,), 512, {512: 1}), ((512, 512, None), None, {None: 3})],
 )
 def test_layers_that_keep_a_state_hold_no_block(windows, of_group, layers_by_window):
     specs = (State(1, 8), *(KVSpec(1, 8, window) for window in windows), State(1, 8))

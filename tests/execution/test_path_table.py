@@ -12,7 +12,7 @@ from step_specs import make_spec
 from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.layers.cache import parts_of
-from jaxserve.layers.schemes import rounded_to
+from jaxserve.layers.layouts import rounded_to
 from jaxserve.loading.huggingface import load_config
 from jaxserve.models import get_family
 from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES, RoundedActivations

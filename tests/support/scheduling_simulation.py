@@ -42,13 +42,7 @@ def make_request(
 
 def make_limits(**changes):
     """Return small limits with these changes; `num_kept_states` None, which is the default: layers keep no states."""
-    defaults = {
-        "num_blocks": 16,
-        "block_size": 4,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 64,
-    }
+    defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     if (num_kept := changes.pop("num_kept_states", None)) is not None:
         changes |= {"has_states": True, "num_kept_states": num_kept, "drafts": ()}
     return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
