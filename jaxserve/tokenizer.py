@@ -291,27 +291,6 @@ class Tokenizer:
                 return self._chat_templates[name]
         raise ValueError(f"the model has several and no default one: name one of {', '.join(self._chat_templates)}")
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> list[int]:
-        """Encode `render_chat_template`. The template writes special tokens itself, so none are added."""
-        text = self.render_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-            chat_template=chat_template,
-        )
-        return self.encode(text, add_special_tokens=False)
-
 
 class IncrementalDetokenizer:
     """Converts the tokens of one sequence into text as they arrive, at constant cost per token.

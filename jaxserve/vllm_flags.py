@@ -207,7 +207,7 @@ FLAGS: Mapping[str, Row] = {
     "--use-v2-block-manager": Harmless("there is one block manager"),
     "--disable-hybrid-kv-cache-manager": Harmless("blocks outside a window are always given back"),
     **_each(Harmless("states are float32", 1, ("auto", "float32")), "mamba-cache-dtype mamba-ssm-cache-dtype"),
-    "--mamba-block-size": Harmless("states are kept where prompts end, and where they part", 1),
+    "--mamba-block-size": Harmless("states are kept where prompts end and part, and behind answers", 1),
     "--mamba-cache-mode": Harmless("--max-cached-states says how many states are kept", 1, ("none", "align")),
     # scheduling
     "--enable-chunked-prefill": Harmless("prompts are read in chunks; raise --max-num-batched-tokens for longer ones"),

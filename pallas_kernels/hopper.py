@@ -1,6 +1,7 @@
 """The GPU that the Mosaic kernels are tuned for: an H200 or H100 SXM (sm_90a)."""
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NUM_SMS = 132
 """Multiprocessors of the GPU.
@@ -11,6 +12,11 @@ which needs as many at once, and kernels that wait for other devices, which use 
 
 SHARED_MEMORY = 232_448 - 1024
 """Shared memory of a CTA in bytes, less some for its barriers."""
+
+BY_LANES = plgpu.CompilerParams(
+    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+)
+"""Parameters of kernels whose code is that of lanes, and in which no reduction crosses warps."""
 
 
 def num_sms() -> int:

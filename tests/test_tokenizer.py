@@ -214,7 +214,7 @@ class TestChatTemplate:
     def test_text_and_ids(self, byte_level):
         text = byte_level.render_chat_template([USER])
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-        ids = byte_level.apply_chat_template([USER])
+        ids = byte_level.encode(text, add_special_tokens=False)
         assert byte_level.decode(ids, skip_special_tokens=False) == text
         assert ids[0] in byte_level.special_token_ids
 
@@ -245,15 +245,15 @@ class TestChatTemplate:
     )
     def test_what_cannot_be_rendered_is_an_invalid_request(self, byte_level, messages, options, message):
         with pytest.raises(InvalidRequest, match=message) as caught:
-            byte_level.apply_chat_template(messages, **options)
+            byte_level.render_chat_template(messages, **options)
         assert caught.value.param in ("messages", "chat_template_kwargs")
 
     def test_without_a_template(self, sentencepiece):
         assert not sentencepiece.has_chat_template
         with pytest.raises(InvalidRequest, match="no chat template"):
-            sentencepiece.apply_chat_template([USER])
-        ids = sentencepiece.apply_chat_template([USER], chat_template="the {{ messages[0].content }}")
-        assert sentencepiece.decode(ids) == "the hi"
+            sentencepiece.render_chat_template([USER])
+        template = "the {{ messages[0].content }}"
+        assert sentencepiece.render_chat_template([USER], chat_template=template) == "the hi"
 
 
 class TestLoad:

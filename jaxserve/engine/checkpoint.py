@@ -17,8 +17,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.kv_scales import with_kv_scales
+from jaxserve.layers.layouts import why_not_held, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.params import Params
-from jaxserve.layers.schemes import why_not_held, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.sharding import check_mesh
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT

@@ -36,10 +36,9 @@ from jaxserve.execution.programs.workers import Worker
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.kv_scales import kv_scales_of
-from jaxserve.layers.layouts import shard_bytes
+from jaxserve.layers.layouts import schemes_of, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.schemes import schemes_of
 from jaxserve.layers.sharding import mesh_axes, num_shards
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights

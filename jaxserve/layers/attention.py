@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.cache import KeyValueCache
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, norm_spec
@@ -213,7 +212,7 @@ class Attention:
         """Return the only weight that is multiplied by the block's input as it is; None with gates."""
         return None if self.has_gate else params["qkv"]
 
-    def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, KeyValueCache]:
+    def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
         and the cache after this step. The rotation is that of `rope`.
         """
@@ -228,7 +227,7 @@ class Attention:
 
     def attend(
         self, params: Params, qkv: Float[Array, "T K members D"], step: LayerStep
-    ) -> tuple[Float[Array, "T H D"], KeyValueCache]:
+    ) -> tuple[Float[Array, "T H D"], Any]:
         """Compute what is between the block's two projections."""
         batch, cache, rotation = step
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)

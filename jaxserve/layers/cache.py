@@ -11,12 +11,6 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
-
-from jaxserve.layers.batch import Batch
-from jaxserve.layers.rope import Rotation
-from pallas_kernels.kv_write import HeadNorms
-from pallas_kernels.paging import Scores
 
 KV_DTYPES = {
     "fp8": jnp.dtype(jnp.float8_e4m3fn),
@@ -46,8 +40,8 @@ class CacheSpec(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """True if the layer keeps one state per slot, which every token replaces, and nothing in blocks: arrays whose
-        first axis is that of slots.
+        """True if the layer keeps one state per slot, which every token replaces: arrays whose first axis is that of
+        slots. Then it has nothing in blocks, except for SeveralSpecs.
 
         Then another request starts from what one has computed only where the state was copied.
         """
@@ -62,14 +56,53 @@ class CacheSpec(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class SeveralSpecs:
+    """Declare a LayerCache that is a tuple of others: a state, and keys and values of all tokens."""
+
+    parts: tuple[CacheSpec, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a window, which would be that of one part alone."""
+        if self.sliding_window is not None:
+            raise ValueError("layers that keep a state, too, attend to all tokens")
+
+    @property
+    def sliding_window(self) -> int | None:
+        """None: all tokens are attended to."""
+        return next((part.sliding_window for part in self.parts if part.sliding_window is not None), None)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if a part is a state."""
+        return any(part.keeps_state for part in self.parts)
+
+    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+        """Return the parts."""
+        return tuple(part.abstract(sizes, dtype=dtype, mesh=mesh) for part in self.parts)
+
+    def describe(self) -> str:
+        """Return what the parts are."""
+        return " and ".join(part.describe() for part in self.parts)
+
+
+def parts_of(spec: CacheSpec) -> tuple[CacheSpec, ...]:
+    """Return what a layer keeps, each kind by itself."""
+    return spec.parts if isinstance(spec, SeveralSpecs) else (spec,)
+
+
 def hold_in(specs: Sequence[CacheSpec], dtype: jnp.dtype | None) -> tuple[CacheSpec, ...]:
     """Return the specs with a dtype of 8 bits for the vectors that they declare; None: that of activations.
 
     Specs of vectors have a field `dtype`. What others keep, states for instance, is not changed.
     """
-    return tuple(
-        dataclasses.replace(cast(Any, spec), dtype=dtype) if hasattr(spec, "dtype") else spec for spec in specs
-    )
+
+    def hold(spec: CacheSpec) -> CacheSpec:
+        if isinstance(spec, SeveralSpecs):
+            return SeveralSpecs(tuple(map(hold, spec.parts)))
+        return dataclasses.replace(cast(Any, spec), dtype=dtype) if hasattr(spec, "dtype") else spec
+
+    return tuple(map(hold, specs))
 
 
 def source_of(spec: CacheSpec) -> int | None:
@@ -78,54 +111,3 @@ def source_of(spec: CacheSpec) -> int | None:
     Specs of layers that may do so have a field `source`.
     """
     return getattr(spec, "source", None)
-
-
-@runtime_checkable
-class KeyValueCache(Protocol):
-    """A LayerCache of layers whose heads attend to keys and values."""
-
-    def attend(
-        self,
-        qkv: Float[Array, "T K members D"],
-        batch: Batch,
-        scores: Scores,
-        *,
-        rotation: Rotation | None,
-        head_norms: HeadNorms | None,
-        chunk_size: int | None,
-        scales: Float[Array, "K 2"] | None,
-    ) -> tuple[Float[Array, "T H D"], Any]:
-        """Normalise and rotate a step's queries and keys, store K and V, then attend over everything stored.
-
-        `qkv` has for each kv head the queries that attend with it, then its key, then its value. `head_norms` None
-        leaves norms to others, `rotation` None positions. With `chunk_size` a token attends to tokens of its chunk of
-        the text alone. `scales` are those of the checkpoint for keys and values in 8 bits, None to make one for each
-        token. Returns the heads' output, and the cache as it is after that.
-        """
-        ...
-
-    def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
-        """Attend with normalised and rotated queries over what another layer has stored, this step's tokens too."""
-        ...
-
-
-@runtime_checkable
-class LatentCache(Protocol):
-    """A LayerCache of layers in which one vector a token is key and value of all heads."""
-
-    def attend(
-        self,
-        q: Float[Array, "T H D"],
-        stored: Float[Array, "T D"],
-        batch: Batch,
-        *,
-        latent_size: int,
-        scale: float,
-        scales: Float[Array, "1 2"] | None,
-    ) -> tuple[Float[Array, "T H R"], Any]:
-        """Store the vectors of a step's tokens, then attend over everything stored.
-
-        `latent_size` R is the size of values, which are the beginning of the keys; `scales` as above,
-        of which vectors have that of keys. Returns the output and the updated cache.
-        """
-        ...

@@ -20,7 +20,7 @@ from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateCache, StateSpec, StateWeights
+from jaxserve.layers.states import Dim, Projected, States, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
 
@@ -148,9 +148,7 @@ class DeltaNet:
         """Return None: two weights are multiplied by the block's input."""
         return None
 
-    def run(
-        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
-    ) -> tuple[Any, StateCache]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, States]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         context = step.batch.context
         with jax.named_scope("delta_net"):

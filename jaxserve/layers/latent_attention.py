@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch, LayerStep
-from jaxserve.layers.cache import CacheSizes, LatentCache
+from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
@@ -103,8 +103,10 @@ class PagedLatent(NamedTuple):
         scale: float,
         scales: Float[Array, "1 2"] | None = None,
     ) -> tuple[Float[Array, "T H R"], "PagedLatent"]:
-        """Write `stored` into its pages, then attend over block tables, as `LatentCache` says.
+        """Write the vectors of a step's tokens into their pages, then attend over block tables: over everything stored.
 
+        `latent_size` R is the size of values, which are the beginning of the keys. `scales` are those of the checkpoint
+        for vectors in 8 bits, which have that of keys; None to make one for each token.
         Heads that are split over a mesh axis stay split; pages are whole on every device, and each device writes all of
         them. Raises NotImplementedError for sizes that `batch.kernels` do not support.
         """
@@ -236,7 +238,7 @@ class LatentAttention:
 
     def run(
         self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
-    ) -> tuple[Any, LatentCache]:
+    ) -> tuple[Any, "PagedLatent"]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         assert step.rotation is not None
         rotation, heads, context = step.rotation, self.heads, step.batch.context

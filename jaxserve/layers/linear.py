@@ -10,7 +10,7 @@ from jaxserve.layers.context import PLAIN, Kernel, Part, StepContext, result
 from jaxserve.layers.params import Params
 from jaxserve.layers.parts import sum_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.weight import Weight, output_sharding
+from jaxserve.layers.weight import Use, Weight, output_sharding
 from pallas_kernels.row_quantization import QuantizedRows
 
 Consumer = Literal["stream", "sum", "norm"]
@@ -33,12 +33,12 @@ def linear(
     """Multiply by the weight as its `product` chooses, and add the bias; the result is in x's dtype by default.
 
     If x is already quantized, the weight is one that quantizes activations. `name` is what the record calls the
-    product; `leaves_partial_sums` and `of_few_rows` are as for `Product` and `Weight.product`. Raises ValueError for
+    product; `leaves_partial_sums` and `of_few_rows` are as for `Product` and `Use`. Raises ValueError for
     partial sums with a bias.
     """
     if leaves_partial_sums and bias is not None:
         raise ValueError("a bias would be in each partial sum")
-    product = weight.product(x, context, has_bias=bias is not None, of_few_rows=of_few_rows)
+    product = weight.product(x, context, Use(has_bias=bias is not None, of_few_rows=of_few_rows))
     context.choose(name, product.part)
     num_outputs = weight.ndim - (x.ndim - 1)
     sharding = output_sharding(weight.sharding, num_outputs, leaves_partial_sums=leaves_partial_sums)

@@ -17,7 +17,7 @@ from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.quantized import rows_of
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Use, Weight
 from pallas_kernels.row_quantization import QuantizedRows
 
 
@@ -145,7 +145,7 @@ def _gated_linear_unit(
 ) -> Float[Array, "T F"] | QuantizedRows:
     """Return the input of `params["down"]`: as codes if it rounds its rows to some, and a kernel gives them."""
     weight, bias = params["gate_up"], params.get("gate_up_bias")
-    product = weight.product(x, context, activation=activation, has_bias=bias is not None)
+    product = weight.product(x, context, Use(activation, has_bias=bias is not None))
     context.choose("gate_up", product.part)
     if product.part.reason is not None:
         gate_up = linear(x, weight, bias, context=context)

@@ -25,7 +25,7 @@ from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import routing_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.sharding import partition_specs
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Use, Weight
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
 
@@ -284,7 +284,7 @@ def _run_local_experts(
     products, is_of_codes = {}, {}
     first, gate = ("gate_up", activation) if "gate_up" in experts else ("up", None)
     for name, after in ((first, gate), ("down", None)):
-        products[name] = experts[name].product(x, context, activation=after, of_groups=True)
+        products[name] = experts[name].product(x, context, Use(after, of_groups=True))
         is_of_codes[name] = context.choose("experts", products[name].part) == Kernel.GROUPED_CODES
     has_tiles_of_codes = all(is_of_codes.values())
 

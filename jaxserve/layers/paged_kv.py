@@ -36,7 +36,13 @@ class PagedKV(Pages):
         chunk_size: int | None = None,
         scales: Float[Array, "K 2"] | None = None,
     ) -> tuple[Float[Array, "T H D"], "PagedKV"]:
-        """Write K and V into their pages, then attend over block tables, as `KeyValueCache` says.
+        """Normalise and rotate a step's queries and keys, write K and V into their pages, then attend over block
+        tables: over everything stored.
+
+        `qkv` has for each KV head the queries that attend with it, then its key, then its value. `head_norms` None
+        leaves norms to others, `rotation` None positions. With `chunk_size` a token attends to tokens of its chunk of
+        the text alone. `scales` are those of the checkpoint for keys and values in 8 bits, None to make one for each
+        token.
 
         Heads that are split over a mesh axis stay split: every device writes and reads its own KV heads, and nothing is
         exchanged.
@@ -80,7 +86,7 @@ class PagedKV(Pages):
         return context.call(island, makes, qkv, self, scores, scales, head_norms, rotation, batch)
 
     def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
-        """Attend over what another layer of this step has written, as `KeyValueCache` says."""
+        """Attend with normalised and rotated queries over what another layer has stored, this step's tokens too."""
 
         def on_local_heads(q: Any, cache: Any, scores: Any, batch: Any) -> Array:
             return attend_over_pages(q, cache, batch, scores, kernels=kernels)

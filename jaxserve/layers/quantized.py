@@ -17,7 +17,7 @@ from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.codes_by_xla import dequantize, multiply_codes
 from jaxserve.layers.context import Kernel, Part, StepContext
 from jaxserve.layers.sharding import names_of, partition_specs
-from jaxserve.layers.weight import Product, Weight, why_not_fused, why_not_in_groups, with_one_axis
+from jaxserve.layers.weight import ALONE, Product, Use, Weight, why_not_in_groups, with_one_axis
 from jaxserve.quantization.scheme import Parts, Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls, row_quantization, scaled_matmul
 from pallas_kernels.grouped_matmul import Plan
@@ -74,31 +74,19 @@ class Quantized(Weight):
         return f"it is stored as {self.scheme}"
 
     @override
-    def product(
-        self,
-        x: Any,
-        context: StepContext,
-        *,
-        reason: str | None = None,
-        activation: str | Gate | None = None,
-        has_bias: bool = False,
-        of_few_rows: bool = False,
-        of_groups: bool = False,
-    ) -> Product:
+    def product(self, x: Any, context: StepContext, use: Use = ALONE) -> Product:
         """Choose kernels that multiply rounded rows, or convert codes."""
-        if of_groups:
-            return self._product_of_groups(x.dtype, activation, context)
-        left_out = why_not_fused(activation, context, has_bias=has_bias, of_few_rows=of_few_rows)
-        reason, is_gated = reason or left_out, activation is not None and left_out is None
+        if use.of_groups:
+            return self._product_of_groups(x.dtype, use.activation, context)
+        reason = use.why_not_fused(context)
+        activation = use.activation if reason is None else None
         if (matrix := self._type_of_rounded(x.shape[0], len(x.shape) - 1)) is not None:
-            return self._product_of_rounded(matrix, reason, activation if is_gated else None)
+            return self._product_of_rounded(matrix, reason, activation)
         part = self._part_of_codes(x) if context.kernels != "xla" else Part(Kernel.XLA, self.stored_as)
         if part.kernel == Kernel.XLA:
-            return Product(Part(Kernel.XLA, self.stored_as if is_gated else reason or part.reason), self._multiply)
-        return Product(
-            Part(part.kernel, reason),
-            functools.partial(self._multiply_codes, part.kernel, activation if is_gated else None),
-        )
+            why = reason or part.reason if activation is None else self.stored_as
+            return Product(Part(Kernel.XLA, why), self._multiply)
+        return Product(Part(part.kernel, reason), functools.partial(self._multiply_codes, part.kernel, activation))
 
     def _part_of_codes(self, x: Any) -> Part:
         """Return which kernel converts a device's codes for rows like these."""

@@ -101,19 +101,6 @@ class Recurrent(Protocol):
         ...
 
 
-@runtime_checkable
-class StateCache(Protocol):
-    """A LayerCache of layers with a state."""
-
-    def advance(
-        self, projected: Projected, weights: StateWeights, batch: Batch, block: Recurrent | None
-    ) -> tuple[Float[Array, " T N *values"], Any]:
-        """Return the output of the recurrence, or of the convolution if there is no `block`, in float32, and the cache
-        after the step.
-        """
-        ...
-
-
 class States(NamedTuple):
     """The states of all slots, donated."""
 
@@ -124,8 +111,9 @@ class States(NamedTuple):
     def advance(
         self, projected: Projected, weights: StateWeights, batch: Batch, block: Recurrent | None
     ) -> tuple[Float[Array, " T N *values"], "States"]:
-        """Advance the states of the step's rows by their tokens. A device does so for its own heads or channels; the
-        values of heads are with the first axis of the first convolution's channels.
+        """Advance the states of the step's rows by their tokens; return the output of the recurrence, or of the
+        convolution if there is no `block`, in float32, and the states after the step. A device does so for its own
+        heads or channels; the values of heads are with the first axis of the first convolution's channels.
 
         Raises NotImplementedError for rows of drafts, which would have to be taken back.
         """

@@ -26,6 +26,38 @@ from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import UnscaledProduct
 
 
+class Use(NamedTuple):
+    """What a product is for.
+
+    Attributes:
+        activation: follows the product, by a weight of gate and up [2, F, E], as the entries of one of groups are.
+        has_bias: a bias is added to the product.
+        of_few_rows: there are rarely many of the rows: XLA's kernels for them are up to 2% faster, but XLA tries out
+            dozens for each shape, which was most of the compilation at the start of an 8B model.
+        of_groups: the weight is one of experts, local to a device, of which each row has one.
+    """
+
+    activation: str | Gate | None = None
+    has_bias: bool = False
+    of_few_rows: bool = False
+    of_groups: bool = False
+
+    def why_not_fused(self, context: StepContext) -> str | None:
+        """Return why no kernel computes a product with its activation, or one of few rows, whatever the weight is."""
+        if self.of_few_rows:
+            return NO_KERNELS if context.kernels == "xla" else "it has a bias" if self.has_bias else None
+        if self.activation is None:
+            return None
+        if self.has_bias:
+            return "it has a bias"
+        if not isinstance(self.activation, str) or self.activation not in FUSED_ACTIVATIONS:
+            return why_not_activation(self.activation)
+        return NO_KERNELS if context.kernels == "xla" else None
+
+
+ALONE = Use()
+
+
 class Weight(abc.ABC):
     """A matrix of logical shape [*outputs, *inputs]; inside `shard_map`, the device's shard of one.
 
@@ -66,29 +98,14 @@ class Weight(abc.ABC):
         """What kernels for plain matrices do not read, such as "it is stored as int4"; None for plain values."""
         return "it is not stored as its values"
 
-    def product(
-        self,
-        x: Any,  # noqa: ARG002 (for formats)
-        context: StepContext,
-        *,
-        reason: str | None = None,
-        activation: str | Gate | None = None,
-        has_bias: bool = False,
-        of_few_rows: bool = False,
-        of_groups: bool = False,
-    ) -> "Product":
+    def product(self, x: Any, context: StepContext, use: Use = ALONE) -> "Product":  # noqa: ARG002 (for formats)
         """Return how rows like `x` [T, *inputs] are multiplied: by XLA, where a format has nothing better.
 
-        `x` is an array, QuantizedRows, or the type of either; `reason` is against faster kernels. With an `activation`
-        the weight is gate and up [2, F, E], and so are the entries of one `of_groups`. `has_bias` tells that a bias is
-        added to the product, and `of_few_rows` that there are rarely many of the rows: XLA's kernels for them are up to
-        2% faster, but XLA tries out dozens for each shape, which was most of the compilation at the start of an 8B
-        model. `of_groups` means a weight of experts, local to a device, of which each row has one.
+        `x` is an array, QuantizedRows, or the type of either.
         """
-        if of_groups:
-            return Product(Part(Kernel.XLA, self.stored_as), self._multiply_groups(activation))
-        reason = reason or why_not_fused(activation, context, has_bias=has_bias, of_few_rows=of_few_rows)
-        return Product(Part(Kernel.XLA, reason or self.stored_as), self._multiply)
+        if use.of_groups:
+            return Product(Part(Kernel.XLA, self.stored_as), self._multiply_groups(use.activation))
+        return Product(Part(Kernel.XLA, use.why_not_fused(context) or self.stored_as), self._multiply)
 
     def quantized_matrix(self, num_inputs: int) -> QuantizedMatrix | None:  # noqa: ARG002 (for formats)
         """Return codes and scales as kernels of several weights take them, or None if it has none.
@@ -209,21 +226,6 @@ class Product(NamedTuple):
     """(x) -> the product as XLA leaves it on a GPU; None if rows are not rounded, or a kernel multiplies them."""
 
 
-def why_not_fused(
-    activation: str | Gate | None, context: StepContext, *, has_bias: bool, of_few_rows: bool
-) -> str | None:
-    """Return why no kernel computes a product with its activation, or one of few rows, whatever the weight is."""
-    if of_few_rows:
-        return NO_KERNELS if context.kernels == "xla" else "it has a bias" if has_bias else None
-    if activation is None:
-        return None
-    if has_bias:
-        return "it has a bias"
-    if not isinstance(activation, str) or activation not in FUSED_ACTIVATIONS:
-        return why_not_activation(activation)
-    return NO_KERNELS if context.kernels == "xla" else None
-
-
 def output_sharding(
     weight: NamedSharding, num_outputs: int, *, leaves_partial_sums: bool = False
 ) -> NamedSharding | None:
@@ -278,32 +280,22 @@ class Dense(Weight):
         return None
 
     @override
-    def product(
-        self,
-        x: Any,
-        context: StepContext,
-        *,
-        reason: str | None = None,
-        activation: str | Gate | None = None,
-        has_bias: bool = False,
-        of_few_rows: bool = False,
-        of_groups: bool = False,
-    ) -> Product:
+    def product(self, x: Any, context: StepContext, use: Use = ALONE) -> Product:
         """Choose kernels for plain matrices.
 
         For matrices of 16 bits XLA's kernels are the fastest with many rows, and tried out for each shape.
         """
-        if of_groups:
-            return self._product_of_groups(activation, context)
-        reason = reason or why_not_fused(activation, context, has_bias=has_bias, of_few_rows=of_few_rows)
-        if reason is None and of_few_rows:
+        if use.of_groups:
+            return self._product_of_groups(use.activation, context)
+        reason = use.why_not_fused(context)
+        if reason is None and use.of_few_rows:
             reason = self._why_not_few_rows(x)
             if reason is None:
                 return Product(Part(Kernel.SMALL_MATMUL), functools.partial(self._multiply_few_rows, context.kernels))
-        elif reason is None and isinstance(activation, str):
+        elif reason is None and isinstance(use.activation, str):
             reason = gated_linear_unit.why_not(x, self.shard)
             if reason is None:
-                run = functools.partial(self._gated_linear_unit, ACTIVATIONS[activation], context.kernels)
+                run = functools.partial(self._gated_linear_unit, ACTIVATIONS[use.activation], context.kernels)
                 return Product(Part(Kernel.GATED_LINEAR_UNIT), run)
         return Product(Part(Kernel.XLA, reason), self._multiply)
 

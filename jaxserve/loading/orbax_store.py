@@ -27,10 +27,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.layouts import Layout, layouts, put
-from jaxserve.layers.params import LeafSpec, Params, ParamSpec, leaf_specs
+from jaxserve.layers.layouts import Layout, layouts, put, schemes_of, with_schemes
+from jaxserve.layers.params import LeafSpec, Params, ParamSpec, leaf_specs, path_name
 from jaxserve.layers.quantized import Quantized
-from jaxserve.layers.schemes import schemes_of, with_schemes
 from jaxserve.loading.huggingface import SourceWeight, bar_of_bytes
 from jaxserve.loading.store_manifest import (
     FORMAT_VERSION,
@@ -76,7 +75,7 @@ def load_store(
         )
 
     def load(path: Any, leaf: LeafSpec, layout: Layout) -> jax.Array:
-        stored, served = opened(_name(path), leaf), leaf.dtype_in(dtype)
+        stored, served = opened(path_name(path), leaf), leaf.dtype_in(dtype)
         shards = [
             jax.device_put(_shard(layout.shard(stored, index), served, device), device)
             for device, index in layout.sharding.addressable_devices_indices_map(layout.shape).items()
@@ -88,7 +87,7 @@ def load_store(
         return array
 
     def load_weight(path: Any, spec: ParamSpec, stored: ParamSpec, layout: Any) -> Any:
-        if stored.scheme is None or _name(path) in held:
+        if stored.scheme is None or path_name(path) in held:
             return jax.tree_util.tree_map_with_path(
                 lambda more, *leaf: load((*path, *more), *leaf), spec.leaves, layout
             )
@@ -108,7 +107,7 @@ def _dequantized(spec: ParamSpec, path: Any, opened: Callable[[str, LeafSpec], n
     def rows(name: str, leaf: LeafSpec | None) -> np.ndarray | None:
         return None if leaf is None else opened(name, leaf).reshape(-1, math.prod(leaf.shape[outputs:]))
 
-    outputs, name = len(spec.shape) - spec.num_inputs, _name(path)
+    outputs, name = len(spec.shape) - spec.num_inputs, path_name(path)
     arrays = leaves.parts._asdict().items()
     found = Parts(**{part: rows(f"{name}.parts.{part}", leaf) for part, leaf in arrays})
     values = values_of(leaves.scheme, found)
@@ -290,10 +289,5 @@ def _copy(mapped: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return copy
 
 
-def _name(path: Any) -> str:
-    """Return Orbax's name of the leaf at this path, such as layers.0.mlp.down."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def _flat(tree: Params) -> dict[str, Any]:
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -13,9 +13,21 @@ from jaxserve.config import KVCacheDType
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.multimodal import TEXT_OF, stored_names
-from jaxserve.quantization import METHODS, formats_of
-from jaxserve.quantization.method import Expected
+from jaxserve.quantization import awq, bitsandbytes, compressed_tensors, gptq, modelopt, mxfp4, plain
+from jaxserve.quantization.method import Config, Expected, Method
 from jaxserve.quantization.stored import Format
+
+METHODS: dict[str, Method] = {
+    "awq": awq.METHOD,
+    "bitsandbytes": bitsandbytes.METHOD,
+    "compressed-tensors": compressed_tensors.METHOD,
+    "fbgemm_fp8": plain.FBGEMM_FP8,
+    "fp8": plain.FP8,
+    "gptq": gptq.METHOD,
+    "modelopt": modelopt.METHOD,
+    "mxfp4": mxfp4.METHOD,
+}
+"""The methods of quantized checkpoints, by `quant_method` of their configs."""
 
 FILES = {
     "hf_quant_config.json": "modelopt",
@@ -60,7 +72,7 @@ def stored_formats(directory: pathlib.Path, fields: Mapping[str, Any]) -> tuple[
         if method == "mxfp4" and fields.get("model_type") == "gpt_oss":
             continue
         try:
-            found[where] = formats_of(method, content, where)
+            found[where] = _formats_of(method, content, where)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
     if len(set(found.values())) > 1:
@@ -160,6 +172,21 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
             found[name] = method or content.get("quant_method"), content
     has_file = any(method for where, (method, _) in found.items() if where in FILES)
     return {where: each for where, each in found.items() if each[0] or where in FILES or not has_file}
+
+
+def _formats_of(name: Any, config: Config, where: str) -> tuple[Format, ...]:
+    """Return the formats that matrices of a checkpoint may have.
+
+    `config` is the object that describes the method of this name; `where` names it in errors. Raises CheckpointError,
+    naming what is not supported.
+    """
+    readers = {name: method.formats for name, method in METHODS.items() if method.formats is not None}
+    if not isinstance(name, str) or name not in readers:
+        raise CheckpointError(
+            f"quantized checkpoints are not supported, other than {', '.join(readers)} and gpt_oss in mxfp4: "
+            f"quant_method of {where} is {name!r:.100}"
+        )
+    return readers[name](config, where)
 
 
 def _producer(content: Mapping[str, Any]) -> str | None:

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.layers.layouts import rounded_to, with_schemes
 from jaxserve.layers.params import Params, ParamSpec, path_name
-from jaxserve.layers.schemes import rounded_to, with_schemes
 from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store, store_manifest
 from jaxserve.loading.expected_weights import expected_weights
 from jaxserve.quantization.scheme import SCHEMES, Scheme

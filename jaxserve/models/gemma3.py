@@ -17,20 +17,11 @@ from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
     "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 

@@ -13,7 +13,7 @@ from jaxserve.engine.startup import check_kernels
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.gpus import Gpu
-from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.layouts import schemes_of
 from jaxserve.planning.absent import can_compile
 from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
 from jaxserve.planning.times import Estimate, Kind, estimate_prefill, estimate_step

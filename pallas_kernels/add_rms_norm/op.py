@@ -1,14 +1,11 @@
 """The public operation: everything between two blocks of a layer, up to the next block's weights."""
 
-from typing import Literal, get_args
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm.sm90 import add_normed_update_sm90, add_rms_norm_sm90
-
-Implementation = Literal["xla", "sm90"]
+from pallas_kernels.implementation import Implementation, is_sm90
 
 
 def add_rms_norm(
@@ -29,7 +26,7 @@ def add_rms_norm(
     unknown implementation; NotImplementedError for dtypes and sizes that "sm90", the kernel for Hopper GPUs, does not
     support.
     """
-    if _is_sm90(implementation):
+    if is_sm90(implementation):
         return add_rms_norm_sm90(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
     total = x + _finished(update, update_gain, eps, update_scale)
     return total, _rms_norm(total, weight, eps)
@@ -45,7 +42,7 @@ def add_normed_update(
     implementation: Implementation = "xla",
 ) -> Float[Array, "T E"]:
     """Return the sum that `add_rms_norm` does, of an update that is normalised; arguments and errors are the same."""
-    if _is_sm90(implementation):
+    if is_sm90(implementation):
         return add_normed_update_sm90(x, update, update_gain, eps=eps, update_scale=update_scale)
     return x + _finished(update, update_gain, eps, update_scale)
 
@@ -61,10 +58,3 @@ def _rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) ->
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(jnp.float32)[None]).astype(x.dtype)
-
-
-def _is_sm90(implementation: str) -> bool:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    return implementation == "sm90"

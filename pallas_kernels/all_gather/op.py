@@ -1,14 +1,11 @@
 """The public operation: logits, say, of which each device has those of a part of the vocabulary."""
 
-from typing import Literal, get_args
-
 from jax import lax
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.all_gather.sm90 import all_gather_sm90
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.peers import PeerBuffers
-
-Implementation = Literal["xla", "sm90"]
 
 
 def all_gather(
@@ -23,9 +20,7 @@ def all_gather(
     Raises ValueError for an unknown implementation and peers along another axis; NotImplementedError for what "sm90"
     does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if peers is not None:
         peers.check_axis(axis_name)
     if implementation == "sm90" and peers is not None:

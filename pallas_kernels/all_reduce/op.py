@@ -1,7 +1,5 @@
 """The public operations: reduce partial sums over devices, alone and as they occur between two blocks of a layer."""
 
-from typing import Literal, get_args
-
 import jax
 from jax import lax
 from jaxtyping import Array, Float
@@ -9,9 +7,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
 from pallas_kernels.device.rows import why_not_row
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.peers import PeerBuffers
-
-Implementation = Literal["xla", "sm90"]
 
 
 def all_reduce(
@@ -66,8 +63,6 @@ def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | 
 
 
 def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if peers is not None:
         peers.check_axis(axis_name)

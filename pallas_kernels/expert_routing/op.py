@@ -1,15 +1,12 @@
 """The public operation: everything between a router's logits and the matmuls of the experts."""
 
-from typing import Literal, get_args
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.expert_routing.routing import Routed, Routing
 from pallas_kernels.expert_routing.sm90 import expert_routing_sm90
 from pallas_kernels.expert_routing.xla import expert_routing_xla
-
-Implementation = Literal["xla", "sm90"]
+from pallas_kernels.implementation import Implementation, check_implementation
 
 
 def expert_routing(
@@ -34,9 +31,7 @@ def expert_routing(
     "sm90" is one Mosaic kernel for Hopper GPUs, two for many tokens; "xla" runs anywhere. Raises ValueError for an
     unknown implementation or inconsistent sizes; NotImplementedError for what "sm90" does not support, see `why_not`.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     num_experts = routing.num_experts
     if logits.shape[1] != num_experts or logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32 of {num_experts} experts, got {logits.dtype} of {logits.shape}")

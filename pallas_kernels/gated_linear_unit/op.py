@@ -1,14 +1,12 @@
 """The public operation: gate and up of an MLP as one matmul for many rows, with the activation in its epilogue."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.small_matmul import matmul
-
-Implementation = Literal["xla", "sm90"]
 
 
 def gated_linear_unit(
@@ -28,9 +26,7 @@ def gated_linear_unit(
     shapes that do not match, NotImplementedError for what "sm90" does not support: fewer than 128 rows, dtypes other
     than bfloat16 and float16, K that is not a multiple of 64, N that is not a multiple of 8 or is less than 128.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if weight.shape != (2, weight.shape[1], x.shape[1]):
         raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}, which must be [2, N, K]")
     if implementation == "sm90":

@@ -3,7 +3,6 @@
 The kernel is that of `scaled_matmul`, for values that are not codes: a tile has the same outputs of gate and of up.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -12,27 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
+from pallas_kernels.device.product_of_tiles import BYTES, ROWS, UNITS, Config, Problem, launch
 
 COLUMNS = BYTES // 2
 """Columns of K in a step of the ring."""
 TILE = UNITS * ROWS
 """Rows of a tile. With fewer rows or outputs of gate, a tile would be larger than the operands."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the work is divided; `heuristic` picks one."""
-
-    outputs: int
-    """Outputs of a tile, of gate and of up each: a multiple of 16, at most 128."""
-    cluster: int
-    """CTAs that use the same weights: 1 or 2."""
-    band: int = 16
-    """Row tiles of a CTA that are processed together before the next ones."""
-    num_blocks: int = NUM_SMS
-    """Number of CTAs."""
 
 
 def heuristic(num_rows: int) -> Config:
@@ -88,6 +72,7 @@ def gated_linear_unit_sm90(
         depth=depth,
         steps_of_scale=depth,
         num_groups=config.num_blocks // config.cluster,
+        promotes=False,
         activation=activation,
         interpret=interpret,
     )

@@ -20,7 +20,7 @@ from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLE
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 
 SIZES = (8, 16, 32)
@@ -215,9 +215,5 @@ def _call(
         grid_names=("block",),
         num_threads=NUM_COMPUTE + 2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(*tiles, x, weight, *optional)

@@ -30,7 +30,7 @@ from pallas_kernels.grouped_codes.wide_kernel import (
     kernel,
 )
 from pallas_kernels.grouped_matmul import Plan, plan
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 MAX_X_SLOTS = 12
@@ -274,9 +274,5 @@ def _call(
         grid_names=("block",),
         num_threads=UNITS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(*tiles, x, weight, scales, *optional)

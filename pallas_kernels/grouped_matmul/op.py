@@ -1,7 +1,6 @@
 """The public operation: the matmuls of a layer's experts, over tokens sorted by expert."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,8 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_matmul.sm90 import grouped_matmul_sm90
 from pallas_kernels.grouped_matmul.tiles import Plan
 from pallas_kernels.grouped_matmul.xla import grouped_matmul_xla
-
-Implementation = Literal["xla", "sm90"]
+from pallas_kernels.implementation import Implementation, check_implementation
 
 
 def grouped_matmul(
@@ -40,9 +38,7 @@ def grouped_matmul(
     dtypes that differ; NotImplementedError for what "sm90" does not support: dtypes other than bfloat16 and float16, K
     that is not a multiple of 64, N that is not a multiple of 8 or is less than 64.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     outputs = weight.shape[1:-1]
     if len(outputs) != 1 + (activation is not None) or (activation is not None and outputs[0] != 2):
         wanted = "[X, N, K]" if activation is None else "[X, 2, N, K], gate and up"

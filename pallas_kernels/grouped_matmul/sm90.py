@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, plan, tile_rows
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 
 MAX_TILE = 256  # weight rows of one wgmma
 
@@ -189,9 +189,5 @@ def _call(
         grid_names=("block",),
         num_threads=units + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(*tiles, x, weight, *(() if bias is None else (bias,)))

@@ -4,16 +4,13 @@
 takes finished keys and values.
 """
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90
 from pallas_kernels.kv_write.xla import rope_and_write_kv_xla
 from pallas_kernels.paging import Pages
-
-Implementation = Literal["xla", "sm90"]
 
 
 def rope_and_write_kv(
@@ -44,9 +41,7 @@ def rope_and_write_kv(
     implementation, a head without queries or gains that differ from a head in size; NotImplementedError for dtypes and
     shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if qkv.shape[2] < 3:
         raise ValueError(f"qkv must have a query, a key and a value for each head, got {qkv.shape[2]} vectors")
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)

@@ -1,14 +1,11 @@
 """The public operation: a latent attention layer calls it after `kv_write` has stored the step's latents and keys."""
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.latent_attention.sm90 import latent_attention_sm90
 from pallas_kernels.latent_attention.xla import latent_attention_xla
 from pallas_kernels.paging import Pages
-
-Implementation = Literal["xla", "sm90"]
 
 
 def latent_attention(
@@ -43,9 +40,7 @@ def latent_attention(
     implementation or a latent that is not part of the vectors; NotImplementedError for dtypes and shapes that "sm90",
     the kernel for Hopper GPUs, does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if not 0 < latent_size <= q.shape[2]:
         raise ValueError(
             f"latent_size must be from 1 to {q.shape[2]}, the size of a position's vector, got {latent_size}"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
 from pallas_kernels.latent_attention.merge import NUM_CTAS, WARPGROUPS, merge
 from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
@@ -145,11 +145,6 @@ def _call(
         kernel(problem, Global(*given), Shared(q_smem, q_boxes, *refs[len(Global._fields) + 1 :]))
 
     parts = (2 * problem.num_splits, problem.part_rows, problem.latent_size)
-    parameters = plgpu.CompilerParams(
-        approx_math=True,
-        reduction_scratch_bytes=0,  # no reduction crosses warps
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-    )
     out, parts, part_lse = plgpu.kernel(
         body,
         kernel_name="latent_attention",
@@ -178,7 +173,7 @@ def _call(
         grid_names=("split",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=parameters,
+        compiler_params=BY_LANES,
     )(q, pages, block_tables, jnp.stack(plan.tiles), jnp.stack(plan.splits))
     out_ref = jax.new_ref(out)  # changed in place by the second kernel
     plgpu.kernel(
@@ -188,6 +183,6 @@ def _call(
         grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name="wg",
-        compiler_params=parameters,
+        compiler_params=BY_LANES,
     )(jnp.stack(plan.cuts), parts, part_lse, out_ref)
     return jax.freeze(out_ref)

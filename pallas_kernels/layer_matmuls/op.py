@@ -1,18 +1,17 @@
 """The public operations: a layer of a decode step, and its part after the attention."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls import sm90
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
-
-Implementation = Literal["xla", "sm90"]
 
 
 class Weights(NamedTuple):
@@ -53,7 +52,7 @@ def layer_matmuls(
     rows or more than 64, dtypes other than bfloat16, K that is not a multiple of 64, outputs that are not a multiple of
     8, less than 64 or so many that a CTA has more than 16 tiles, GPUs with fewer than 132 multiprocessors.
     """
-    _check_implementation(implementation)
+    check_implementation(implementation)
     _check_shapes(heads.shape, residual, weights, gains)
     if implementation == "xla":
         x, normed = matmul_then_norm(heads, weights.o, residual=residual, gain=gains[0], eps=eps)
@@ -103,7 +102,7 @@ def decode_layer(
     does, and NotImplementedError for more than 16 rows, heads that are not 64 or 128 wide or are partly rotated, more
     than 64 queries per KV head, and pages of another dtype or of other than 8, 16, 32 or 64 tokens.
     """
-    _check_implementation(implementation)
+    check_implementation(implementation)
     _check_shapes(_heads_of(qkv).shape, residual, weights, gains)
     if pages.v.shape != pages.k.shape or pages.v.dtype != pages.k.dtype:
         raise ValueError(f"v must be in pages as k, {_describe(pages.k)}, got {_describe(pages.v)}")
@@ -143,12 +142,6 @@ def _heads_of(qkv: Float[Array | jax.ShapeDtypeStruct, "M K members D"]) -> jax.
 
 def _describe(x: Array) -> str:
     return f"{x.dtype} of shape {x.shape}"
-
-
-def _check_implementation(implementation: str) -> None:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
 
 
 def _check_shapes(heads: tuple[int, ...], residual: Array, weights: Weights, gains: tuple[Array, Array]) -> None:

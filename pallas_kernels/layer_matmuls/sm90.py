@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
 from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
@@ -454,11 +454,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
         **clusters,
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
 

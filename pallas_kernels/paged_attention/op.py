@@ -3,15 +3,12 @@
 Rows with longer chunks use `ragged_prefill_attention`.
 """
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.paged_attention.sm90 import paged_attention_sm90
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 from pallas_kernels.paging import Pages, Scores
-
-Implementation = Literal["xla", "sm90"]
 
 
 def paged_attention(
@@ -20,7 +17,6 @@ def paged_attention(
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
-    query_lens: Int[Array, " B"] | None = None,
     scores: Scores,
     room: int | None = None,
     implementation: Implementation = "xla",
@@ -28,13 +24,13 @@ def paged_attention(
     """Compute causal attention of the last tokens of B sequences over keys and values in pages.
 
     The context of row b is its first `seq_lens[b]` positions (this step's tokens included), with page `block_tables[b,
-    n]` holding the positions [n * S, (n + 1) * S). Its queries are the first `query_lens[b]` of q[b] (None: all Q), the
-    last of them at position seq_lens[b] - 1; each attends to its position and those before it, as far as `scores` says.
-    H is a multiple of K: each run of H // K query heads uses the same KV head.
+    n]` holding the positions [n * S, (n + 1) * S). The last of its Q queries is at position seq_lens[b] - 1; each
+    attends to its position and those before it, as far as `scores` says. H is a multiple of K: each run of H // K query
+    heads uses the same KV head.
 
     Returns the attention in q's dtype, and the logarithm of the softmax's denominator (LSE) in float32, by which
     results over parts of a context can be combined. Scores and softmax are float32 whatever the dtype of q and the
-    pages. Entries that are not queries, including all of a row with sequence length 0, get 0 and -inf. With a `room` of
+    pages. Rows with sequence length 0 get 0 and -inf. With a `room` of
     R, at least B, the result has R - B undefined rows after those, into which other results may be written; otherwise R
     is B. Pages and positions outside a row's context never affect its result, whatever they contain (NaN too). Cost
     follows the contexts in use, not B, N or P.
@@ -43,9 +39,7 @@ def paged_attention(
     implementation, shapes that do not match, too little room, or a window or cap that is not positive;
     NotImplementedError for dtypes and shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if room is not None and room < q.shape[0]:
         raise ValueError(f"room must be {q.shape[0]} or more, the number of rows, got {room}")
     scores.check(num_heads=q.shape[2], num_kv_heads=pages.k.shape[1])
@@ -56,7 +50,6 @@ def paged_attention(
         pages,
         block_tables=block_tables,
         seq_lens=seq_lens,
-        query_lens=query_lens,
         scores=scores,
         room=room,
     )

@@ -13,13 +13,12 @@ def paged_attention_reference(
     *,
     block_tables: Int[np.ndarray, "B N"],
     seq_lens: Int[np.ndarray, " B"],
-    query_lens: Int[np.ndarray, " B"] | None = None,
     scores: Scores,
 ) -> tuple[Float[np.ndarray, "B Q H D"], Float[np.ndarray, "B Q H"]]:
     """See `paged_attention`; arrays in NumPy, the results in float64."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
     for row, seq_len in enumerate(seq_lens.tolist()):
-        num_queries = 0 if seq_len == 0 else q.shape[1] if query_lens is None else int(query_lens[row])
+        num_queries = 0 if seq_len == 0 else q.shape[1]
         out[row, :num_queries], lse[row, :num_queries] = attend_reference(
             q[row, :num_queries],
             pages,

@@ -66,7 +66,6 @@ def paged_attention_sm90(
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
-    query_lens: Int[Array, " B"] | None,
     scores: Scores,
     room: int,
     config: Config | None = None,
@@ -105,11 +104,9 @@ def paged_attention_sm90(
         interpret=interpret,
         has_scales=has_scales,
     )
-    if query_lens is None:
-        query_lens = jnp.full_like(seq_lens, num_queries)
     plan = make_plan(
         seq_lens,
-        query_lens,
+        jnp.full_like(seq_lens, num_queries),
         num_tiles=problem.num_tiles,
         num_splits=config.num_splits,
         block_kv=config.block_kv,

@@ -21,7 +21,6 @@ def paged_attention_xla(
     *,
     block_tables: Int[Array, "B N"],
     seq_lens: Int[Array, " B"],
-    query_lens: Int[Array, " B"] | None,
     scores: Scores,
     room: int,
 ) -> tuple[Float[Array, "R Q H D"], Float[Array, "B Q H"]]:
@@ -31,11 +30,8 @@ def paged_attention_xla(
     is_on_gpu = runs_on_a_gpu()
     group = num_rows if is_on_gpu else min(GROUP, num_rows)
     chunk = chunk_on_a_gpu(pages, num_rows=num_rows, chunk=CHUNK) if is_on_gpu else CHUNK
-    if query_lens is None:
-        query_lens = jnp.full_like(seq_lens, num_queries)
-    index = jnp.arange(num_queries)[None]
-    positions = (seq_lens - query_lens)[:, None] + index
-    positions = jnp.where((index < query_lens[:, None]) & (seq_lens > 0)[:, None], positions, -1)
+    positions = (seq_lens - num_queries)[:, None] + jnp.arange(num_queries)[None]
+    positions = jnp.where((seq_lens > 0)[:, None], positions, -1)
 
     def row_group(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         # The last group is moved down to fit into the arrays; the rows that also belong to the previous group get the

@@ -174,7 +174,6 @@ class _Operands(NamedTuple):
 
     scale: Any
     factor: Any
-    bias: Any
     residual: Any
     gain: Any
 
@@ -191,7 +190,6 @@ def _load_operands(block: Block, index: int, matmul: Matmul, tile: Any, chunk: A
     return _Operands(
         scale=None if scales is None else vector(scales.name, matmul.up, scales.dtype),
         factor=None if matmul.squares is None else device.rows_vector(block.smem.factors.at[index], chunk),
-        bias=None if matmul.bias is None else vector(matmul.bias, matmul.up),
         residual=None if norm is None else device.load_transposed(gmem[norm.residual], piece * OUTPUTS, chunk),
         gain=None if norm is None else vector(norm.gain),
     )
@@ -209,8 +207,6 @@ def _finish(block: Block, matmul: Matmul, tile: Any, chunk: Any, sums: Any, oper
         y = sums if factor == 1 else sums * factor
         for factor in (operands.scale, operands.factor):
             y = y if factor is None else y * factor
-        if operands.bias is not None:
-            y = y + operands.bias
         if norm is not None:
             y = (y + operands.residual).astype(gmem[matmul.y].dtype).astype(jnp.float32)  # as it is stored
             device.store_transposed(gmem[norm.normed], y * operands.gain, first, chunk)

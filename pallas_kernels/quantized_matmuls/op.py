@@ -1,11 +1,12 @@
 """The public operations: a matmul of few rows and a quantized weight, and the four of a layer of a decode step."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.layer_matmuls import Weights as DenseWeights
 from pallas_kernels.layer_matmuls import layer_matmuls
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
@@ -17,8 +18,6 @@ from pallas_kernels.quantized_matmuls.sm90 import (
     why_not_rows,
 )
 from pallas_kernels.small_matmul import matmul
-
-Implementation = Literal["xla", "sm90"]
 
 
 class QuantizedWeights(NamedTuple):
@@ -49,7 +48,6 @@ def quantized_matmul(
     x: Float[Array, "M K"],
     weight: QuantizedMatrix,
     *,
-    bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array], Array] | None = None,
     output_dtype: DTypeLike | None = None,
     implementation: Implementation = "xla",
@@ -57,26 +55,23 @@ def quantized_matmul(
     """Compute x @ weight^T, with sums in float32 and the result in x's dtype or another.
 
     With an `activation` the weight is [2, N, K], gate and up, and the result activation(gate) * up; it gets float32 and
-    is a static argument of a jitted function. `bias`, in the shape of the weight's outputs, is added before that.
+    is a static argument of a jitted function.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the codes once and converts them in registers; rows stay in
     bfloat16. "xla" dequantizes the weight and runs anywhere. Raises ValueError for an unknown implementation or shapes
     that do not fit together, NotImplementedError with the reason of `why_not` for what "sm90" cannot do.
     """
-    _check_implementation(implementation)
-    outputs = weight.shape[:-1]
+    check_implementation(implementation)
     if x.ndim != 2 or x.shape[1] != weight.depth:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of {weight.depth} columns")
     if weight.is_gated != (activation is not None):
         raise ValueError("a weight of gate and up and an activation go together")
-    if bias is not None and bias.shape != outputs:
-        raise ValueError(f"bias must have shape {outputs}, got {bias.shape}")
     if implementation == "xla":
         dense = weight.dequantize().astype(x.dtype)
-        return matmul(x, dense, bias=bias, activation=activation, output_dtype=output_dtype)
+        return matmul(x, dense, activation=activation, output_dtype=output_dtype)
     if reason := why_not(x, weight):
         raise NotImplementedError(reason)
-    return matmul_sm90(x, weight, bias=bias, activation=activation, output_dtype=output_dtype or x.dtype)
+    return matmul_sm90(x, weight, activation=activation, output_dtype=output_dtype or x.dtype)
 
 
 def quantized_layer_matmuls(
@@ -94,7 +89,7 @@ def quantized_layer_matmuls(
     "sm90" is one kernel whose CTAs wait for each other: it occupies a whole GPU of 132 multiprocessors. Raises as
     `quantized_matmul` does, with the reason of `why_no_layer`.
     """
-    _check_implementation(implementation)
+    check_implementation(implementation)
     if implementation == "xla":
         dense = [None if weight is None else weight.dequantize().astype(heads.dtype) for weight in weights]
         o, gate_up, down, qkv = dense
@@ -107,9 +102,3 @@ def quantized_layer_matmuls(
     if reason := why_no_layer(heads, weights):
         raise NotImplementedError(reason)
     return layer_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
-
-
-def _check_implementation(implementation: str) -> None:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")

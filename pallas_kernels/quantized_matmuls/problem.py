@@ -49,7 +49,6 @@ class Matmul(NamedTuple):
     is_gated: bool
     scaling: Scaling
     """What its codes are scaled by: these arrays are in global memory, too."""
-    bias: str | None
     norm: Norm | None
     squares: str | None
     """Name of the squares of x, if x lacks a norm's division."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
-from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY, num_sms
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
@@ -34,7 +34,6 @@ class Product(NamedTuple):
     x: str
     y: str
     weight: QuantizedMatrix
-    bias: str | None = None
     norm: Norm | None = None
     squares: str | None = None
 
@@ -52,7 +51,6 @@ def cut(product: Product) -> Matmul:
         outputs=weight.num_outputs,
         is_gated=weight.is_gated,
         scaling=scaling_of(weight, product.name),
-        bias=product.bias,
         norm=product.norm,
         squares=product.squares,
         num_ctas=min(NUM_SMS, units),
@@ -86,7 +84,7 @@ def run_products(
         weight = product.weight
         vectors = vectors_of_outputs(weight, matmul.scaling)
         values = values | vectors | {matmul.name: lax.bitcast_convert_type(weight.codes, jnp.int8)}
-        names = [matmul.x, matmul.name, *vectors, matmul.bias, matmul.squares]
+        names = [matmul.x, matmul.name, *vectors, matmul.squares]
         if matmul.norm is not None:
             names += [matmul.norm.residual, matmul.norm.gain]
         inputs |= {name: values[name] for name in names if name is not None and name not in outputs}
@@ -125,9 +123,7 @@ def run_products(
         grid_names=("cta",),
         num_threads=NUM_COMPUTE + 2,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=BY_LANES,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
 
@@ -195,17 +191,18 @@ def matmul_sm90(
     x: Float[Array, "M K"],
     weight: QuantizedMatrix,
     *,
-    bias: Float[Array, "..."] | None,
     activation: Callable[[Array], Array] | None,
     output_dtype: Any,
 ) -> Float[Array, "M N"]:
     """See `quantized_matmul`."""
     values = {"x": _pad(x)}
-    if bias is not None:
-        values["bias"] = bias.reshape(-1, 1)
-    product = Product("w", "x", "y", weight, bias=None if bias is None else "bias")
     results = run_products(
-        [product], values, num_rows=len(values["x"]), activation=activation, eps=0.0, output_dtype=output_dtype
+        [Product("w", "x", "y", weight)],
+        values,
+        num_rows=len(values["x"]),
+        activation=activation,
+        eps=0.0,
+        output_dtype=output_dtype,
     )
     return results["y"][: len(x)]
 

@@ -3,15 +3,12 @@
 Rows with one token or a few use `paged_attention`.
 """
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention.sm90 import ragged_prefill_attention_sm90
 from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
-
-Implementation = Literal["xla", "sm90"]
 
 
 def ragged_prefill_attention(
@@ -45,9 +42,7 @@ def ragged_prefill_attention(
     implementation, shapes that do not match, or a window or cap that is not positive; NotImplementedError for dtypes
     and shapes that "sm90", the kernel for Hopper GPUs, does not support.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if before is not None and (before.shape, before.dtype) != (q.shape, q.dtype):
         raise ValueError(f"before must be like q, {q.dtype}{list(q.shape)}, got {before.dtype}{list(before.shape)}")
     scores.check(num_heads=q.shape[1], num_kv_heads=pages.k.shape[1])

@@ -1,7 +1,7 @@
 """The public operations: what stands between two matmuls of 8 bits, up to the codes of the second one's rows."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.device.codes import Code
 from pallas_kernels.device.rows import why_not_row
+from pallas_kernels.implementation import Implementation, is_sm90
 from pallas_kernels.row_quantization import sm90
 from pallas_kernels.row_quantization.rounding import QuantizedRows, UnscaledProduct, codes_of, scale_of
 
-Implementation = Literal["xla", "sm90"]
 FEWEST_ROWS_ALONE = 1024
 """With fewer rows that are rounded alone, XLA's two kernels take less time than ours: see NOTES.md."""
 
@@ -32,7 +32,7 @@ def quantize_rows(x: Float[Array, "M K"], code: Code, *, implementation: Impleme
     "sm90" is a Mosaic kernel for Hopper GPUs. Raises ValueError for an unknown implementation, NotImplementedError for
     rows that "sm90" does not take, with the reason.
     """
-    if _is_sm90(implementation):
+    if is_sm90(implementation):
         _check(why_not_row(x.shape[1], x.dtype))
         codes, scales = sm90.quantize_rows(x, code=code)
     else:
@@ -52,7 +52,7 @@ def add_rms_norm_and_quantize(
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T E"], QuantizedRows]:
     """Return what `add_rms_norm` does, the norm as the codes that it is rounded to; errors are those of both."""
-    if not _is_sm90(implementation):
+    if not is_sm90(implementation):
         update = update.values() if isinstance(update, UnscaledProduct) else update
         total, normed = add_rms_norm(x, update, weight, eps=eps)
         return total, quantize_rows(normed, code)
@@ -77,7 +77,7 @@ def gate_and_quantize(
     GPUs. Raises ValueError for an unknown implementation, NotImplementedError for what "sm90" does not take, with the
     reason.
     """
-    if _is_sm90(implementation):
+    if is_sm90(implementation):
         _check(why_not_gated(product))
         codes, scales = sm90.gate_and_quantize(product, code=code, activation=activation)
         return QuantizedRows(codes=codes, scales=scales, dtype=product.dtype)
@@ -94,13 +94,6 @@ def why_not_gated(product: UnscaledProduct) -> str | None:
         f"sums in bfloat16 or float16, in rows of a multiple of {sm90.COLUMNS} values, at most {sm90.MAX_GATED}, got "
         f"{size} in {dtype}"
     )
-
-
-def _is_sm90(implementation: str) -> bool:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
-    return implementation == "sm90"
 
 
 def _check(reason: str | None) -> None:

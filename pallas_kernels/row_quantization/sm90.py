@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.codes import Code
 from pallas_kernels.device.rows import kept, norm, row_layout
-from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.hopper import BY_LANES, NUM_SMS
 from pallas_kernels.row_quantization import gated
 from pallas_kernels.row_quantization.gated import COLUMNS, MAX_GATED, num_warpgroups
 from pallas_kernels.row_quantization.rounding import CODES, UnscaledProduct, codes_of, scale_of
@@ -132,7 +132,5 @@ def gate_and_quantize(
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=BY_LANES,
     )(product.sums.reshape(num_rows, 2, size), product.row_scales, product.output_scales.reshape(2, size))

@@ -1,13 +1,10 @@
 """The public operation: the last of a decode step, after logits processors have had their say."""
 
-from typing import Literal, get_args
-
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.sampling.sm90 import sample_sm90
 from pallas_kernels.sampling.xla import sample_xla
-
-Implementation = Literal["xla", "sm90"]
 
 
 def sample(
@@ -39,8 +36,6 @@ def sample(
 
     "sm90" is a Mosaic kernel for Hopper GPUs, "xla" runs anywhere. Raises ValueError for an unknown implementation.
     """
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     run = sample_sm90 if implementation == "sm90" else sample_xla
     return run(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniform=uniform)

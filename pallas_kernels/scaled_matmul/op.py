@@ -1,7 +1,7 @@
 """The public operations: rows and weights of 8 bits, multiplied by tensor cores for 8 bits and scaled afterwards."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import row_quantization
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.row_quantization import (
     QuantizedRows,
@@ -18,8 +19,6 @@ from pallas_kernels.row_quantization import (
     why_not_gated,
 )
 from pallas_kernels.scaled_matmul.sm90 import scaled_matmul_sm90, why_not_matrix, why_not_values
-
-Implementation = Literal["xla", "sm90"]
 
 
 def why_not(weight: QuantizedMatrix) -> str | None:
@@ -96,9 +95,7 @@ def gated_matmul_and_quantize(
 
 
 def _check(x: QuantizedRows, weight: QuantizedMatrix, *, has_activation: bool, implementation: str) -> None:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     if x.shape[1] != weight.depth:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of {weight.depth} columns")
     if weight.is_gated != has_activation:

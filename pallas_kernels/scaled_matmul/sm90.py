@@ -6,7 +6,6 @@ next tile while the two that multiply store this one. The thread blocks of a clu
 weights: each fetches a part and TMA writes it to all.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -16,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels.hopper import NUM_SMS
+from pallas_kernels.device.product_of_tiles import BYTES, ROWS, UNITS, Config, Problem, launch
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 from pallas_kernels.row_quantization import CODES
-from pallas_kernels.scaled_matmul.kernel import BYTES, ROWS, UNITS, Problem, launch
 
 COLUMNS = BYTES
 """Columns of K in a step of the ring."""
@@ -27,20 +25,6 @@ PIECE = 32
 """Outputs that are stored at a time, at most."""
 TILE = UNITS * ROWS
 """Rows of a tile. With fewer rows a tile would be larger than the operand."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """How the work is cut; `heuristic` picks one."""
-
-    outputs: int
-    """Outputs of a half of a tile: a multiple of 32, at most 128."""
-    cluster: int
-    """Thread blocks that have weights in common: 1 or 2."""
-    band: int = 16
-    """Tiles of rows that are taken together before the next ones, counted as a thread block has them."""
-    num_blocks: int = NUM_SMS
-    """Thread blocks."""
 
 
 def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
@@ -105,6 +89,7 @@ def scaled_matmul_sm90(
         depth=depth,
         steps_of_scale=weight.group_size // COLUMNS,
         num_groups=config.num_blocks // config.cluster,
+        promotes=x.dtype == jnp.float8_e4m3fn,
         activation=activation,
         interpret=interpret,
     )

@@ -6,17 +6,15 @@ their squares, the second one divides its sums by the root mean square. `Normed`
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.small_matmul.sm90 import Epilogue, heuristic, matmul_sm90, why_not
 from pallas_kernels.small_matmul.xla import matmul_xla, rms_norm
-
-Implementation = Literal["xla", "sm90"]
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +42,6 @@ def matmul(
     x: Float[Array, "M K"] | Normed,
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Float[Array, "..."] | None = None,
     output_dtype: DTypeLike | None = None,
@@ -53,7 +50,7 @@ def matmul(
     """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or `output_dtype`.
 
     The weight is [N, K], as in checkpoints. With an `activation` it is [2, N, K], gate and up, and the result
-    activation(gate) * up. `bias`, in the shape of the weight's outputs, is added before that, `residual` after.
+    activation(gate) * up. `residual` is added after that.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the weight at the speed of HBM; "xla" runs anywhere. Raises
     ValueError for an unknown implementation or shapes that do not match, NotImplementedError for what "sm90" does not
@@ -63,7 +60,6 @@ def matmul(
     y, _ = _run(
         x,
         weight,
-        bias=bias,
         activation=activation,
         residual=residual,
         gain=None,
@@ -81,7 +77,6 @@ def matmul_then_norm(
     residual: Float[Array, "..."],
     gain: Float[Array, "..."],
     eps: float,
-    bias: Float[Array, "..."] | None = None,
     implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "M N"], Normed]:
     """Compute y = residual + x @ weight^T, and y after the RMS norm that follows. See `matmul`.
@@ -92,7 +87,6 @@ def matmul_then_norm(
     y, normed = _run(
         x,
         weight,
-        bias=bias,
         activation=None,
         residual=residual,
         gain=gain,
@@ -108,7 +102,6 @@ def _run(
     x: Float[Array, "M K"] | Normed,
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None,
     activation: Callable[[Array], Array] | None,
     residual: Float[Array, "..."] | None,
     gain: Float[Array, "..."] | None,
@@ -116,18 +109,15 @@ def _run(
     output_dtype: DTypeLike | None,
     implementation: str,
 ) -> tuple[Float[Array, "M N"], Normed | None]:
-    if implementation not in get_args(Implementation):
-        known = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"unknown implementation {implementation!r}, there is {known}")
+    check_implementation(implementation)
     rows = x if isinstance(x, Normed) else Normed(x, None, 0.0)
-    _check_shapes(rows.values, weight, bias=bias, residual=residual, gain=gain, is_gated=activation is not None)
+    _check_shapes(rows.values, weight, residual=residual, gain=gain, is_gated=activation is not None)
     if implementation == "xla":
         y = matmul_xla(
             rows.values,
             weight,
             squares=rows.squares,
             eps=rows.eps,
-            bias=bias,
             activation=activation,
             residual=residual,
             output_dtype=output_dtype,
@@ -146,7 +136,6 @@ def _run(
         rows.values,
         weight,
         squares=rows.squares,
-        bias=bias,
         residual=residual,
         gain=gain,
         config=config,
@@ -159,7 +148,6 @@ def _check_shapes(
     x: Float[Array, "M K"],
     weight: Float[Array, "..."],
     *,
-    bias: Float[Array, "..."] | None,
     residual: Float[Array, "..."] | None,
     gain: Float[Array, "..."] | None,
     is_gated: bool,
@@ -171,7 +159,6 @@ def _check_shapes(
     if x.ndim != 2 or x.shape[1] != weight.shape[-1]:
         raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
     for name, value, shape in (
-        ("bias", bias, outputs),
         ("residual", residual, (x.shape[0], outputs[-1])),
         ("gain", gain, outputs[-1:]),
     ):

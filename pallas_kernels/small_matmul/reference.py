@@ -10,14 +10,11 @@ def matmul_reference(
     x: Float[np.ndarray, "M K"],
     weight: Float[np.ndarray, "*outputs K"],
     *,
-    bias: Float[np.ndarray, "*outputs"] | None = None,
     activation: Callable[[np.ndarray], np.ndarray] | None = None,
     residual: Float[np.ndarray, "M N"] | None = None,
 ) -> Float[np.ndarray, "M N"]:
     """See `matmul`."""
     y = np.einsum("mk,...k->m...", x.astype(np.float64), weight.astype(np.float64))
-    if bias is not None:
-        y = y + bias.astype(np.float64)
     if activation is not None:
         y = activation(y[:, 0]) * y[:, 1]
     return y if residual is None else y + residual

@@ -76,7 +76,6 @@ class _Refs(NamedTuple):
     x: Any
     weight: Any
     squares: Any
-    bias: Any
     residual: Any
     gain: Any
     y: Any
@@ -181,7 +180,6 @@ def matmul_sm90(
     weight: Float[Array, "*outputs K"],
     *,
     squares: Float[Array, "64 P"] | None = None,
-    bias: Float[Array, "*outputs"] | None = None,
     residual: Float[Array, "M N"] | None = None,
     gain: Float[Array, " N"] | None = None,
     config: Config,
@@ -201,7 +199,6 @@ def matmul_sm90(
             jnp.pad(x, padding),
             weight,
             squares=squares,
-            bias=bias,
             residual=None if residual is None else jnp.pad(residual, padding),
             gain=gain,
             config=config,
@@ -223,13 +220,11 @@ def matmul_sm90(
         interpret=interpret,
     )
     missing = num_tiles * width - outputs
-    if missing:  # These are not read by TMA, which fills in zeros outside an array.
-        bias, gain = (
-            None if a is None else jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, missing),)) for a in (bias, gain)
-        )
+    if missing and gain is not None:  # It is not read by TMA, which fills in zeros outside an array.
+        gain = jnp.pad(gain, (0, missing))
 
     output_dtype = epilogue.output_dtype or x.dtype
-    operands = (x, weight, squares, bias, residual, gain)
+    operands = (x, weight, squares, residual, gain)
     num_parts = -(-num_tiles * config.cluster // 8) * 8
     results = (
         jax.ShapeDtypeStruct((num_rows, outputs), output_dtype),
@@ -360,9 +355,6 @@ def _compute_tile(problem: _Problem, refs: _Refs, rank: Any, index: Any, tile: A
         parts = _exchange(problem, refs, rank, parts)
     if rstd is not None:
         parts = [part * lax.broadcast_in_dim(rstd, part.shape, (0,)) for part in parts]
-    if refs.bias is not None:
-        sources = [refs.bias.at[columns]] if problem.halves == 1 else [refs.bias.at[half, columns] for half in (0, 1)]
-        parts = [part + _along_rows(source, config.outputs) for part, source in zip(parts, sources, strict=True)]
     y = parts[0]
     if epilogue.activation is not None:
         y = epilogue.activation(parts[0]) * parts[1]

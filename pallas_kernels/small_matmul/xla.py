@@ -14,7 +14,6 @@ def matmul_xla(
     *,
     squares: Float[Array, "R P"] | None,
     eps: float,
-    bias: Float[Array, "*outputs"] | None,
     activation: Callable[[Array], Array] | None,
     residual: Float[Array, "M N"] | None,
     output_dtype: DTypeLike | None,
@@ -32,8 +31,6 @@ def matmul_xla(
     if squares is not None:
         mean_square = jnp.sum(squares[: x.shape[0]], axis=1, keepdims=True) / x.shape[1]
         y = (y * jax.lax.rsqrt(mean_square + eps)).astype(output_dtype)
-    if bias is not None:
-        y += bias.reshape(1, -1).astype(y.dtype)
     if activation is not None:
         gate, up = jnp.split(y, outputs[0], axis=1)
         y = activation(gate) * up

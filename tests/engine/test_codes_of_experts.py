@@ -7,7 +7,7 @@ import stored_matrices as stored
 from golden_models import GOLDENS
 from quantized_models import FIELDS, FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
 
-from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.layouts import schemes_of
 from jaxserve.loading.weights import stored_specs
 
 QWEN = FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.layouts import schemes_of
 from jaxserve.loading.huggingface import source_shapes
 from jaxserve.loading.store_manifest import read_manifest
 from jaxserve.loading.weights import load_weights, stored_specs

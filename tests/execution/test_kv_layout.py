@@ -1,8 +1,10 @@
 """Which layers have block tables and pools in common, for the shapes of known models, and what that costs."""
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.layers.cache import SeveralSpecs, hold_in
 from jaxserve.layers.paged_kv import KVSpec
 
 
@@ -65,6 +67,17 @@ def test_layers_that_read_what_others_keep_have_their_place():
     assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 0)]
     different = (KVSpec(1, 8, 512), KVSpec(2, 8), KVSpec(2, 8, source=1))
     assert kv_layout(different, max_model_len=32768).pool_of_layer == (0, 1, 1)
+
+
+def test_layers_may_keep_a_state_beside_what_they_attend_to():
+    attended, state = KVSpec(1, 8), State(1, 8)
+    specs = (SeveralSpecs((attended, state)),) * 2
+    layout = kv_layout(specs, max_model_len=32768)
+    assert (layout.windows, layout.pool_specs, layout.num_states) == ((None,), specs, 2)
+    assert layout.layers_by_window == {None: 2}
+    assert [spec.parts[0].dtype for spec in hold_in(specs, jnp.dtype(jnp.int8))] == [jnp.dtype(jnp.int8)] * 2
+    with pytest.raises(ValueError, match="attend to all tokens"):
+        SeveralSpecs((KVSpec(1, 8, 512), state))
 
 
 class State(KVSpec):

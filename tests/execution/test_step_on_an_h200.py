@@ -14,7 +14,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.layers import launch
-from jaxserve.layers.schemes import rounded_to
+from jaxserve.layers.layouts import rounded_to
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4

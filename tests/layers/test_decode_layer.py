@@ -31,7 +31,7 @@ from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.latent_attention import PagedLatent
 from jaxserve.layers.layer import ONE_NORM, SANDWICH_NORMS, Arrangement
-from jaxserve.layers.layouts import layouts, put
+from jaxserve.layers.layouts import layouts, put, rounded_to, with_schemes
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.paged_kv import PagedKV
@@ -39,7 +39,6 @@ from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.paths import Kind, LayerShape, choose
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.rope import Rope
-from jaxserve.layers.schemes import rounded_to, with_schemes
 from jaxserve.models import smollm3
 from jaxserve.quantization.scheme import SCHEMES, Parts, Scheme
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul

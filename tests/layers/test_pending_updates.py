@@ -27,8 +27,8 @@ PENDING = {
 class Rounding(Dense):
     """A weight that rounds rows; nothing is multiplied by it."""
 
-    def product(self, x, context, **options):
-        return super().product(x, context, **options)._replace(rounds_to="int8")
+    def product(self, x, context):
+        return super().product(x, context)._replace(rounds_to="int8")
 
 
 def make_update(norm, scale):

@@ -11,13 +11,13 @@ from depths import quick_first
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.context import PLAIN, StepContext
 from jaxserve.layers.layer import Layer
+from jaxserve.layers.layouts import with_rounded_activations
 from jaxserve.layers.mlp import FeedForward, gated_mlp
 from jaxserve.layers.norm import Norm, add_rms_norm, rms_norm
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.paths import Kind, LayerShape, Path, choose
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.rope import Rope
-from jaxserve.layers.schemes import with_rounded_activations
 from jaxserve.quantization.scheme import SCHEMES, RoundedActivations, Scheme
 from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 

@@ -10,10 +10,9 @@ from depths import quick_first, quick_only
 from paged import chunked_logits
 from test_tensor_parallel import SEQUENCE, fields_of, make_mesh
 
-from jaxserve.layers.layouts import abstract_params, layouts, num_bytes, put
+from jaxserve.layers.layouts import abstract_params, layouts, num_bytes, put, rounded_to, schemes_of, with_schemes
 from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.schemes import rounded_to, schemes_of, with_schemes
 from jaxserve.layers.weight import Dense, Weight
 from jaxserve.models import get_family
 from jaxserve.quantization.scheme import SCHEMES

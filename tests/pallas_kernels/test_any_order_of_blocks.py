@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters, registers
-from pallas_kernels.gated_linear_unit import kernel as gated_kernel
+from pallas_kernels.device import product_of_tiles as gated_kernel
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.paged_attention import device as paged_device
 from pallas_kernels.paged_attention import kernel as paged_kernel
@@ -62,7 +62,7 @@ SMALL = {
         small_sm90.Config(outputs=16, block_k=64, stages=2, cluster=2),
     ),
     "four split K": (
-        {"num_rows": 64, "outputs": 128, "depth": 448, "is_gated": True, "has_bias": True, "has_residual": True},
+        {"num_rows": 64, "outputs": 128, "depth": 448, "is_gated": True, "has_residual": True},
         small_sm90.Config(outputs=16, block_k=64, stages=3, cluster=4),
     ),
     "tiles in turns": (

@@ -32,7 +32,6 @@ def make_case(
     heads,
     block_size=16,
     num_queries=1,
-    query_lens=None,
     has_sinks=False,
     has_alibi=False,
     dtype=jnp.bfloat16,
@@ -54,7 +53,6 @@ def make_case(
     layout = {
         "block_tables": tables,
         "seq_lens": np.array(lens, np.int32),
-        "query_lens": None if query_lens is None else np.array(query_lens, np.int32),
     }
     scores = Scores(
         sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
@@ -94,7 +92,6 @@ INTERPRETED = {
         "lens": [70, 12, 300],
         "heads": (4, 1, 64),
         "num_queries": 3,
-        "query_lens": [3, 0, 2],
         "has_sinks": True,
         "has_alibi": True,
         "sliding_window": 90,
@@ -105,7 +102,6 @@ INTERPRETED = {
         "heads": (4, 2, 16),
         "block_size": 128,
         "num_queries": 3,
-        "query_lens": [3, 0, 2],
         "has_sinks": True,
         "has_alibi": True,
         "sliding_window": 90,
@@ -145,10 +141,9 @@ ON_A_GPU = {
     "71 heads": {"lens": MIX, "heads": (71, 1, 64)},
     **{
         f"{n} queries": {
-            "lens": MIX,
+            "lens": [length + n for length in MIX],
             "heads": (32, 4, 128),
             "num_queries": n,
-            "query_lens": [1 if length < n else (0, n, 1)[length % 3] for length in MIX],
             "has_sinks": True,
             "soft_cap": 20.0,
         }

@@ -50,7 +50,7 @@ def test_decode(capsys, implementation):
         want, got = run(q[:, None], pages)[0], run(q[:, None], given_back)[0]
     else:
         config = DecodeConfig(block_kv=64, stages=2, streams=1, num_ctas=2)
-        others = {"query_lens": None, "room": 2, "config": config, "interpret": True}
+        others = {"room": 2, "config": config, "interpret": True}
         run = functools.partial(paged_attention_sm90, **layout, **OPTIONS, **others)
         want = paged_attention(q[:, None], pages, **layout, **OPTIONS)[0]
         got = interpret(capsys, run, q[:, None], given_back)[0]

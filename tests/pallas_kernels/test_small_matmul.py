@@ -40,14 +40,13 @@ def check(got, want, factor=1.0):
     assert error <= factor * TOLERANCE[got.dtype.type], error
 
 
-def make_case(num_rows, outputs, depth, *, is_gated=False, has_bias=False, has_residual=False, dtype=jnp.bfloat16):
-    """Return x, weight, bias, residual, and the expected results."""
+def make_case(num_rows, outputs, depth, *, is_gated=False, has_residual=False, dtype=jnp.bfloat16):
+    """Return x, weight, residual, and the expected results."""
     of_weight = (2, outputs) if is_gated else (outputs,)
-    x, weight, bias, residual = arrays(
+    x, weight, residual = arrays(
         [
             (num_rows, depth),
             (*of_weight, depth),
-            of_weight if has_bias else None,
             (num_rows, outputs) if has_residual else None,
         ],
         dtype,
@@ -55,17 +54,17 @@ def make_case(num_rows, outputs, depth, *, is_gated=False, has_bias=False, has_r
     weight = (weight * depth**-0.5).astype(dtype)
     want = matmul_reference(
         *in_float(x, weight),
-        **dict(zip(("bias", "residual"), in_float(bias, residual), strict=True)),
+        residual=in_float(residual)[0],
         activation=silu if is_gated else None,
     )
-    return x, weight, {"bias": bias, "residual": residual}, want
+    return x, weight, {"residual": residual}, want
 
 
 CASES = {
     "plain": {},
     "gated": {"is_gated": True},
-    "bias and residual": {"has_bias": True, "has_residual": True},
-    "all": {"is_gated": True, "has_bias": True, "has_residual": True},
+    "residual": {"has_residual": True},
+    "all": {"is_gated": True, "has_residual": True},
 }
 
 
@@ -113,7 +112,6 @@ def test_an_unfinished_norm_is_finished_by_xla():
         ({"weight": (32, 24)}, "does not fit a weight"),
         ({"weight": (2, 24, 32)}, r"weight must be \[N, K\]"),
         ({"activation": jax.nn.silu}, r"weight must be \[2, N, K\]"),
-        ({"bias": (2,)}, r"bias must have shape \(24,\), got \(2,\)"),
         ({"residual": (4, 24)}, r"residual must have shape \(5, 24\)"),
     ],
 )
@@ -155,7 +153,6 @@ INTERPRETED = {
             "outputs": 16,
             "depth": 128,
             "is_gated": True,
-            "has_bias": True,
             "has_residual": True,
             "dtype": jnp.float16,
         },
@@ -190,7 +187,7 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
     def of(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def layers(x, weights, residual, gain, bias):
+    def layers(x, weights, residual, gain):
         results = []
         for weight in weights:
             if is_gated or output_dtype:
@@ -201,14 +198,12 @@ def compiled(num_rows, outputs, depth, *, is_gated=False, dtype=jnp.bfloat16, ou
                 )
             else:
                 results.append(
-                    matmul_then_norm(x, weight, residual=residual, gain=gain, eps=EPS, bias=bias, implementation="sm90")
+                    matmul_then_norm(x, weight, residual=residual, gain=gain, eps=EPS, implementation="sm90")
                 )
         return results
 
     weight = of(2, outputs, depth) if is_gated else of(outputs, depth)
-    return compile_for_h200(
-        layers, of(num_rows, depth), [weight] * num_layers, of(num_rows, outputs), of(outputs), of(outputs)
-    )
+    return compile_for_h200(layers, of(num_rows, depth), [weight] * num_layers, of(num_rows, outputs), of(outputs))
 
 
 GATED = {"outputs": 14336, "depth": 4096, "is_gated": True}
@@ -249,13 +244,13 @@ def test_layers_share_a_kernel():
 
 
 ON_A_GPU = {
-    "qkv": {"outputs": 6144, "depth": 4096, "has_bias": True},
+    "qkv": {"outputs": 6144, "depth": 4096},
     "o": {"outputs": 4096, "depth": 4096, "has_residual": True},
     "gate and up": {"outputs": 14336, "depth": 4096, "is_gated": True},
     "down": {"outputs": 4096, "depth": 14336, "has_residual": True, "dtype": jnp.float16},
-    "small": {"outputs": 896, "depth": 896, "has_bias": True, "has_residual": True},
-    "odd": {"outputs": 4856, "depth": 192, "has_bias": True},
-    "odd, gated": {"outputs": 4856, "depth": 832, "is_gated": True, "has_bias": True, "has_residual": True},
+    "small": {"outputs": 896, "depth": 896, "has_residual": True},
+    "odd": {"outputs": 4856, "depth": 192},
+    "odd, gated": {"outputs": 4856, "depth": 832, "is_gated": True, "has_residual": True},
     "tiny": {"outputs": 64, "depth": 64},
     "two steps": {"outputs": 768, "depth": 512},  # which the compiler unrolls
     "two steps, residual": {"outputs": 512, "depth": 512, "has_residual": True},

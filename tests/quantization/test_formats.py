@@ -13,7 +13,7 @@ from golden_models import full_logits, load_golden, paged_chunk_logits, relative
 from quantized_cases import CASES, write_models
 
 from jaxserve.convert import convert
-from jaxserve.layers.schemes import schemes_of
+from jaxserve.layers.layouts import schemes_of
 from jaxserve.layers.weight import Dense, Weight
 from jaxserve.loading.weights import load_weights, stored_specs
 

@@ -18,13 +18,12 @@ from golden_models import GOLDENS, full_logits, load_golden, relative_error
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxserve.layers.context import PLAIN, Kernel, StepContext
-from jaxserve.layers.layouts import layouts, num_bytes
+from jaxserve.layers.layouts import layouts, num_bytes, schemes_of, why_not_held, with_divisible_codes
 from jaxserve.layers.linear import linear
 from jaxserve.layers.params import ParamSpec
 from jaxserve.layers.peers import summed
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.schemes import schemes_of, why_not_held, with_divisible_codes
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.weight import Use, Weight
 from jaxserve.loading.weights import load_config, load_weights, stored_specs
 from jaxserve.models import get_family
 from jaxserve.quantization.common import common_scheme, converted, values_of
@@ -153,7 +152,7 @@ def test_each_device_multiplies_by_its_codes(monkeypatch, axes, name, num_device
 
     def run(weight, x):
         if len(axes) == 3:
-            product = weight.product(x, context, activation="silu")
+            product = weight.product(x, context, Use("silu"))
             assert product.part == (Kernel.QUANTIZED_MATMUL, None)
             return product.run(x)
         y = linear(x, weight, context=context)

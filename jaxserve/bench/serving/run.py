@@ -137,7 +137,8 @@ def _fitted(options: ServingOptions, calls: list[Call], served: ServedModel, tok
         return calls
     reserve = 0
     if options.endpoint == "chat" and tokenizer is not None and tokenizer.has_chat_template:
-        reserve = len(tokenizer.apply_chat_template([{"role": "user", "content": ""}]))
+        empty = tokenizer.render_chat_template([{"role": "user", "content": ""}])
+        reserve = len(tokenizer.encode(empty, add_special_tokens=False))
     return [fit(call, max_model_len, tokenizer, reserve=reserve) for call in calls]
 
 

@@ -23,11 +23,10 @@ from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.kv_scales import with_kv_scales
-from jaxserve.layers.layouts import abstract_params, shard_bytes
+from jaxserve.layers.layouts import abstract_params, shard_bytes, with_schemes
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.params import Params
 from jaxserve.layers.peers import abstract_peers
-from jaxserve.layers.schemes import with_schemes
 from jaxserve.layers.sharding import mesh_axes
 from jaxserve.layers.stages import Stage
 from jaxserve.models import get_family, with_context

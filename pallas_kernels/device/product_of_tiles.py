@@ -7,6 +7,7 @@ last warpgroup copies rows and weights into a ring in shared memory, as far ahea
 multiplies half of the tile's rows. A tile of outputs has two halves: gate and up, or neighbours.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.registers import written
+from pallas_kernels.hopper import BY_LANES, NUM_SMS
 
 UNITS = 2
 """Number of computing warpgroups."""
@@ -29,6 +31,20 @@ STAGES = 4
 """Steps that the ring holds."""
 _LAYOUT = plgpu.Layout.WGMMA
 _int = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the work is cut."""
+
+    outputs: int
+    """Outputs of a half of a tile: a multiple of 16, of 32 for codes, and at most 128."""
+    cluster: int
+    """Thread blocks that have weights in common: 1 or 2."""
+    band: int = 16
+    """Tiles of rows that are taken together before the next ones, counted as a thread block has them."""
+    num_blocks: int = NUM_SMS
+    """Thread blocks."""
 
 
 class Problem(NamedTuple):
@@ -53,6 +69,8 @@ class Problem(NamedTuple):
     """Steps of the ring whose columns have a scale in common; all of them if an output has one scale."""
     num_groups: int
     """Clusters that run."""
+    promotes: bool
+    """Values are of FP8, the sums of whose products are added in float32 after each step."""
     activation: Callable[[Array], Array] | None
     interpret: bool
 
@@ -160,11 +178,7 @@ def launch(
         cluster_names=("rank",),
         num_threads=UNITS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # nothing is reduced
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=BY_LANES,
     )(x, weight, *scales)
 
 
@@ -248,7 +262,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
 def _compute(problem: Problem, gmem: Global, smem: Shared, wg, row, output, first_step) -> None:
     """Multiply a computing warpgroup's half of an item, and store it."""
     row = row + wg * ROWS
-    multiply = _multiply_promoting if gmem.x.dtype == jnp.float8_e4m3fn else _multiply_exactly
+    multiply = _multiply_promoting if problem.promotes else _multiply_exactly
     halves = multiply(problem, smem, wg, first_step)
     _store(problem, gmem, smem, halves, wg, row, output)
 
