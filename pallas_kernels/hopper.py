@@ -16,7 +16,7 @@ SHARED_MEMORY = 232_448 - 1024
 BY_LANES = plgpu.CompilerParams(
     approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
 )
-"""Of kernels whose code is that of lanes, and in which no reduction crosses warps."""
+"""Parameters of kernels whose code is that of lanes, and in which no reduction crosses warps."""
 
 
 def num_sms() -> int:
