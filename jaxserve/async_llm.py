@@ -33,10 +33,7 @@ class AsyncLLM(LocalModel):
         return self._stream(lambda: self._prepare([prompt], sampling_params)[0])
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncGenerator[RequestOutput]:
         """Run `generate` for the next message of a conversation, through the model's chat template."""
         return self._stream(lambda: self._prepare([self._render(messages, options)], sampling_params)[0])

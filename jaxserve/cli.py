@@ -39,19 +39,10 @@ _SIZE_FIELDS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
 """The engine's options that `jaxserve models` takes."""
-_BATCH_FIELDS = [
-    "served_model_name",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "default_chat_template_kwargs",
-    "disable_additional_properties",
-    "pooling",
-    "request_timeout",
-    "max_body_size",
-    "log_level",
-    "log_format",
-]
+_BATCH_FIELDS = (
+    *("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "default_chat_template_kwargs"),
+    *("disable_additional_properties", "pooling", "request_timeout", "max_body_size", "log_level", "log_format"),
+)
 """Server options that affect the answers to a file of requests."""
 _MODEL = "directory, GGUF file, built-in model or id on the hub"
 _MAX_NUM_WAITING = 4096  # more than one HTTP request may bring

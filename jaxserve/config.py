@@ -339,10 +339,7 @@ class ServerConfig:
         "", "server", "path under which a proxy offers the server and which it leaves in requests, such as /llm"
     )
     served_model_name: Sequence[Name] = _option(
-        (),
-        "server",
-        "names of the model in the API, the first in its answers; default: the model argument",
-        many=True,
+        (), "server", "names of the model in the API, the first in its answers; default: the model argument", many=True
     )
     chat_template: Name | None = _option(
         None, "chat", "jinja file, or a text with jinja in it, in place of the model's chat template"

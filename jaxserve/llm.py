@@ -18,15 +18,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
 from jaxserve.engine.scoring import NO_INSTRUCTION, check_pair_options, pair_scorer
 from jaxserve.errors import InvalidRequest, RequestFailed
-from jaxserve.local_model import (
-    ChatOptions,
-    LocalModel,
-    Message,
-    classification_of,
-    embedding_of,
-    flag,
-    optional_flag,
-)
+from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag, optional_flag
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput
 from jaxserve.sampling_params import BeamSearchParams, SamplingParams
@@ -122,10 +114,7 @@ class LLM(LocalModel):
         return self._stream(self._prepare([prompt], sampling_params)[0])
 
     def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> Iterator[RequestOutput]:
         """Run `stream` for the next message of a conversation."""
         return self.stream(self._render(messages, options), sampling_params)

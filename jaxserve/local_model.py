@@ -308,11 +308,7 @@ class LocalModel:
         for number, (prompt, params) in enumerate(zip(tokenized, sampling_params, strict=True)):
             try:
                 group = self._frontend.prepare(
-                    prompt.token_ids,
-                    params,
-                    request_id=self._next_id(),
-                    prompt_text=prompt.text,
-                    shorten_output=True,
+                    prompt.token_ids, params, request_id=self._next_id(), prompt_text=prompt.text, shorten_output=True
                 )
             except InvalidRequest as error:
                 if len(prompts) > 1:

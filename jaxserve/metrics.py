@@ -16,12 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -50,21 +45,12 @@ GAUGES: Mapping[str, tuple[str, str]] = {
         "Estimated fraction of the device's memory bandwidth that steps use; 0 where its peak is not known.",
     ),
 }
-WAITING = "num_requests_waiting_by_reason"
-WAITING_HELP = (
-    "Sequences that wait: for room (capacity), for room again after a preemption (preempted), or for their grammar to "
-    "be compiled (deferred)."
-)
 # reason -> field of EngineStats
 WAITING_REASONS: Mapping[str, str] = {
     "capacity": "num_waiting_new",
     "preempted": "num_waiting_preempted",
     "deferred": "num_waiting_deferred",
 }
-CACHE_CONFIG = "cache_config_info"
-CACHE_CONFIG_HELP = "The KV cache, as labels; its value is 1."
-HELD_BYTES = "kv_cache_held_bytes"
-HELD_BYTES_HELP = "Memory of the KV blocks of running sequences, by what their layers attend to."
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_queries_total": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits_total": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -81,8 +67,6 @@ DRAFTING: Mapping[str, tuple[str, str]] = {
 """Counters of an engine that drafts tokens."""
 ACCEPTED_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 ACCEPTED_PER_POSITION_HELP = "Draft tokens accepted, by their position in the draft."
-EXPERT_TOKENS = "expert_tokens_total"
-EXPERT_TOKENS_HELP = "Tokens that an expert has had, in all layers together, with --enable-expert-parallel."
 # Upper bounds of buckets: seconds of a step, tokens of a step, preemptions of a sequence.
 STEP_TIMES = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -156,39 +140,6 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("Tokens that a sequence may generate.", _TOKENS),
     "request_params_n": ("Sequences of a prompt.", (1, 2, 5, 10, 20, 50, 100)),
 }
-SUCCESS = "request_success_total"
-SUCCESS_HELP = "Sequences that came to an end, by why they did."
-
-
-class Counter:
-    """A monotonic counter, stored in one cell."""
-
-    __slots__ = ("_cells", "_index")
-
-    def __init__(self, cells: Cells, index: int):
-        self._cells = cells
-        self._index = index
-
-    def inc(self, count: float = 1.0) -> None:
-        """Add `count` to the counter."""
-        self._cells[self._index] += count
-
-
-class Histogram:
-    """A histogram: one cell per bucket, the last without a bound, then one with the sum of all values."""
-
-    __slots__ = ("_bounds", "_cells", "_first")
-
-    def __init__(self, cells: Cells, first: int, bounds: Sequence[float]):
-        self._cells = cells
-        self._first = first
-        self._bounds = bounds
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value `count` times."""
-        cells, first, bounds = self._cells, self._first, self._bounds
-        cells[first + bisect.bisect_left(bounds, value)] += count
-        cells[first + len(bounds) + 1] += value * count
 
 
 class Metrics(Collector):
@@ -233,38 +184,26 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-        self.prompt_tokens = Counter(cells, self._first["prompt_tokens_total"])
-        self.generation_tokens = Counter(cells, self._first["generation_tokens_total"])
-        self.prompt_tokens_cached = Counter(cells, self._first["prompt_tokens_cached_total"])
-        self.rejections = Counter(cells, self._first[REJECTIONS])
-        self.unknown_fields = Counter(cells, self._first["unknown_request_fields_total"])
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds")
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds")
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds")
-        self.queue_time = self._histogram("request_queue_time_seconds")
-        self.prefill_time = self._histogram("request_prefill_time_seconds")
-        self.decode_time = self._histogram("request_decode_time_seconds")
-        self.inference_time = self._histogram("request_inference_time_seconds")
-        self.time_per_output_token = self._histogram("request_time_per_output_token_seconds")
-        self.num_prompt_tokens = self._histogram("request_prompt_tokens")
-        self.num_computed_tokens = self._histogram("request_prefill_kv_computed_tokens")
-        self.num_generation_tokens = self._histogram("request_generation_tokens")
-        self.max_num_generation_tokens = self._histogram("request_max_num_generation_tokens")
-        self.max_tokens = self._histogram("request_params_max_tokens")
-        self.num_sequences = self._histogram("request_params_n")
+    def count(self, name: str, count: float = 1.0) -> None:
+        """Add to a counter: one of SERVER_COUNTERS, REJECTIONS, or the end of a sequence by its finish_reason."""
+        self._cells[self._first[name]] += count
 
-    def _histogram(self, name: str) -> Histogram:
-        return Histogram(self._cells, self._first[name], HISTOGRAMS[name][1])
+    def observe(self, name: str, value: float, count: int = 1) -> None:
+        """Count a value `count` times in one of HISTOGRAMS."""
+        self._add(self._first[name], HISTOGRAMS[name][1], value, count)
 
-    def finished(self, reason: str) -> None:
-        """Count a sequence that ended with this finish_reason."""
-        self._cells[self._first[reason]] += 1.0
+    def _add(self, first: int, bounds: Sequence[float], value: float, count: int) -> None:
+        """Count a value in the histogram whose cells begin at `first`: one per bucket, the last without a bound, then
+        one with the sum of all values.
+        """
+        self._cells[first + bisect.bisect_left(bounds, value)] += count
+        self._cells[first + len(bounds) + 1] += value * count
 
     def answered(self, method: str, path: str, *, status: int, seconds: float) -> None:
         """Count an HTTP request to the route of this path, such as /v1/responses/{response_id}."""
         first = self._first.get((method, path), self._first[OTHER_ROUTE])
         self._cells[first + min(max(status // 100, 1), len(HTTP_STATUSES)) - 1] += 1.0
-        Histogram(self._cells, first + len(HTTP_STATUSES), HTTP_DURATIONS).observe(seconds)
+        self._add(first + len(HTTP_STATUSES), HTTP_DURATIONS, seconds, 1)
 
     def render(self) -> bytes:
         """Return the text exposition of all metrics."""
@@ -282,7 +221,13 @@ class Metrics(Collector):
         for name, text in SERVER_COUNTERS.items():
             yield families.one(CounterMetricFamily, name, text, cells[self._first[name]])
         reasons = {reason: cells[self._first[reason]] for reason in FINISH_REASONS}
-        yield families.split(CounterMetricFamily, SUCCESS, SUCCESS_HELP, "finished_reason", reasons)
+        yield families.split(
+            CounterMetricFamily,
+            "request_success_total",
+            "Sequences that came to an end, by why they did.",
+            "finished_reason",
+            reasons,
+        )
         yield families.split(
             CounterMetricFamily, REJECTIONS, REJECTIONS_HELP, "reason", {QUEUE_LIMIT: cells[self._first[REJECTIONS]]}
         )
@@ -361,10 +306,25 @@ class _Families(NamedTuple):
         for name, (field, text) in GAUGES.items():
             yield self.one(GaugeMetricFamily, name, text, getattr(stats, field))
         waiting = {reason: getattr(stats, field) for reason, field in WAITING_REASONS.items()}
-        yield self.split(GaugeMetricFamily, WAITING, WAITING_HELP, "reason", waiting)
-        yield self.split(GaugeMetricFamily, HELD_BYTES, HELD_BYTES_HELP, "layers", stats.kv_bytes_held)
+        yield self.split(
+            GaugeMetricFamily,
+            "num_requests_waiting_by_reason",
+            "Sequences that wait: for room (capacity), for room again after a preemption (preempted), or for their "
+            "grammar to be compiled (deferred).",
+            "reason",
+            waiting,
+        )
+        yield self.split(
+            GaugeMetricFamily,
+            "kv_cache_held_bytes",
+            "Memory of the KV blocks of running sequences, by what their layers attend to.",
+            "layers",
+            stats.kv_bytes_held,
+        )
         labels = {**self.labels, **cache_config}
-        cache = GaugeMetricFamily(self.prefix + CACHE_CONFIG, CACHE_CONFIG_HELP, labels=tuple(labels))
+        cache = GaugeMetricFamily(
+            self.prefix + "cache_config_info", "The KV cache, as labels; its value is 1.", labels=tuple(labels)
+        )
         cache.add_metric(tuple(labels.values()), 1.0)
         yield cache
         for name, (field, text) in COUNTERS.items():
@@ -378,7 +338,13 @@ class _Families(NamedTuple):
             )
         if stats.expert_tokens:
             by_expert = {str(expert): count for expert, count in enumerate(stats.expert_tokens)}
-            yield self.split(CounterMetricFamily, EXPERT_TOKENS, EXPERT_TOKENS_HELP, "expert", by_expert)
+            yield self.split(
+                CounterMetricFamily,
+                "expert_tokens_total",
+                "Tokens that an expert has had, in all layers together, with --enable-expert-parallel.",
+                "expert",
+                by_expert,
+            )
         for name, kept in ENGINE_HISTOGRAMS.items():
             counts = getattr(stats, kept.counts) or (0,) * (len(kept.bounds) + 1)
             yield self.histogram(name, kept.text, kept.bounds, counts, getattr(stats, kept.total))
@@ -428,25 +394,27 @@ class SequenceTimer:
         metrics = self._metrics
         if self._first is None:
             self._first = now
-            metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.observe("time_to_first_token_seconds", now - self._arrival)
             if count > 1:
-                metrics.inter_token_latency.observe(0.0, count - 1)
+                metrics.observe("inter_token_latency_seconds", 0.0, count - 1)
         else:
-            metrics.inter_token_latency.observe((now - self._last) / count, count)
+            metrics.observe("inter_token_latency_seconds", (now - self._last) / count, count)
         self._last = now
         self.num_tokens += count
-        metrics.generation_tokens.inc(count)
+        metrics.count("generation_tokens_total", count)
 
     def finish(self, reason: str, *, now: float) -> None:
         """Observe the end of the sequence, with this finish_reason."""
         self.is_finished = True
         metrics = self._metrics
-        metrics.finished(reason)
-        metrics.e2e_latency.observe(now - self._arrival)
-        metrics.num_generation_tokens.observe(self.num_tokens)
+        metrics.count(reason)
+        metrics.observe("e2e_request_latency_seconds", now - self._arrival)
+        metrics.observe("request_generation_tokens", self.num_tokens)
         if self._first is not None:
-            metrics.decode_time.observe(self._last - self._first)
+            metrics.observe("request_decode_time_seconds", self._last - self._first)
             if self.start is not None:
-                metrics.inference_time.observe(self._last - self.start)
+                metrics.observe("request_inference_time_seconds", self._last - self.start)
             if self.num_tokens > 1:
-                metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))
+                metrics.observe(
+                    "request_time_per_output_token_seconds", (self._last - self._first) / (self.num_tokens - 1)
+                )

@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.sizing import GPU_MEMORY_RESERVE
 from jaxserve.errors import OutOfMemory
 from jaxserve.gpus import GPUS
-from jaxserve.layers.cache import KV_DTYPES, hold_in
+from jaxserve.layers.cache import KV_DTYPES, hold_in, parts_of
 from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.layouts import abstract_params, rounded_to, schemes_of, shard_bytes, with_schemes
 from jaxserve.layers.params import Params
@@ -219,7 +219,8 @@ def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction:
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
     """Describe what the layers keep, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
-    windows = collections.Counter("state" if spec.keeps_state else spec.sliding_window for spec in kv_specs)
+    parts = [part for spec in kv_specs for part in parts_of(spec)]
+    windows = collections.Counter("state" if part.keeps_state else part.sliding_window for part in parts)
     names = {None: "full", "state": "with a state"}
     spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)

@@ -6,6 +6,7 @@ running job: the scheduler is its only writer.
 """
 
 import enum
+import math
 import time
 from typing import Literal, get_args
 
@@ -168,6 +169,7 @@ class Request:
         "finish_reason",
         "first_blocks",
         "keep_at",
+        "kept_at",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -208,6 +210,7 @@ class Request:
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
         self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
         self.keep_at: tuple[int, ...] = ()  # numbers of tokens behind which layers' states are kept for others
+        self.kept_at = math.inf  # the last of them, then that of its answer; infinite: it leaves none
         self.num_preemptions = 0
         self.queue_seconds: float | None = None  # None until the first admission
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]

@@ -207,7 +207,7 @@ FLAGS: Mapping[str, Row] = {
     "--use-v2-block-manager": Harmless("there is one block manager"),
     "--disable-hybrid-kv-cache-manager": Harmless("blocks outside a window are always given back"),
     **_each(Harmless("states are float32", 1, ("auto", "float32")), "mamba-cache-dtype mamba-ssm-cache-dtype"),
-    "--mamba-block-size": Harmless("states are kept where prompts end, and where they part", 1),
+    "--mamba-block-size": Harmless("states are kept where prompts end and part, and behind answers", 1),
     "--mamba-cache-mode": Harmless("--max-cached-states says how many states are kept", 1, ("none", "align")),
     # scheduling
     "--enable-chunked-prefill": Harmless("prompts are read in chunks; raise --max-num-batched-tokens for longer ones"),
@@ -328,25 +328,19 @@ BENCH_FLAGS: Mapping[str, Row] = {
     "--metadata": Refused("--save-json notes the options", "*"),
     "--label": Refused("--save-json notes the options"),
     "--plot-timeline": Refused("--save-plot FILE", 0),
-    "--logprobs": Refused("""--extra-body '{"logprobs": N}'"""),
-    "--top-p": Refused("""--extra-body '{"top_p": X}'"""),
-    "--top-k": Refused("""--extra-body '{"top_k": N}'"""),
-    "--min-p": Refused("""--extra-body '{"min_p": X}'"""),
-    "--frequency-penalty": Refused("""--extra-body '{"frequency_penalty": X}'"""),
-    "--presence-penalty": Refused("""--extra-body '{"presence_penalty": X}'"""),
-    "--repetition-penalty": Refused("""--extra-body '{"repetition_penalty": X}'"""),
+    **{
+        f"--{field.replace('_', '-')}": Refused(f"""--extra-body '{{"{field}": {value}}}'""")
+        for field, value in {
+            "logprobs": "N", "top_p": "X", "top_k": "N", "min_p": "X",
+            "frequency_penalty": "X", "presence_penalty": "X", "repetition_penalty": "X",
+        }.items()
+    },
     "--profile": Refused("POST /start_profile and /stop_profile around the run", 0),
     "--use-beam-search": Refused(nargs=0),
-    "--lora-modules": Refused(nargs="*"),
-    "--ramp-up-strategy": Refused(),
-    "--ramp-up-start-rps": Refused(),
-    "--ramp-up-end-rps": Refused(),
-    "--hf-split": Refused("download the data set, and give it with --file"),
-    "--hf-subset": Refused("download the data set, and give it with --file"),
-    "--hf-name": Refused("download the data set, and give it with --file"),
-    "--hf-output-len": Refused("--output-len"),
-    "--custom-output-len": Refused("--output-len"),
-    "--header": Refused(nargs="*"),
+    **_each(Refused(), "ramp-up-strategy ramp-up-start-rps ramp-up-end-rps"),
+    **_each(Refused("download the data set, and give it with --file"), "hf-split hf-subset hf-name"),
+    **_each(Refused("--output-len"), "hf-output-len custom-output-len"),
+    **_each(Refused(nargs="*"), "lora-modules header"),
 }
 """Flags of `vllm bench serve`."""
 # fmt: on

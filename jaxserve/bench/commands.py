@@ -41,8 +41,8 @@ def add_commands(parser: Parser) -> None:
     _add_number(mixed, "--output-len", 128, "mean output length")
     _add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
     _add_number(mixed, "--seed", 0, "seed of lengths and tokens", at_least=0)
-    mixed.add_flag(
-        "workload",
+    _flag(
+        mixed,
         "--peer-python",
         metavar="PATH",
         help=f"interpreter with torch and transformers, '' for none; default: {PEER_PYTHON}, if it is there",
@@ -55,12 +55,12 @@ def add_commands(parser: Parser) -> None:
 
     batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
     _add_batches(batch, default="the peer's, or 1:128:128")
-    batch.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
-    batch.add_flag("workload", "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
+    _flag(batch, "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
+    _flag(batch, "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
     _add_bandwidth(batch)
-    batch.add_flag("workload", "--profile", action="store_true", help="trace how much of the time the GPU is at work")
-    batch.add_flag(
-        "workload",
+    _flag(batch, "--profile", action="store_true", help="trace how much of the time the GPU is at work")
+    _flag(
+        batch,
         "--synthetic-acceptance",
         type=float,
         metavar="TOKENS",
@@ -70,8 +70,8 @@ def add_commands(parser: Parser) -> None:
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     full = add("full-load", "tokens a second when all requests are there at the start, beside a peer", _full_load)
-    full.add_flag(
-        "workload",
+    _flag(
+        full,
         "--settings",
         nargs="+",
         required=True,
@@ -79,23 +79,21 @@ def add_commands(parser: Parser) -> None:
         help="prompt and output length, and number of requests",
     )
     _add_shape(full)
-    full.add_flag("workload", "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
-    full.add_flag("workload", "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
+    _flag(full, "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
+    _flag(full, "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
     _add_bandwidth(full)
     add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
     _add_batches(each, default="1:128:128")
-    each.add_flag(
-        "workload", "--profile", action="store_true", help="list the GPU's kernels in the second half of a run"
-    )
+    _flag(each, "--profile", action="store_true", help="list the GPU's kernels in the second half of a run")
     add_config_flags(each, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
-    text.add_flag("workload", "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
+    _flag(text, "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     _add_beside(text, "round matrices so, too, and print the differences")
-    text.add_flag(
-        "workload",
+    _flag(
+        text,
         "--beside-kv",
         nargs="*",
         default=(),
@@ -130,23 +128,19 @@ def add_commands(parser: Parser) -> None:
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
-    loading.add_flag(
-        "workload", "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB"
-    )
+    _flag(loading, "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB")
     dtypes = ("float32", "bfloat16", "float16")
-    loading.add_flag("workload", "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
-    loading.add_flag(
-        "workload", "--dtype", choices=dtypes, default="bfloat16", help="dtype to load it as; default: bfloat16"
-    )
-    loading.add_flag("workload", "--folder", type=pathlib.Path, metavar="DIR", help="where all are written and removed")
+    _flag(loading, "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
+    _flag(loading, "--dtype", choices=dtypes, default="bfloat16", help="dtype to load it as; default: bfloat16")
+    _flag(loading, "--folder", type=pathlib.Path, metavar="DIR", help="where all are written and removed")
     _add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
-    loading.add_flag("workload", "--with-orbax", action="store_true", help="restore the store by Orbax too")
+    _flag(loading, "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
     first = add(
         "start", "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs", _start
     )
-    first.add_flag("workload", "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
-    first.add_flag("workload", "--install", action="store_true", help="install the clone into a new environment before")
+    _flag(first, "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
+    _flag(first, "--install", action="store_true", help="install the clone into a new environment before")
 
     cost = add("server", "CPU time of the API side for a streamed token, over an engine stub", _server)
     _add_number(cost, "--num-streams", 256, "clients that stream at once")
@@ -154,27 +148,19 @@ def add_commands(parser: Parser) -> None:
     _add_number(cost, "--seconds", 10, "how long to measure")
     _add_number(cost, "--num-probes", 100, "short requests, with and without the load", at_least=2)
     _add_number(cost, "--api-workers", 1, "processes of the API side")
-    cost.add_flag("workload", "--chat", action="store_true", help="stream chats instead of completions")
+    _flag(cost, "--chat", action="store_true", help="stream chats instead of completions")
 
     masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
-    masks.add_flag(
-        "workload",
-        "--tokenizer",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help="whose tokens; default: the built-in model's",
+    _flag(
+        masks, "--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="whose tokens; default: the built-in model's"
     )
-    masks.add_flag(
-        "workload", "--grammar", choices=("json_object", "schema"), default="json_object", help="default: json_object"
-    )
-    masks.add_flag(
-        "workload", "--num-requests", type=int, nargs="+", default=(1, 16, 64), metavar="N", help="that run at once"
-    )
+    _flag(masks, "--grammar", choices=("json_object", "schema"), default="json_object", help="default: json_object")
+    _flag(masks, "--num-requests", type=int, nargs="+", default=(1, 16, 64), metavar="N", help="that run at once")
     _add_number(masks, "--num-steps", 100, "steps to measure", at_least=2)
     _add_number(masks, "--seed", 0, "seed of the texts", at_least=0)
 
     reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
-    reading.add_flag("workload", "--syntax", nargs="+", default=(), metavar="NAME", help="default: all of them")
+    _flag(reading, "--syntax", nargs="+", default=(), metavar="NAME", help="default: all of them")
     _add_number(reading, "--num-characters", 32000, "characters of each input")
 
     serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
@@ -193,9 +179,13 @@ def add_commands(parser: Parser) -> None:
     serving.add_known_flags(vllm_flags.BENCH_FLAGS)
 
 
+def _flag(parser: Parser, *names: str, **options: Any) -> None:
+    parser.add_flag("workload", *names, **options)
+
+
 def _add_batches(parser: Parser, *, default: str) -> None:
-    parser.add_flag(
-        "workload",
+    _flag(
+        parser,
         "--batches",
         nargs="+",
         metavar="B:IN:OUT",
@@ -205,19 +195,15 @@ def _add_batches(parser: Parser, *, default: str) -> None:
 
 
 def _add_shape(parser: Parser) -> None:
-    parser.add_flag(
-        "workload", "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model"
-    )
+    _flag(parser, "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model")
 
 
 def _add_bandwidth(parser: Parser) -> None:
-    parser.add_flag(
-        "workload", "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
-    )
+    _flag(parser, "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)")
 
 
 def _add_beside(parser: Parser, text: str) -> None:
-    parser.add_flag("workload", "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
+    _flag(parser, "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
 
 
 def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
@@ -226,7 +212,7 @@ def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least:
             raise argparse.ArgumentTypeError(f"must be at least {at_least}, got {value}")
         return value
 
-    parser.add_flag("workload", name, type=number, default=default, metavar="N", help=f"{text}; default: {default}")
+    _flag(parser, name, type=number, default=default, metavar="N", help=f"{text}; default: {default}")
 
 
 def _throughput(args: argparse.Namespace) -> None:
@@ -243,11 +229,7 @@ def _throughput(args: argparse.Namespace) -> None:
         vocab_size=LLAMA_100M["vocab_size"],
     )
     engine = EngineConfig(
-        dtype="float32",
-        max_num_seqs=args.max_num_seqs,
-        enable_prefix_caching=False,
-        kernels="xla",
-        warmup="full",
+        dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, kernels="xla", warmup="full"
     )
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
 
@@ -329,11 +311,7 @@ def _grammar(args: argparse.Namespace) -> None:
 
     tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
     report = grammar_cost.run(
-        tokenizer,
-        grammar=args.grammar,
-        num_requests=args.num_requests,
-        num_steps=args.num_steps,
-        seed=args.seed,
+        tokenizer, grammar=args.grammar, num_requests=args.num_requests, num_steps=args.num_steps, seed=args.seed
     )
     print(report)
 

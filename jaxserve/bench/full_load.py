@@ -69,11 +69,7 @@ def run(
 
 
 def _measure(
-    client: "LocalEngineClient",
-    setting: BatchShape,
-    *,
-    peer: dict[tuple[int, int], float],
-    bandwidth: float | None,
+    client: "LocalEngineClient", setting: BatchShape, *, peer: dict[tuple[int, int], float], bandwidth: float | None
 ) -> list[str]:
     num_at_once = min(setting.batch_size, client.info.max_num_seqs)
     short = BatchShape(num_at_once, setting.input_len, min(setting.output_len, 8))

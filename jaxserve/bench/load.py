@@ -126,7 +126,7 @@ def generate_gguf(path: pathlib.Path, model: pathlib.Path) -> None:
     import jax
     import numpy as np
 
-    from jaxserve.loading.gguf_sources import gguf_name
+    from jaxserve.loading.gguf_names import gguf_name
     from jaxserve.loading.huggingface import load_config
     from jaxserve.models import get_family
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.client import EngineStats, window_name
@@ -350,70 +351,39 @@ class Engine:
         one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
         for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
-            num_verified = 0 if drafted is None else drafted[index].num_verified
+            output = EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=drawn,
+                num_cached_tokens=request.num_cached_tokens,
+                queue_seconds=request.queue_seconds or 0.0,
+                num_draft_tokens=0 if drafted is None else drafted[index].num_verified,
+            )
             if outcome is one_token:  # nearly every row of nearly every step
-                outputs.append(
-                    EngineOutput(
-                        request_id=request.request_id,
-                        new_token_ids=drawn,
-                        num_cached_tokens=request.num_cached_tokens,
-                        queue_seconds=request.queue_seconds or 0.0,
-                        num_draft_tokens=num_verified,
-                    )
-                )
+                outputs.append(output)
             elif outcome is RowOutcome.FAILED:
                 self._num_corrupted += 1
-                self._count_end(request)
-                self._forget(request)
-                outputs.append(
-                    EngineOutput(
-                        request_id=request.request_id,
-                        finish_reason="error",
-                        error="the model's output for this request was not a number",
-                    )
-                )
+                error = "the model's output for this request was not a number"
+                outputs.append(EngineOutput(request_id=request.request_id, finish_reason="error", error=error))
             elif request.request.pooling is not None:
                 if outcome is RowOutcome.LAST_TOKEN and embeddings is not None:
-                    self._count_end(request)
-                    outputs.append(
-                        EngineOutput(
-                            request_id=request.request_id,
-                            finish_reason="stop",
-                            embedding=embeddings[index].astype("<f4").tobytes(),
-                            num_cached_tokens=request.num_cached_tokens,
-                            queue_seconds=request.queue_seconds or 0.0,
-                        )
-                    )
+                    embedding = embeddings[index].astype("<f4").tobytes()
+                    outputs.append(replace(output, new_token_ids=[], finish_reason="stop", embedding=embedding))
             elif outcome is not RowOutcome.DROPPED:
-                params = request.request.params
-                of_prompt = of_token = None
-                if params.prompt_logprobs is not None and prompt_logprobs is not None:
-                    of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token) or None
-                if outcome is not RowOutcome.CHUNK or of_prompt:
-                    new_token_ids = [] if outcome is RowOutcome.CHUNK else drawn
-                    if params.logprobs is not None and logprobs is not None and new_token_ids:
-                        asked = params.logprob_token_ids or ()
-                        first = index * pending.num_columns
-                        of_token = [
-                            logprobs.entry(first + column, token_id, params.logprobs, asked=asked)
-                            for column, token_id in enumerate(new_token_ids)
-                        ]
-                    outputs.append(
-                        EngineOutput(
-                            request_id=request.request_id,
-                            new_token_ids=new_token_ids,
-                            finish_reason=request.finish_reason,
-                            stop_reason=drawn[-1] if request.finish_reason == "stop" else None,
-                            logprobs=of_token,
-                            prompt_logprobs=of_prompt,
-                            num_cached_tokens=request.num_cached_tokens,
-                            queue_seconds=request.queue_seconds or 0.0,
-                            num_draft_tokens=num_verified,
-                        )
+                new_token_ids = [] if outcome is RowOutcome.CHUNK else drawn
+                of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token)
+                if new_token_ids or of_prompt:
+                    output = replace(
+                        output,
+                        new_token_ids=new_token_ids,
+                        finish_reason=request.finish_reason,
+                        stop_reason=drawn[-1] if request.finish_reason == "stop" else None,
+                        logprobs=_logprobs(request, new_token_ids, logprobs, index * pending.num_columns),
+                        prompt_logprobs=of_prompt,
                     )
-                if outcome is RowOutcome.LAST_TOKEN:
-                    self._count_end(request)
-                    self._forget(request)
+                    outputs.append(output)
+            if outcome in (RowOutcome.FAILED, RowOutcome.LAST_TOKEN):
+                self._count_end(request)
+                self._forget(request)
             first_token += row.num_tokens
         return outputs
 
@@ -425,19 +395,39 @@ class Engine:
                 for position in range(len(drawn) - 1):
                     self._num_accepted_per_position[position] += 1
 
-    def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs]:
-        """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption."""
+    def _take_prompt_logprobs(
+        self, row: Row, logprobs: HostLogprobs | None, first_token: int
+    ) -> list[TokenLogprobs] | None:
+        """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption.
+        None if there are none, or nobody asked for them.
+        """
         request = row.request
         num_top = request.request.params.prompt_logprobs
-        assert num_top is not None
+        if num_top is None or logprobs is None:
+            return None
         done = self._num_prompt_logprobs.get(request.request_id, 0)
         end = min(row.start + row.num_tokens, request.num_prompt_tokens - 1)
         positions = range(max(row.start, done), end)
         self._num_prompt_logprobs[request.request_id] = max(done, end)
-        return [
+        found = [
             logprobs.entry(first_token + position - row.start, request.token_ids[position + 1], num_top)
             for position in positions
         ]
+        return found or None
+
+
+def _logprobs(
+    request: Request, token_ids: list[int], logprobs: HostLogprobs | None, first: int
+) -> list[TokenLogprobs] | None:
+    """Return the logprobs of drawn tokens, of which the step's `first` entry is the first; None if there are none."""
+    params = request.request.params
+    if params.logprobs is None or logprobs is None or not token_ids:
+        return None
+    asked = params.logprob_token_ids or ()
+    return [
+        logprobs.entry(first + column, token_id, params.logprobs, asked=asked)
+        for column, token_id in enumerate(token_ids)
+    ]
 
 
 def _refused(request_id: str, error: JaxserveError) -> EngineOutput:

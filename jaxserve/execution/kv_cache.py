@@ -65,10 +65,12 @@ def abstract_kv_cache(
 
 def copy_states(target: Any, source: Any, index: Int[Array, ""], source_index: Int[Array, ""]) -> Any:
     """Return `target` with one state replaced by one of `source`; both are trees of arrays with a state for each index
-    of their first axis. Nothing is replaced where `index` is negative.
+    of their first axis, or of blocks, of which the copies have none. Nothing is replaced where `index` is negative.
     """
 
     def copy(target: Array, source: Array) -> Array:
+        if 0 in (len(target), len(source)):
+            return target
         old = jax.lax.dynamic_slice_in_dim(target, index, 1)
         new = jax.lax.dynamic_slice_in_dim(source, source_index, 1)
         return jax.lax.dynamic_update_slice_in_dim(target, jax.lax.select(index < 0, old, new), index, 0)

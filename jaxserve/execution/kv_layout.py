@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 from typing import Any, cast
 
-from jaxserve.layers.cache import CacheSpec, source_of
+from jaxserve.layers.cache import CacheSpec, parts_of, source_of
 
 MAX_PADDING = 0.1
 """Largest fraction of a kind's layers that may be missing from its last group. Larger groups mean fewer block
@@ -41,10 +41,10 @@ class KVLayout:
 
     @property
     def layers_by_window(self) -> dict[int | None, int]:
-        """The number of layers of each kind, without those that keep a state."""
+        """The number of layers of each kind, without those that keep only a state."""
         layers = zip(self.group_of_layer, self.pool_of_layer, strict=True)
         return dict(
-            collections.Counter(self.windows[group] for group, pool in layers if not self.pool_specs[pool].keeps_state)
+            collections.Counter(self.windows[group] for group, pool in layers if _of_tokens(self.pool_specs[pool]))
         )
 
     def pools_of(self, span: range) -> tuple[CacheSpec | None, ...]:
@@ -84,7 +84,7 @@ def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayou
 
 def _layout_of_owners(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
     """Return the layout of layers that keep something each."""
-    windows = [_window(spec, max_model_len) for spec in kv_specs if not spec.keeps_state] or [ITSELF]
+    windows = [_window(spec, max_model_len) for spec in kv_specs if _of_tokens(spec)] or [ITSELF]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
     shapes = {_without_window(spec) for spec in kv_specs}
     if len(layers_of) == 1 or len(shapes) > 1:
@@ -119,6 +119,11 @@ def kv_layout_with(
         if window is None or all(other is not None and other <= window for other in needed):
             return layout, group
     return kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len), 0
+
+
+def _of_tokens(spec: CacheSpec) -> bool:
+    """Return true if a layer keeps something of each token."""
+    return not all(part.keeps_state for part in parts_of(spec))
 
 
 def _without_window(spec: CacheSpec) -> CacheSpec:

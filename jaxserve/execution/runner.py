@@ -370,6 +370,8 @@ class Runner:
         packed = pack(plan, step.forward.bucket, **self.model.table_sizes, features=needed)
         for copy in plan.resumed:
             self._run_on_each_stage(ResumeState, np.asarray(copy, np.int32))
+        for copy in plan.passed:
+            self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         built = time.perf_counter()
         x = None
         if step.stages:

@@ -25,6 +25,11 @@ FUSED_ACTIVATIONS = {"silu", "swish", "gelu_new", "gelu_pytorch_tanh"}
 """Keys of ACTIVATIONS that Mosaic can compile into a matmul: not erf, nor functions with a custom derivative."""
 
 
+def scaled(x: Array, factor: float) -> Array:
+    """Return x times a number that may be more precise than x is, in the dtype of x."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 # Cached: what is compiled for one layer's function is used for the others.
 @functools.cache
 def gate_of(activation: str | Gate) -> Gate:
@@ -45,6 +50,18 @@ def fuses(activation: str | Gate) -> bool:
 def why_not_activation(activation: str | Gate) -> str:
     """Return why a matmul does not include an activation."""
     return f"no matmul has the activation {activation}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledGate:
+    """The Gate activation(scale * gate) * up."""
+
+    activation: str
+    scale: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """Return the input of the second matmul."""
+        return ACTIVATIONS[self.activation](scaled(gate, self.scale)) * up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ class CacheSpec(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """True if the layer keeps one state per slot, which every token replaces, and nothing in blocks: arrays whose
-        first axis is that of slots.
+        """True if the layer keeps one state per slot, which every token replaces: arrays whose first axis is that of
+        slots. Then it has nothing in blocks, except for SeveralSpecs.
 
         Then another request starts from what one has computed only where the state was copied.
         """
@@ -56,14 +56,53 @@ class CacheSpec(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class SeveralSpecs:
+    """Declare a LayerCache that is a tuple of others: a state, and keys and values of all tokens."""
+
+    parts: tuple[CacheSpec, ...]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a window, which would be that of one part alone."""
+        if self.sliding_window is not None:
+            raise ValueError("layers that keep a state, too, attend to all tokens")
+
+    @property
+    def sliding_window(self) -> int | None:
+        """None: all tokens are attended to."""
+        return next((part.sliding_window for part in self.parts if part.sliding_window is not None), None)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if a part is a state."""
+        return any(part.keeps_state for part in self.parts)
+
+    def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+        """Return the parts."""
+        return tuple(part.abstract(sizes, dtype=dtype, mesh=mesh) for part in self.parts)
+
+    def describe(self) -> str:
+        """Return what the parts are."""
+        return " and ".join(part.describe() for part in self.parts)
+
+
+def parts_of(spec: CacheSpec) -> tuple[CacheSpec, ...]:
+    """Return what a layer keeps, each kind by itself."""
+    return spec.parts if isinstance(spec, SeveralSpecs) else (spec,)
+
+
 def hold_in(specs: Sequence[CacheSpec], dtype: jnp.dtype | None) -> tuple[CacheSpec, ...]:
     """Return the specs with a dtype of 8 bits for the vectors that they declare; None: that of activations.
 
     Specs of vectors have a field `dtype`. What others keep, states for instance, is not changed.
     """
-    return tuple(
-        dataclasses.replace(cast(Any, spec), dtype=dtype) if hasattr(spec, "dtype") else spec for spec in specs
-    )
+
+    def hold(spec: CacheSpec) -> CacheSpec:
+        if isinstance(spec, SeveralSpecs):
+            return SeveralSpecs(tuple(map(hold, spec.parts)))
+        return dataclasses.replace(cast(Any, spec), dtype=dtype) if hasattr(spec, "dtype") else spec
+
+    return tuple(map(hold, specs))
 
 
 def source_of(spec: CacheSpec) -> int | None:

@@ -84,7 +84,8 @@ class Layer:
         norms: which norms the layer has, by the names of their weights. Those before the blocks normalise their inputs,
             those after them ("post") their updates. Parallel blocks with "attention_norm" alone read it both.
         update_scale: a factor of both blocks' updates.
-        mixer_name: the mixer's module in the checkpoint, if layers differ in it; by default that of `Names`.
+        mixer_name: the mixer's module in the checkpoint, if layers differ in it; by default that of `Names`. Empty if
+            the layer itself has the mixer's modules.
         layer_input: a third block, in sequential layers; None if there is none.
         has_scalar: the residual stream is multiplied by a weight after the last block, in sequential layers.
     """
@@ -119,7 +120,8 @@ class Layer:
 
     def specs(self, prefix: str, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
-        mixer = f"{prefix}.{self.mixer_name or names.attention}"
+        mixer = names.attention if self.mixer_name is None else self.mixer_name
+        mixer = f"{prefix}.{mixer}" if mixer else prefix
         specs = {name: self.norm.specs(f"{prefix}.{getattr(names, name)}", self.hidden_size) for name in self.norms}
         specs["attention"] = self.mixer.specs(mixer, self.hidden_size, names)
         if self.feed_forward is not None:

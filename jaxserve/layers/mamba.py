@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.activations import ACTIVATIONS
+from jaxserve.layers.activations import ACTIVATIONS, scaled
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.delta_rule import Tokens
 from jaxserve.layers.linear import Consumer, linear, residual_update
@@ -40,6 +40,7 @@ class Mamba2:
         norm_eps: of the norm of each group's output; None if there is no norm.
         norms_before_gate: outputs are normalised before they are multiplied by their gates.
         min_step, max_step: limits of the step sizes, which are softplus(dt + bias).
+        has_bias, has_output_bias: of the projections.
         multipliers: of z, x, B, C and dt after the projection, in this order.
     """
 
@@ -58,6 +59,7 @@ class Mamba2:
     min_step: float = 0.0
     max_step: float = math.inf
     has_bias: bool = False
+    has_output_bias: bool = False
     has_convolution_bias: bool = True
     multipliers: tuple[float, float, float, float, float] | None = None
 
@@ -169,7 +171,7 @@ class Mamba2:
         }
         if self.norm_eps is not None:
             specs["norm"] = array("norm.weight", N, Dim(M), source_shapes=((inner,),), init_scale=None)
-        if self.has_bias:
+        if self.has_output_bias:
             specs["out_bias"] = array("out_proj.bias", Dim(E, "embed"))
         return specs
 
@@ -191,9 +193,9 @@ class Mamba2:
             bc, dt = project("bc"), project("steps", jnp.float32)
             if self.multipliers is not None:
                 of_z, of_x, of_b, of_c, of_dt = self.multipliers
-                gate, values, dt = gate * of_z, values * of_x, dt * of_dt
+                gate, values, dt = scaled(gate, of_z), scaled(values, of_x), dt * of_dt
                 b, c = jnp.split(bc, 2, axis=-1)
-                bc = jnp.concatenate([b * of_b, c * of_c], axis=-1)
+                bc = jnp.concatenate([scaled(b, of_b), scaled(c, of_c)], axis=-1)
             names = ("x_convolution", "bc_convolution")
             weights = StateWeights(
                 tuple(params[name].array() for name in names),

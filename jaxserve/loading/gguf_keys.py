@@ -47,3 +47,29 @@ def refuse(file: GGUFFile, **served: Any) -> None:
         key = f"{file.architecture}.{name}"
         if key in file.metadata and file.metadata[key] != value:
             raise CheckpointError(f"{file.path}: {key} {file.metadata[key]!r} is not supported")
+
+
+def head_counts(file: GGUFFile) -> tuple[int, int]:
+    """Return the number of query heads, and of KV heads, which must be the same in all layers that have some."""
+    num_heads = positive_integer(file, "attention.head_count")
+    by_layer = get(file, "attention.head_count_kv")
+    if not isinstance(by_layer, list):
+        return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)
+    counts = {count for count in by_layer if count}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.attention.head_count_kv {by_layer!r:.100} of layers that differ is not "
+            "supported"
+        )
+    return num_heads, counts.pop() if counts else num_heads
+
+
+def num_layers(file: GGUFFile) -> int:
+    """Return the number of layers without those that predict further tokens, which are the last ones."""
+    count, further = positive_integer(file, "block_count"), get(file, "nextn_predict_layers", 0)
+    if not isinstance(further, int) or not 0 <= further < count:
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.nextn_predict_layers must be at least 0 and less than block_count, "
+            f"got {further!r:.100}"
+        )
+    return count - further

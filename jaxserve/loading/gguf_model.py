@@ -1,6 +1,7 @@
 """Weights of GGUF files: the tensors that the weights of a family are made of, checked and then read to the devices."""
 
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, override
@@ -13,11 +14,14 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.layouts import layouts
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.gguf import GGUFFile, GGUFTensor
+from jaxserve.loading.gguf_keys import num_layers, positive_integer
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
 from jaxserve.loading.gguf_sources import Source, source_of
 from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices
 from jaxserve.quantization.common import converted
 from jaxserve.quantization.scheme import Parts, Scheme
+
+logger = logging.getLogger(__name__)
 
 
 def load_params(
@@ -36,7 +40,11 @@ def load_params(
 def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
     """Return a SourceWeight for each of `specs`. Raises CheckpointError as `load_params` does."""
     file = GGUFFile(path)
-    tensors = {name: tensor for name, tensor in file.tensors.items() if name not in ROPE_TENSORS}
+    further = tuple(f"blk.{index}." for index in range(num_layers(file), positive_integer(file, "block_count")))
+    left_out = [name for name in file.tensors if name.startswith(further)]
+    if left_out:
+        logger.info("%d tensors of layers that predict further tokens are left out", len(left_out))
+    tensors = {name: file.tensors[name] for name in file.tensors.keys() - {*left_out, *ROPE_TENSORS}}
     weights = jax.tree.map(lambda spec: GGUFWeight(spec, tensors, _sources(spec, file)), specs)
     expected = {name: shape for weight in jax.tree.leaves(weights) for name, shape in weight.stored_shapes.items()}
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}

@@ -13,6 +13,10 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors that belong to the config: factors of the wavelengths of rotary embedding."""
 
 
+LOG_MULTIPLIERS = {"deepseek2": 10, "mistral3": 1}
+"""What turns `yarn_log_multiplier` into `mscale_all_dim`."""
+
+
 def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters` for heads of this size. Raises CheckpointError for what is missing or not supported."""
     rotated = positive_integer(file, "rope.dimension_count", head_dim)
@@ -61,11 +65,11 @@ def _yarn_fields(file: GGUFFile) -> dict[str, Any]:
         "beta_fast": number(file, f"{prefix}beta_fast", 32.0),
         "beta_slow": number(file, f"{prefix}beta_slow", 1.0),
     }
-    if file.architecture != "deepseek2":
+    if file.architecture not in LOG_MULTIPLIERS:
         refuse(file, **{f"{prefix}log_multiplier": 0.0})
         return fields
-    # A tenth of DeepSeek's mscale_all_dim, in float32. No file has mscale, which is equal to it in published models.
-    multiplier = round(10 * number(file, f"{prefix}log_multiplier", 0.0), 6)
+    # In float32. No file has mscale, which is equal to it in published models.
+    multiplier = round(LOG_MULTIPLIERS[file.architecture] * number(file, f"{prefix}log_multiplier", 0.0), 6)
     return fields | {"mscale": multiplier, "mscale_all_dim": multiplier}
 
 

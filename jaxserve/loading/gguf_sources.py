@@ -1,123 +1,49 @@
 """Map the tensors of a Hugging Face checkpoint to those of a GGUF file.
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
-q and k in Llama and Granite are reordered for rotations of neighbours, Gemmas' gains have the 1 added, GPT-2's matrices
-are transposed, queries of Falcon, BLOOM and GPT-NeoX come before all keys, experts and norms of single heads are
-stacked. Some tensors are whole in the file and split in the checkpoint, or vice versa.
+q and k in Llama and Granite are reordered for rotations of neighbours, gains of Gemma and Qwen 3 Next have the 1 added,
+GPT-2's matrices are transposed, queries of Falcon, BLOOM and GPT-NeoX come before all keys, value heads of Qwen 3.5 are
+in another order, A_log is stored as -exp(A_log), experts and norms of single heads are stacked. Some tensors are whole
+in the file and split in the checkpoint, or vice versa.
 """
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 
 import numpy as np
 
+from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_keys import get, positive_integer
+from jaxserve.loading.gguf_keys import get, head_counts, positive_integer
+from jaxserve.loading.gguf_names import gguf_name, stored_name
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "model.final_layernorm": "output_norm",
-    "self_attn.dense": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-    "transformer.word_embeddings": "token_embd",
-    "transformer.word_embeddings_layernorm": "token_embd_norm",
-    "ln_mlp": "attn_norm",
-    "ln_attn": "attn_norm_2",
-    "self_attention.query_key_value": "attn_qkv",
-    "self_attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "gpt_neox.embed_in": "token_embd",
-    "gpt_neox.final_layer_norm": "output_norm",
-    "embed_out": "output",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "attn.q_proj": "attn_q",
-    "attn.k_proj": "attn_k",
-    "attn.v_proj": "attn_v",
-    "attn.out_proj": "attn_output",
-    "mlp.fc_in": "ffn_up",
-    "mlp.fc_out": "ffn_down",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "self_attn.k_b_proj": "attn_k_b",
-    "self_attn.v_b_proj": "attn_v_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "mlp.gate.e_score_correction": "exp_probs_b",
-    "mlp.router": "ffn_gate_inp",
-    "self_attn.sinks": "attn_sinks",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.e_score_correction": "exp_probs_b",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-}
-"""Modules of Hugging Face checkpoints, those of a layer without its prefix, and llama.cpp's names for them."""
+GAINS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+"""Architectures whose files have the gains of norms with the 1 added; norms of states have no 1 in the checkpoint."""
 
-SANDWICH_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-"""Names in architectures with norms on both sides of a block, or after it."""
+PAIRS_OF_ROWS = (
+    *(
+        "arcee",
+        "granite",
+        "granitehybrid",
+        "granitemoe",
+        "llama",
+        "mistral3",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "smollm3",
+    ),
+)
+"""Architectures whose rows of q and k are reordered for rotations of neighbours."""
 
-SANDWICHES = ("gemma2", "gemma3", "gpt-oss", "olmo2", "seed_oss")
-"""Architectures that have some of these names; GPT-OSS and Seed-OSS have them though their norms are before blocks."""
+TILED_HEADS = ("qwen35", "qwen35moe")
+"""Architectures with value heads of states in another order: the first of each key head, the second of each, ..."""
 
-GEMMAS = ("gemma", "gemma2", "gemma3")
-
-LEAVES = {"e_score_correction_bias": "e_score_correction.bias", "sinks": "sinks.weight"}
-"""Tensors without a leaf in the checkpoint, and their leaf in the file."""
-
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)")
 _PROJECTION = re.compile(r"(.+\.attn_)([qkv])(\..+)")
+_ACTIVATION = re.compile(r"model\.layers\.(\d+)\.mlp\.act_fn\.(\w+)")
 _EXPERTS_OF_GPT_OSS = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
-_STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,23 +66,72 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
     """Return where the checkpoint's tensor of this name and shape is in the file."""
     if file.architecture == "gpt-oss" and (experts := _EXPERTS_OF_GPT_OSS.fullmatch(name)):
         return _experts_of_gpt_oss(experts[1], experts[2], shape, leaf="bias" if experts[3] else "weight")
-    found, index = _stored_name(name, file.architecture)
+    if activation := _ACTIVATION.fullmatch(name):
+        return _constant(file, activation[2], int(activation[1]), shape)
+    if name.endswith("input_linear.weight"):
+        return _gates_and_ups(file, name, shape)
+    found, index = stored_name(name, file.architecture)
+    if name.endswith("in_proj_qkvz.weight") and found not in file.tensors:  # older files have it whole
+        return _qkvz(file, name, shape)
+    if not get(file, "expert_count"):
+        found = found.replace("_shexp.", ".")
     if found.endswith(".attn_kv_b.weight") and found not in file.tensors and get(file, "attention.value_length_mla"):
         return _split_latent_heads(file, found, shape)
-    if file.architecture == "chatglm" and (projection := _PROJECTION.fullmatch(found)):
-        fused = f"{projection[1]}qkv{projection[3]}"
-        if fused in file.tensors:
-            return _rows_of_fused(file, fused, projection[2], shape)
+    undo, keeps_inputs = _undo(file, found)
+    if found not in file.tensors:
+        projection = _PROJECTION.fullmatch(found)
+        if projection and (fused := f"{projection[1]}qkv{projection[3]}") in file.tensors:
+            return _rows_of_fused(file, fused, projection[2], shape, undo)
+        if index is not None and (fused := re.sub("_(gate|up)_exps", "_gate_up_exps", found)) in file.tensors:
+            rows = slice(None, shape[0]) if "_gate_exps" in found else slice(shape[0], None)
+            whole = (index + 1, 2 * shape[0], *shape[1:])
+            return Source({fused: whole}, lambda stack: stack[index, rows], lambda stack: stack[index, rows])
     if index is not None:
         return Source({found: (index + 1, *shape)}, lambda stack: stack[index], lambda stack: stack[index])
-    undo = _undo(file, found)
     stored = _stored_shape(file, found, shape, undo)
 
     def make(tensor: np.ndarray) -> np.ndarray:
         return undo(tensor) if undo else tensor
 
-    moves_rows = undo is not np.transpose and undo is not _less_one
-    return Source({found: stored}, lambda tensor: make(tensor).reshape(shape), make if moves_rows else None)
+    return Source({found: stored}, lambda tensor: make(tensor).reshape(shape), make if keeps_inputs else None)
+
+
+def _constant(file: GGUFFile, name: str, layer: int, shape: tuple[int, ...]) -> Source:
+    """Return a parameter of a layer's activation, which is metadata in the file."""
+    values = file.require(f"xielu.{name}", list)
+    if len(values) <= layer:
+        raise CheckpointError(f"{file.path}: xielu.{name} has {len(values)} numbers, none for layer {layer}")
+    return Source({}, lambda: np.full(shape, values[layer], np.float32))
+
+
+def _qkvz(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
+    """Return the rows of each key head together: its q, k, values and gates; the file has all of one kind together."""
+    num_keys, num_values = positive_integer(file, "ssm.group_count"), positive_integer(file, "ssm.inner_size")
+    key_size = positive_integer(file, "ssm.state_size")
+    prefix = name.removesuffix("in_proj_qkvz.weight")
+    qkv, z = (gguf_name(f"{prefix}{part}.weight", file.architecture) for part in ("in_proj_qkv", "in_proj_z"))
+
+    def arrange(qkv: np.ndarray, z: np.ndarray) -> np.ndarray:
+        q, k, v = np.split(qkv, (num_keys * key_size, 2 * num_keys * key_size))
+        heads = [part.reshape(num_keys, -1, *part.shape[1:]) for part in (q, k, v, z)]
+        return np.concatenate(heads, axis=1).reshape(-1, *qkv.shape[1:])
+
+    rows = 2 * num_keys * key_size + num_values
+    return Source({qkv: (rows, *shape[1:]), z: (num_values, *shape[1:])}, arrange, arrange)
+
+
+def _gates_and_ups(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
+    """Return gates before ups, of all experts or of one that is shared; the file has them apart."""
+    has_experts, prefix = bool(get(file, "expert_count")), name.removesuffix("input_linear.weight")
+    kind = "_exps" if len(shape) == 3 else "_shexp" if has_experts else ""
+    down = gguf_name(f"{prefix}output_linear.weight", file.architecture)
+    block = down.split(".ffn_")[0]
+    half = (*shape[:-2], shape[-2] // 2, shape[-1])
+
+    def arrange(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return np.concatenate([gate, up], axis=-2)
+
+    return Source({f"{block}.ffn_{part}{kind}.weight": half for part in ("gate", "up")}, arrange, arrange)
 
 
 def _experts_of_gpt_oss(experts: str, part: str, shape: tuple[int, ...], *, leaf: str) -> Source:
@@ -197,15 +172,18 @@ def _split_latent_heads(file: GGUFFile, found: str, shape: tuple[int, ...]) -> S
     return Source({k: (num_heads, latent_size, key_size), v: (num_heads, value_size, latent_size)}, make)
 
 
-def _rows_of_fused(file: GGUFFile, fused: str, part: str, shape: tuple[int, ...]) -> Source:
+def _rows_of_fused(
+    file: GGUFFile, fused: str, part: str, shape: tuple[int, ...], undo: Callable[..., np.ndarray] | None
+) -> Source:
     """Return the rows of q, k or v, of a tensor that has those of q first, then k's and v's."""
-    num_heads, num_kv_heads = _num_heads(file)
+    num_heads, num_kv_heads = head_counts(file)
     rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
     unit = shape[0] // rows[part]
     first = unit * {"q": 0, "k": num_heads, "v": num_heads + num_kv_heads}[part]
 
     def rows_of(whole: np.ndarray) -> np.ndarray:
-        return whole[first : first + shape[0]]
+        rows = whole[first : first + shape[0]]
+        return undo(rows) if undo else rows
 
     return Source({fused: (unit * sum(rows.values()), *shape[1:])}, rows_of, rows_of)
 
@@ -214,50 +192,58 @@ def _stored_shape(
     file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[int, ...]:
     """Return the shape in the file of a tensor that has this shape in the checkpoint."""
-    if name in file.tensors and shape[0] == 1 and file.tensors[name].shape == shape[1:]:
-        return shape[1:]  # some converters drop axes of 1
+    if name in file.tensors:
+        found = file.tensors[name].shape
+        if name.endswith("ssm_norm.weight"):  # by group
+            return (*found[:-1], shape[0] // math.prod(found[:-1]))
+        if [size for size in found if size > 1] == [size for size in shape if size > 1]:
+            return found  # converters drop and add axes of 1
     return shape[::-1] if undo is np.transpose else shape
 
 
-def gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of a tensor that has this name in a Hugging Face checkpoint, or is stacked with others in it."""
-    return _stored_name(name, architecture)[0]
-
-
-def _stored_name(name: str, architecture: str) -> tuple[str, int | None]:
-    """Return llama.cpp's name of a tensor, and its index in it if that is a stack."""
-    index = None
-    if stacked := _STACKED.fullmatch(name):
-        name, index = stacked[1] + stacked[3], int(stacked[2])
-    names = NAMES | SANDWICH_NAMES if architecture in SANDWICHES else NAMES
-    module, _, leaf = name.rpartition(".")
-    if leaf in LEAVES:
-        module, _, leaf = f"{module}.{LEAVES[leaf]}".rpartition(".")
-    if layer := _LAYER.fullmatch(module):
-        return f"blk.{layer[1]}.{names[layer[2]]}.{leaf}", index
-    return f"{names[module]}.{leaf}", index
-
-
-def _undo(file: GGUFFile, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function that undoes the converter's change of this tensor, if it was changed."""
-    *_, module, leaf = name.split(".")
-    num_heads, num_kv_heads = _num_heads(file)
+def _undo(file: GGUFFile, name: str) -> tuple[Callable[..., np.ndarray] | None, bool]:
+    """Return the function that undoes the converter's change of this tensor, None if it was not changed, and whether
+    rows only are moved.
+    """
+    is_weight, module = name.endswith(".weight"), name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     match file.architecture, module:
         case "falcon" | "bloom" | "gptneox", "attn_qkv":
-            return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        case "arcee" | "llama" | "granite", "attn_q" | "attn_k":
-            return functools.partial(_to_halves, num_heads=num_heads if module == "attn_q" else num_kv_heads)
-        case architecture, _ if architecture in GEMMAS and module.endswith("norm"):
-            return _less_one
-        case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if leaf == "weight":
-            return np.transpose
-    return None
+            num_heads, num_kv_heads = head_counts(file)
+            return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads), True
+        case architecture, "attn_q" | "attn_k" if architecture in PAIRS_OF_ROWS:
+            return functools.partial(_to_halves, num_heads=head_counts(file)[module == "attn_k"]), True
+        case architecture, _ if architecture in GAINS_PLUS_ONE and module.endswith("norm") and module != "ssm_norm":
+            return _less_one, False
+        case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if is_weight:
+            return np.transpose, False
+        case architecture, _ if architecture in TILED_HEADS and module in _NUM_PARTS:
+            return functools.partial(_group_heads, file=file, module=module), module != "ssm_out"
+        case _, "ssm_a":
+            return _log_of_negative, False
+    return None, True
 
 
-def _num_heads(file: GGUFFile) -> tuple[int, int]:
-    """Return the number of query heads, and of KV heads."""
-    num_heads = positive_integer(file, "attention.head_count")
-    return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)
+_NUM_PARTS = {"attn_qkv": 3, "ssm_conv1d": 3, "attn_gate": 1, "ssm_beta": 1, "ssm_alpha": 1, "ssm_dt": 1} | {
+    "ssm_a": 1,
+    "ssm_out": 1,
+}
+"""Tensors with rows or inputs for each value head, and of how many parts those are the last."""
+
+
+def _group_heads(tensor: np.ndarray, *, file: GGUFFile, module: str) -> np.ndarray:
+    """Reorder what belongs to each value head so that those of a key head are together."""
+    num_key_heads, num_heads = positive_integer(file, "ssm.group_count"), positive_integer(file, "ssm.time_step_rank")
+    if module == "ssm_out":
+        return _group_heads(tensor.swapaxes(0, -1), file=file, module="").swapaxes(0, -1)
+    first = 0 if _NUM_PARTS.get(module, 1) == 1 else 2 * num_key_heads * positive_integer(file, "ssm.state_size")
+    values = tensor[first:]
+    tiled = values.reshape(num_heads // num_key_heads, num_key_heads, -1, *values.shape[1:])
+    grouped = np.concatenate([tensor[:first], tiled.swapaxes(0, 1).reshape(values.shape)])
+    return _log_of_negative(grouped) if module == "ssm_a" else grouped
+
+
+def _log_of_negative(rates: np.ndarray) -> np.ndarray:
+    return np.log(-rates)
 
 
 def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:

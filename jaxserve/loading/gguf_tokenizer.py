@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files, built for the `tokenizers` library from the vocabulary in their metadata. No jax.
 
-There are two kinds: "gpt2" is byte-level BPE with merges, "llama" is sentencepiece's BPE with scores, which falls back
-to bytes. The file says which tokens are special.
+There are three kinds: "gpt2" is byte-level BPE with merges, "llama" is sentencepiece's BPE with scores, which falls
+back to bytes, and "gemma4" is the latter with merges. The file says which tokens are special.
 """
 
 import dataclasses
@@ -25,12 +25,17 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
 _QWEN2 = (_WORDS + r"\p{N}" + _REST,)
+_QWEN35 = (_QWEN2[0].replace(r"\p{L}+|\p{N}|", r"[\p{L}\p{M}]+|\p{N}|").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}"),)
+_SEED = (_WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+_LING = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _CASED_WORDS = "".join(
     rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_ENDING}" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
 )
 _O200K = (_CASED_WORDS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
+_TEKKEN = (_O200K[0].replace(_ENDING, "|").replace(r"\p{N}{1,3}", r"\p{N}"),)
+_KIMI = (r"\p{Han}+|" + _O200K[0].replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*"),)
 _CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _NO_LETTERS_THEN = (  # letters without case in the version of Unicode that the pattern was made with
     r"\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2f\ua78f-\uab6f"
@@ -57,18 +62,31 @@ SPLITS = {
     "gpt-2": _GPT2,
     "mpt": _GPT2,
     "olmo": _GPT2,
+    "exaone4": _GPT2,
+    "granite-docling": _GPT2,
     "phi-2": _GPT2,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "chatglm-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "pixtral": _LLAMA3,
     "dbrx": _LLAMA3,
     "glm4": _LLAMA3,
     "smaug-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "hunyuan": _QWEN2,
+    "megrez": _QWEN2,
+    "qwen35": _QWEN35,
+    "seed-coder": _SEED,
+    "bailingmoe": _LING,
+    "bailingmoe2": _LING,
     "stablelm2": _QWEN2,
     "command-r": _STARCODER,
+    "exaone": _STARCODER,
     "refact": _STARCODER,
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
@@ -76,24 +94,31 @@ SPLITS = {
     "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-v3": _DEEPSEEK_V3,
+    "hunyuan-dense": _DEEPSEEK_V3,
     "gpt-4o": _O200K,
     "llama4": _O200K,
+    "minimax-m2": _O200K,
+    "tekken": _TEKKEN,
+    "kimi-k2": _KIMI,
 }
 """How a text is split before merges, by `tokenizer.ggml.pre`: each pattern splits the pieces of the previous one."""
 
 FALCON = "falcon"
 """The one split that is not made by such patterns."""
 
-LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "lfm2", "pixtral", "tekken")
 """Splits whose pieces become a token before any merge if they are one; their models begin texts with BOS."""
 
-NORMALIZED = ("command-r", "deepseek-r1-qwen", "mpt", "olmo", "qwen2")
+NORMALIZED = ("command-r", "deepseek-r1-qwen", "mpt", "olmo", "qwen2", "qwen35")
 """Splits of models that normalise texts to Unicode's NFC."""
 
 SPLITS_OF_OLD_FILES = {"gpt2": "gpt-2", "gptj": "gpt-2", "gptneox": "mpt"}
 """Architectures whose models all use the same split, so that files may omit it."""
 
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_END_OF_TURN = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("[EOT]", "[EOS]", "[e~[", "<eos>", "<turn|>"),
+)
 """Control tokens that end a generation, although many files declare only one of them."""
 _END_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")
 """Control tokens that end a generation of GPT-OSS, whose format also uses <|end|> after thoughts."""
@@ -121,8 +146,8 @@ def read_tokenizer(path: str | Path) -> GGUFTokenizer:
 def build_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """Build a tokenizer from the keys `tokenizer.*`. Raises CheckpointError, naming what is missing or unknown."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise CheckpointError(f"unknown tokenizer.ggml.model {kind!r}; known are gpt2, llama")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise CheckpointError(f"unknown tokenizer.ggml.model {kind!r}; known are gpt2, llama, gemma4")
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     types = _types(metadata) or [NORMAL] * len(tokens)
     if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
@@ -173,16 +198,24 @@ def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     split = _pre_tokenizer(metadata)
-    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "tokenizer.ggml.merges", str)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    if unknown := [merge for merge in merges if len(merge) != 2 or not vocabulary.keys() >= {*merge, "".join(merge)}]:
-        raise CheckpointError(f"{len(unknown)} of tokenizer.ggml.merges do not merge tokens, such as {unknown[0]}")
+    merges = _listed_merges(metadata, vocabulary)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in LLAMA3))
     if split in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_splitters(split))
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _listed_merges(metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the list of merges. Raises CheckpointError for one that does not make a token of two."""
+    found = [
+        (merge.partition(" ")[0], merge.partition(" ")[2]) for merge in _list(metadata, "tokenizer.ggml.merges", str)
+    ]
+    if unknown := [merge for merge in found if not vocabulary.keys() >= {*merge, "".join(merge)}]:
+        raise CheckpointError(f"{len(unknown)} of tokenizer.ggml.merges do not merge tokens, such as {unknown[0]}")
+    return found
 
 
 def _splitters(split: str) -> list[pre_tokenizers.PreTokenizer]:
@@ -203,21 +236,25 @@ def _splitters(split: str) -> list[pre_tokenizers.PreTokenizer]:
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], special: Mapping[str, str | None]
 ) -> Tokenizer:
-    scores = _list(metadata, "tokenizer.ggml.scores", float)
-    if len(scores) != len(tokens):
-        raise CheckpointError(f"{len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    normal = {token: scores[i] for i, token in enumerate(tokens) if types[i] == NORMAL}
+    if metadata["tokenizer.ggml.model"] == "gemma4":
+        merges = _listed_merges(metadata, vocabulary)
+    else:
+        scores = _list(metadata, "tokenizer.ggml.scores", float)
+        if len(scores) != len(tokens):
+            raise CheckpointError(f"{len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
+        merges = _merges({token: scores[i] for i, token in enumerate(tokens) if types[i] == NORMAL}, vocabulary)
     backend = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(normal, vocabulary),
+            merges=merges,
             unk_token=special["unk_token"],
             fuse_unk=True,
             byte_fallback=all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)),
         )
     )
-    begins_with_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    is_prefixed = metadata["tokenizer.ggml.model"] == "llama"
+    begins_with_space = metadata.get("tokenizer.ggml.add_space_prefix", is_prefixed)
     prefix = [normalizers.Prepend(_SPACE)] if begins_with_space else []
     strip = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
@@ -252,7 +289,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
 
 def _adds_bos(kind: str, metadata: Mapping[str, Any]) -> bool:
     """Return llama.cpp's default for a file that does not say if BOS is added."""
-    return kind == "llama" or _pre_tokenizer(metadata) in LLAMA3
+    return kind != "gpt2" or _pre_tokenizer(metadata) in LLAMA3
 
 
 def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | None:

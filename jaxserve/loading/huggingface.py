@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,8 +27,7 @@ from jaxserve.layers.layouts import layouts, num_bytes
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.weight import Weight
 from jaxserve.loading import mxfp4
-from jaxserve.loading.bounds import NEXT_TOKEN_LAYERS
-from jaxserve.loading.classifier import HEAD, is_classifier
+from jaxserve.loading.classifier import is_classifier
 from jaxserve.loading.json_files import read_config, read_object
 from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import TEXT_OF, without_towers
@@ -37,6 +35,7 @@ from jaxserve.loading.pickles import PICKLED_SUFFIXES, why_not_read
 from jaxserve.loading.quantization_files import stored_formats
 from jaxserve.loading.stored_forms import CutPart, ExpertPart, in_declared_form
 from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is_embedding, is_head
+from jaxserve.loading.unread_tensors import UnreadTensors
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
 from jaxserve.quantization.stored import Format, StoredMatrix, join_parts
@@ -49,27 +48,6 @@ INTEGER_TYPES = ("I64", "I32")
 """The types of the map of EAGLE-3 heads from their tokens to those of their targets, "d2t"."""
 ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 """Types that safetensors do not know as NumPy's."""
-
-# Tensors that some checkpoints contain and no model reads: rotary tables of old Llamas, causal masks of old GPTs, an LM
-# head that equals the embedding (otherwise the family declares it and it is not an extra), and which tokens EAGLE-3
-# heads have.
-KNOWN_EXTRAS = (
-    "rotary_emb.inv_freq",
-    "rotary_pos_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-    "lm_head.weight",
-    "embed_out.weight",
-    "t2d",
-)
-STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
-"""Ends of names of the scales of a whole layer's attention. Those of keys and values are declared, and read, with
-`--kv-cache-dtype fp8` only; those of queries and probabilities never.
-"""
-FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
-"""Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
 
 @runtime_checkable
@@ -258,13 +236,13 @@ class SourceWeight:
         return f"{common} does not fit {list(self.spec.shape)}"
 
     def _order(self) -> Int32[np.ndarray, " K"] | None:
-        """Return the order in which codes have the inputs, None if all sources have no order or not the same one."""
-        tensors = (self.tensors[name] for name in self.spec.source)
-        orders = [
-            order for tensor in tensors if isinstance(tensor, StoredMatrix) and (order := tensor.order()) is not None
-        ]
-        is_one = len(orders) == len(self.spec.source) and all(np.array_equal(orders[0], order) for order in orders)
-        return orders[0] if is_one else None
+        """Return the input permutation shared by all sources, or None if they have none or differ."""
+        tensors = [self.tensors[name] for name in self.spec.source]
+        orders = [tensor.order() if isinstance(tensor, StoredMatrix) else None for tensor in tensors]
+        first = orders[0]
+        if first is None or any(order is None or not np.array_equal(order, first) for order in orders):
+            return None
+        return first
 
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, why it has none, or None if it is of floats."""
@@ -459,65 +437,15 @@ def _check(
     """
     found = tensors.keys() | _with_model_prefix(dict.fromkeys(opened.lost), expected).keys()
     missing = [name for name in expected if name not in found]
-    further_layers, sharing_layers = _further_layers(directory), _sharing_layers(directory)
-    extras = {HEAD, f"model.{HEAD}"} if _is_classifier(directory) else set[str]()
-    unexpected = [
-        name
-        for name in tensors
-        if name not in expected.keys() | extras
-        and not _is_extra(name, further_layers)
-        and not _is_of_unused_keys(name, sharing_layers)
-        and not _is_bias_of_zeros(name, tensors)
-    ]
-    if further := [name for name in tensors if name not in expected and _is_further(name, further_layers)]:
-        logger.info("left out: %d tensors of layers that predict further tokens, such as %s", len(further), further[0])
-    if scales := [name for name in tensors if name not in expected and name.endswith(STATIC_SCALES)]:
-        logger.info(
-            "left out: %d static scales of attention, such as %s: those of keys and values are used with "
-            "--kv-cache-dtype fp8 only, those of queries and probabilities never",
-            *(len(scales), scales[0]),
-        )
+    unread = UnreadTensors(_fields(directory))
+    left_over = [name for name in tensors if name not in expected]
+    unexpected = [name for name in left_over if not unread.has(name) and not _is_bias_of_zeros(name, tensors)]
+    unread.log(left_over)
     complaints = {name: tensors[name].complaint(expected[name]) for name in expected.keys() & tensors.keys()}
     mismatched = [f"{name} {complaint}" for name, complaint in complaints.items() if complaint]
     problems = opened.problems + describe_tensors(missing=missing, unexpected=unexpected, wrong=mismatched)
     if problems:
         raise CheckpointError(f"{directory} does not fit its config.json; " + "; ".join(problems))
-
-
-def _is_classifier(directory: pathlib.Path) -> bool:
-    return is_classifier(_fields(directory))
-
-
-def _further_layers(directory: pathlib.Path) -> range:
-    """Return the layers after the last one that predict further tokens, by any name of their number."""
-    fields = _fields(directory)
-    first, counts = fields.get("num_hidden_layers"), [fields.get(name) for name in NEXT_TOKEN_LAYERS]
-    count = max((count for count in counts if isinstance(count, int)), default=0)
-    return range(first, first + count) if isinstance(first, int) else range(0)
-
-
-def _sharing_layers(directory: pathlib.Path) -> range:
-    """Return the last layers, which read the keys and values of others."""
-    fields = _fields(directory)
-    last, count = fields.get("num_hidden_layers"), fields.get("num_kv_shared_layers")
-    return range(last - count, last) if isinstance(last, int) and isinstance(count, int) else range(0)
-
-
-def _is_of_unused_keys(name: str, sharing_layers: range) -> bool:
-    """Return true if such a tensor makes keys or values of a layer that has none, but that checkpoints contain."""
-    found = re.match(r"model\.layers\.(\d{1,9})\.self_attn\.[kv]_(proj|norm)\.", name)
-    return found is not None and int(found[1]) in sharing_layers
-
-
-def _is_extra(name: str, further_layers: range) -> bool:
-    """Return true if checkpoints contain such a tensor though no model reads it."""
-    return _is_further(name, further_layers) or name.endswith(KNOWN_EXTRAS + STATIC_SCALES)
-
-
-def _is_further(name: str, further_layers: range) -> bool:
-    """Return true if such a tensor is of layers that predict further tokens."""
-    layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return name.startswith(FURTHER_PREFIXES) or (layer is not None and int(layer[1]) in further_layers)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -11,18 +11,9 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope, llama, mamba2
+from jaxserve.models.reading import read_config
 
-DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {
-    "vocab_size": 128000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-05,
-}
+DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {"max_position_embeddings": 262144}
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 ROTATED = 0.5
@@ -43,14 +34,7 @@ class Config(llama.Config):
         hf_config.require(fields, "partial_rotary_factor", ROTATED)
         rope = hf_rope.rope(fields, partial_rotary_factor=ROTATED)
         hf_config.require(fields, "attn_rotary_emb", rope.head_dim)
-        return cls(
-            **hf_config.as_llama(fields),
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            rope=rope,
-            attends=_attends(fields),
-            mamba=mamba2.hybrid_mixer(fields),
-        )
+        return read_config(cls, fields, rope=rope, attends=_attends(fields), mamba=mamba2.hybrid_mixer(fields))
 
 
 def _attends(fields: dict[str, Any]) -> tuple[bool, ...]:

@@ -1,15 +1,12 @@
 """ChatGLM 2 and 3, GLM-4 9B in its first format (GLM Team 2024, arXiv:2406.12793): GLM with other names."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope
-from jaxserve.models.family import Family
+from jaxserve.models import hf_config, hf_rope, seed_oss
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "num_layers": 28,
@@ -37,13 +34,8 @@ REQUIRED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(seed_oss.Config):
     """The shape of one ChatGLM."""
-
-    qkv_bias: bool
-    has_biases: bool
-    """Biases of all other matrices."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -66,20 +58,20 @@ class Config(DecoderConfig):
         theta = 10000.0 * hf_config.number(fields, "rope_ratio")
         rope = {"rope_theta": theta, "max_position_embeddings": context}
         has_biases = hf_config.flag(fields, "add_bias_linear")
-        return cls(
+        return read_config(
+            cls,
+            fields,
             vocab_size=hf_config.integer(fields, "padded_vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
             intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
             num_layers=hf_config.integer(fields, "num_layers"),
-            num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=context,
             norm_eps=hf_config.number(fields, "layernorm_epsilon"),
             activation="silu",
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            qkv_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
-            has_biases=has_biases,
+            attention_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
+            attention_out_bias=has_biases,
+            mlp_bias=has_biases,
             rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
         )
 
@@ -97,13 +89,6 @@ def _require_known_rotation(fields: dict[str, Any]) -> None:
         )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.qkv_bias, out_bias=config.has_biases)
-    feed_forward = replace(config.feed_forward, has_bias=config.has_biases)
-    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
-
-
 NAMES = Names(
     embed="transformer.embedding.word_embeddings",
     layers="transformer.encoder.layers",
@@ -116,4 +101,4 @@ NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = replace(seed_oss.FAMILY, Config=Config, names=NAMES, doc=__doc__)

@@ -14,9 +14,9 @@ from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import granite, hf_config, mamba2, mixture
 
 DEFAULTS: dict[str, Any] = (
-    granite.DEFAULTS
-    | mamba2.HYBRID_DEFAULTS
-    | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
+    mamba2.HYBRID_DEFAULTS
+    | granite.DEFAULTS
+    | {"num_key_value_heads": None, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
 )
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 

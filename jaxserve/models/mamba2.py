@@ -12,6 +12,7 @@ from jaxserve.layers.norm import Norm
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 128,
@@ -29,7 +30,11 @@ DEFAULTS: dict[str, Any] = {
 }
 """Defaults of this family's config in transformers, for fields that a config.json omits."""
 
-HYBRID_DEFAULTS: dict[str, Any] = {
+HYBRID_DEFAULTS: dict[str, Any] = LLAMA | {
+    "vocab_size": 128000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
     "mamba_d_state": 256,
@@ -38,7 +43,7 @@ HYBRID_DEFAULTS: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
-"""Defaults of blocks in IBM's and TII's hybrids."""
+"""Defaults of IBM's and TII's hybrids."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,7 @@ def mixer(fields: dict[str, Any], names: FieldNames, *, eps: str) -> Mamba2:
         min_step=low,
         max_step=high,
         has_bias=hf_config.flag(fields, names.bias),
+        has_output_bias=hf_config.flag(fields, names.bias),
         has_convolution_bias=hf_config.flag(fields, names.convolution_bias),
     )
 

@@ -1,14 +1,11 @@
 """Qwen 1 (Bai et al. 2023, arXiv:2309.16609): Llama with biases on q, k and v, up to the context of its training."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope
-from jaxserve.models.family import Family
+from jaxserve.models import hf_config, hf_rope, seed_oss
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -36,12 +33,8 @@ REQUIRED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(seed_oss.Config):
     """The shape of one Qwen 1; `intermediate_size` is that of one of gate and up, half the field's."""
-
-    has_biases: bool
-    """Biases of all matrices but q, k and v, which always have one."""
 
     @classmethod
     def from_hf(cls, fields: dict[str, Any]) -> "Config":
@@ -55,18 +48,19 @@ class Config(DecoderConfig):
             "rope_theta": hf_config.number(fields, "rotary_emb_base"),
             "partial_rotary_factor": hf_config.number(fields, "rotary_pct"),
         }
-        sizes = hf_config.sizes(fields | {"num_key_value_heads": None})
-        return cls(
-            **sizes
-            | {
-                "intermediate_size": hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
-                "max_position_embeddings": _context(fields),
-            },
+        has_biases = not hf_config.flag(fields, "no_bias")
+        return read_config(
+            cls,
+            fields,
+            intermediate_size=hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
+            num_kv_heads=hf_config.integer(fields, "num_attention_heads"),
             head_dim=head_dim,
+            max_position_embeddings=_context(fields),
             norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
             activation="silu",
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            has_biases=not hf_config.flag(fields, "no_bias"),
+            attention_bias=True,
+            attention_out_bias=has_biases,
+            mlp_bias=has_biases,
             rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=1.0),
         )
 
@@ -83,13 +77,6 @@ def _context(fields: dict[str, Any]) -> int:
     return min(context, trained) if is_stretched else context
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, qkv_bias=True, out_bias=config.has_biases)
-    feed_forward = replace(config.feed_forward, has_bias=config.has_biases)
-    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
-
-
 NAMES = Names(
     embed="transformer.wte",
     layers="transformer.h",
@@ -102,4 +89,4 @@ NAMES = Names(
     gate_up=("w2", "w1"),
     down="c_proj",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = replace(seed_oss.FAMILY, Config=Config, names=NAMES, doc=__doc__)

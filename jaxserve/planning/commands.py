@@ -23,15 +23,8 @@ DOES_NOT_FIT = 3
 ENGINE_FIELDS = (
     *("revision", "dtype", "quantization", "max_model_len", "hf_overrides", "block_size", "kv_cache_memory"),
     *("gpu_memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "max_logprobs"),
-    *(
-        "speculative_config",
-        "tensor_parallel_size",
-        "enable_expert_parallel",
-        "kernels",
-        "dequantize",
-        "quantize_activations",
-        "max_cached_states",
-    ),
+    *("speculative_config", "tensor_parallel_size", "enable_expert_parallel", "kernels", "dequantize"),
+    *("quantize_activations", "max_cached_states"),
 )
 """The engine's options that decide what a step is, and how much of it fits."""
 

@@ -308,12 +308,7 @@ def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replic
     """Return what replicas of an engine would do."""
 
     def split(*, fits: bool, why_not: str | None = None) -> Split:
-        return Split(
-            tensor_parallel_size=config.tensor_parallel_size,
-            replicas=replicas,
-            fits=fits,
-            why_not=why_not,
-        )
+        return Split(tensor_parallel_size=config.tensor_parallel_size, replicas=replicas, fits=fits, why_not=why_not)
 
     if isinstance(found, Exception):
         return split(fits=False, why_not=_named(str(found), config, name))

@@ -35,9 +35,10 @@ effect: attention lets nothing from outside a window into its result.
 
 Why a state that was kept is the right one. A request that has `keep_at` computes up to there in one step and goes on in
 a later one. The copy is made behind the first, whose tokens are known, and may be used by steps that are planned after
-it. A row that resumes has it copied to its slot before its step, when the slot's former owner has no step ahead. Copies
-and steps run in the order of plans, so a copy whose place is given to another prefix is still there for the rows that
-were planned with it.
+it. That of an answer is made before the step of the next token, when those of the full blocks before it are known. A
+row that resumes has it copied to its slot before its step, when the slot's former owner has no step ahead. Copies and
+steps run in the order of plans, so a copy whose place is given to another prefix is still there for the rows that were
+planned with it.
 """
 
 import itertools
@@ -58,7 +59,7 @@ from jaxserve.scheduling.snapshot import BlocksSnapshot
 class _Step:
     """A plan under construction."""
 
-    __slots__ = ("admitted", "budget", "chunk_rows", "cut_rows", "has_preempted", "resumed", "single_rows")
+    __slots__ = ("admitted", "budget", "chunk_rows", "cut_rows", "has_preempted", "passed", "resumed", "single_rows")
 
     def __init__(self, budget: int):
         self.budget = budget
@@ -66,6 +67,7 @@ class _Step:
         self.chunk_rows: list[Row] = []
         self.admitted: list[Row] = []
         self.cut_rows: list[Row] = []  # where a state is kept
+        self.passed: list[tuple[int, bytes, bytes | None]] = []  # slot, prefix, and the one that makes room for it
         self.resumed: list[StateCopy] = []
         self.has_preempted = False
 
@@ -144,13 +146,20 @@ class ContinuousScheduler(Scheduler):
         if limits.drafts.by_rows and not step.chunk_rows:
             rows = self._with_drafts(rows, step.budget)
         # From here on: the rows of this step cannot resume from what it computes.
+        keep = self._states.keep
+        passed = [
+            StateCopy(slot, index)
+            for slot, prefix, last in step.passed
+            if (index := keep(prefix, instead_of=last)) is not None
+        ]
         kept = [
             StateCopy(row.slot, index)
             for row in step.cut_rows
-            if (index := self._states.keep(self._hash_at(row.request, row.start + row.num_tokens))) is not None
+            if (index := keep(self._hash_at(row.request, row.start + row.num_tokens))) is not None
         ]
         num_tokens = budget - step.budget
-        plan = StepPlan(rows, len(single_rows), num_tokens, step.admitted, resumed=step.resumed, kept=kept)
+        num_single_rows, resumed = len(single_rows), step.resumed
+        plan = StepPlan(rows, num_single_rows, num_tokens, step.admitted, resumed=resumed, passed=passed, kept=kept)
         self._in_flight.append(plan)
         return plan
 
@@ -244,7 +253,19 @@ class ContinuousScheduler(Scheduler):
         rows.append(row)
         if end in stops:
             step.cut_rows.append(row)
+        elif start - request.kept_at >= self._limits.min_kept_tokens and end > request.num_prompt_tokens:
+            self._keep_passed(request, start, step)
         return row
+
+    def _keep_passed(self, request: Request, start: int, step: _Step) -> None:
+        """Keep the state that an answer has before this step, if it is behind a full block of known tokens: the next
+        turn of a conversation continues there. It replaces the last one of this answer.
+        """
+        size, last = self._limits.block_size, int(request.kept_at)
+        if start % size == 0 and start <= len(request.block_hashes) * size:
+            replaced = self._hash_at(request, last) if last > request.num_prompt_tokens else None
+            step.passed.append((request.slot, self._hash_at(request, start), replaced))
+            request.kept_at = start
 
     def _num_new_blocks(self, request: Request, end: int) -> int:
         """Return how many ids its block tables lack for `end` tokens and for those of all drafts in flight."""
@@ -414,6 +435,8 @@ class ContinuousScheduler(Scheduler):
         if request.num_computed_tokens and self._limits.has_states:
             index = self._states.use(self._hash_at(request, request.num_computed_tokens))
             step.resumed.append(StateCopy(request.slot, index))
+        if self._limits.num_kept_states:
+            request.kept_at = max(request.num_computed_tokens, *request.keep_at, 0)
         row = self._extend(request, step)
         assert row is not None, "a request that was admitted has room"
         step.admitted.append(row)

@@ -26,12 +26,17 @@ class KeptStates:
         self._indices.move_to_end(block_hash)
         return self._indices[block_hash]
 
-    def keep(self, block_hash: bytes) -> int | None:
-        """Return where a state is to be kept from now on; None if it is kept already."""
+    def keep(self, block_hash: bytes, *, instead_of: bytes | None = None) -> int | None:
+        """Return where a state is to be kept from now on; None if it is kept already. `instead_of` is the prefix whose
+        state makes room, if it is there.
+        """
         if block_hash in self._indices:
             self._indices.move_to_end(block_hash)
             return None
-        index = self._free.pop() if self._free else self._indices.popitem(last=False)[1]
+        if instead_of in self._indices:
+            index = self._indices.pop(instead_of)
+        else:
+            index = self._free.pop() if self._free else self._indices.popitem(last=False)[1]
         self._indices[block_hash] = index
         return index
 

@@ -47,7 +47,7 @@ class StepPlan(NamedTuple):
     rows (also in `rows`) of requests that have just got their slot: their whole slot state, including the block table,
     must be written before the step. `padded_tokens` is a lower bound on the shape that the step runs with: 0, except
     under the static scheduler, which pays for its padding. Before the step, the slots of `resumed` get states that were
-    kept; behind it, those of `kept` are copied.
+    kept, and those of `passed` are copied; behind it, those of `kept` are.
     """
 
     rows: list[Row]
@@ -56,4 +56,5 @@ class StepPlan(NamedTuple):
     admitted: list[Row]
     padded_tokens: int = 0
     resumed: Sequence[StateCopy] = ()
+    passed: Sequence[StateCopy] = ()
     kept: Sequence[StateCopy] = ()

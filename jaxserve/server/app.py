@@ -138,9 +138,4 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
     middleware.insert(0, Middleware(Observation, logs=config.access_log, metrics=state.metrics, routes=routes))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, root_path=config.root_path))
-    return Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=lifespan,
-    )
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=EXCEPTION_HANDLERS, lifespan=lifespan)

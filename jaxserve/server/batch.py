@@ -305,9 +305,7 @@ class _Batch:
         if answer.status_code >= SERVER_FAULT and not self._client.is_alive():
             raise EngineDead("the engine has stopped: run the command again for the rest of the answers")
         response = Answer(
-            status_code=answer.status_code,
-            request_id=answer.headers["x-request-id"],
-            body=msgspec.Raw(answer.content),
+            status_code=answer.status_code, request_id=answer.headers["x-request-id"], body=msgspec.Raw(answer.content)
         )
         return Result(id=result_id, custom_id=line.custom_id, response=response, error=None)
 

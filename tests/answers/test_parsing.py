@@ -158,11 +158,7 @@ CASES = [
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nOsl",
         call("get_weather", '{"city": "Osl"}'),
     ),
-    (
-        "qwen3_coder",
-        "<tool_call>\n<function=get_weather>\n<parameter=days>\n2",
-        call("get_weather", '{"days": 2}'),
-    ),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n2", call("get_weather", '{"days": 2}')),
     ("qwen3_coder", "<tool_call> a tag,<function=", [Content("<tool_call> a tag,<function=")]),
     (
         "glm45",

@@ -1,12 +1,12 @@
 """Every syntax that is known by name: what is written in it is read back, and writing errors do no harm."""
 
-import itertools
 import json
 import pathlib
 import re
 
 import pytest
 from depths import examples, quick_only
+from event_cases import cut
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
@@ -74,11 +74,6 @@ def messages(row):
     most = 3 if row.is_parallel else 1
     calls = st.lists(call, max_size=most).map(tuple)
     return st.builds(Message, content=st.just("") if row.is_bare else words, calls=calls, reasoning=words)
-
-
-def cut(text, places):
-    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 NAMES = quick_only(sorted(ROWS), *sorted(ROWS)[::3])

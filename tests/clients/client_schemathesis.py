@@ -38,10 +38,7 @@ GOOD = [
     ("/embeddings", {"input": ["a", "b"], "encoding_format": "float"}),
     ("/responses", {"input": "a", "max_output_tokens": 3, "include": ["message.output_text.logprobs"]}),
     ("/responses", {"input": "a", "background": True, "metadata": {"a": "b"}, "instructions": "i"}),
-    (
-        "/responses",
-        {"input": "a", "tools": [{"type": "function", "strict": True, **TOOL}], "tool_choice": "required"},
-    ),
+    ("/responses", {"input": "a", "tools": [{"type": "function", "strict": True, **TOOL}], "tool_choice": "required"}),
 ]
 CHECKS = (checks.not_a_server_error, checks.response_schema_conformance, checks.content_type_conformance)
 ERROR = {

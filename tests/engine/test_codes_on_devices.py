@@ -73,11 +73,7 @@ CASES = {
     # Queries and their gates are rows of one tensor; those of a key head, of one block or of two.
     "gated delta rule and gates": (HYBRID, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
     # Gates, values, B, C and step sizes are rows of one tensor.
-    "Mamba-2 and experts without gates": (
-        MAMBA,
-        BLOCKS,
-        functools.partial(stored.fp8, scheme="block", block=(16, 32)),
-    ),
+    "Mamba-2 and experts without gates": (MAMBA, BLOCKS, functools.partial(stored.fp8, scheme="block", block=(16, 32))),
 }
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first, quick_only
-from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request, run
+from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, prompts, request, run
 from few_sizes import every_size
 
 from jaxserve.execution import runner, slots
@@ -21,11 +21,6 @@ def llama():
 def llama_of_every_size():
     with every_size():
         return Model("llama_tied_llama3_rope")
-
-
-def prompts(model, lengths, seed=0):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
 
 
 def assert_naive(model, results, asked):
@@ -167,13 +162,7 @@ def test_static_scheduler(llama):
     assert_naive(llama, run(engine, [request(name, *job) for name, job in asked.items()]), asked)
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick_only(
-        ["qwen3_biases_window", "gemma2_caps", "llama_untied"],
-        "llama_untied",
-    ),
-)
+@pytest.mark.parametrize("name", quick_only(["qwen3_biases_window", "gemma2_caps", "llama_untied"], "llama_untied"))
 def test_every_family(name):
     # Chunks of at most 16 tokens: fewer shapes to compile. One family takes the steps without a sampler, as on a GPU.
     model = Model(name, traits=ON_GPU if name == "llama_untied" else ON_CPU)

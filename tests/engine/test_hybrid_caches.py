@@ -5,7 +5,7 @@ without a cache.
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import Model, Result, corrupted, drain, request, run
+from engine_harness import Model, Result, corrupted, drain, prompts, request, run
 
 from jaxserve.errors import CapacityExceeded
 
@@ -28,11 +28,6 @@ def gemma():
     assert model.runner.layout.windows == (WINDOW, None)
     assert model.runner.layout.pool_of_layer == (0, 0, 1, 1)
     return model
-
-
-def prompts(model, lengths, seed):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
 
 
 def assert_naive(model, results, asked):
@@ -130,7 +125,9 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
     gemma.runner.allocate()
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36)]))
+@pytest.mark.parametrize(
+    ("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36), ("gpt_oss_clamped", 20)])
+)
 def test_layers_that_read_what_others_keep_or_see_chunks(name, num_blocks):
     """In chunks, after preemptions, and from a cached prefix."""
     model = Hybrid(name)

@@ -94,11 +94,7 @@ SHAPES = {
         "ssm_state_size": 64,
         "n_groups": 4,
     },
-    "short convolutions": {
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention"] * 2,
-        "head_dim": 64,
-    },
+    "short convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "head_dim": 64},
 }
 SMALL = LLAMA_100M | {
     "hidden_size": 512,

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 from depths import quick_first
 from engine_harness import request, run
-from safetensors.numpy import save_file
+from quantized_models import specs_of, write_random
 
 from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
 from jaxserve.layers.layouts import abstract_params
-from jaxserve.loading.huggingface import source_shapes
-from jaxserve.loading.weights import load_config, load_weights
-from jaxserve.models import get_family
+from jaxserve.loading.weights import load_weights
 
 FIELDS = {
     "hidden_size": 32,
@@ -46,17 +44,8 @@ FLOAT32 = np.dtype(np.float32)
 
 @pytest.fixture(scope="module", params=quick_first(MODELS))
 def checkpoint(request, tmp_path_factory):
-    """A directory with a tiny random model, whose logits depend on the attended tokens."""
     path = tmp_path_factory.mktemp(request.param)
-    (path / "config.json").write_text(json.dumps(FIELDS | MODELS[request.param] | {"model_type": request.param}))
-    rng = np.random.default_rng(0)
-
-    def draw(shape):
-        gain_or_bias = len(shape) == 1
-        return rng.normal(0.5 if gain_or_bias else 0.0, 0.3, shape).astype(np.float32)
-
-    tensors = {name: draw(shape) for name, shape in source_shapes(specs_of(path)).items()}
-    save_file(tensors, path / "model.safetensors")
+    write_random(path, FIELDS | MODELS[request.param] | {"model_type": request.param})
     return path
 
 
@@ -65,12 +54,6 @@ def store(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("stores") / checkpoint.name
     convert(str(checkpoint), path, progress=False)
     return path
-
-
-def specs_of(path):
-    fields = load_config(path)
-    family = get_family(fields)
-    return family.param_specs(family.Config.from_hf(fields))
 
 
 def start(path, num_devices):

@@ -5,7 +5,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from engine_harness import GREEDY, Model, Result, drain, request, run
+from engine_harness import GREEDY, Model, Result, drain, prompts, request, run
 from meshes import make_mesh
 
 from jaxserve.errors import ConfigError
@@ -22,11 +22,6 @@ def one_device():
 @pytest.fixture(scope="module")
 def model():
     return Model(NAME, mesh=make_mesh(pipe=2))
-
-
-def prompts(model, lengths, seed=0):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
 
 
 def assert_equal(one_device, results, asked):

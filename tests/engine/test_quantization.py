@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first
-from quantized_models import FIELDS, greedy_tokens, naive_tokens, prompt_logprobs, specs_of
+from quantized_models import FIELDS, greedy_tokens, naive_tokens, prompt_logprobs, specs_of, write_random
 from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
@@ -31,16 +31,8 @@ def quantization(request):
 
 @pytest.fixture(scope="module")
 def checkpoint(quantization, tmp_path_factory):
-    """A directory with a tiny random model, whose logits depend on the attended tokens."""
     path = tmp_path_factory.mktemp(quantization)
-    (path / "config.json").write_text(json.dumps(FIELDS | MODELS[quantization]))
-    rng = np.random.default_rng(0)
-
-    def draw(shape):
-        gain_or_bias = len(shape) == 1
-        return rng.normal(0.5 if gain_or_bias else 0.0, 0.3, shape).astype(np.float32)
-
-    save_file({name: draw(shape) for name, shape in source_shapes(specs_of(path)).items()}, path / "model.safetensors")
+    write_random(path, FIELDS | MODELS[quantization])
     return path
 
 

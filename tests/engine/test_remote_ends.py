@@ -18,9 +18,7 @@ from waiting import PATIENCE, until
 from jaxserve.engine import process, remote
 from jaxserve.engine.process import EngineServer
 from jaxserve.engine.remote import RemoteEngineClient
-from jaxserve.errors import (
-    EngineDead,
-)
+from jaxserve.errors import EngineDead
 
 
 def test_the_death_of_the_engine_is_an_error_of_every_request():

@@ -29,7 +29,7 @@ LAYERS = {
 
 MODELS = {f"delta rule {layers}": (GOLDEN, changes) for layers, changes in LAYERS.items()} | {
     "short convolutions": ("lfm2_biases", None),
-    "Mamba-2": ("nemotron_h_biases", None),
+    "Mamba-2 side by side with attention": ("falcon_h1_multipliers", None),
 }
 
 
@@ -95,6 +95,16 @@ def test_prompts_continue_where_states_were_kept(model):
     results = run(engine, [request("late", stem, 5)])
     assert_naive(model, results, {"late": (stem, 5)})
     assert num_cached(results) == [0], "its state has made room"
+
+
+def test_the_next_turn_continues_in_the_answer(model):
+    [(prompt, _), (tail, _)] = jobs(6, [30, 9]).values()
+    engine = model.engine(max_num_batched_tokens=8)
+    [first] = run(engine, [request("first", prompt, 14)]).values()
+    asked = {"next": (prompt + first.token_ids + tail, 5)}
+    results = run(engine, [request(name, *job) for name, job in asked.items()])
+    assert_naive(model, results, asked)
+    assert num_cached(results) == [40], "the last full block that was computed"
 
 
 def test_siblings_continue_behind_the_prompt_of_the_first(model):

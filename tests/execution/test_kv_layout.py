@@ -1,8 +1,10 @@
 """Which layers have block tables and pools in common, for the shapes of known models, and what that costs."""
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.kv_layout import kv_layout
+from jaxserve.layers.cache import SeveralSpecs, hold_in
 from jaxserve.layers.paged_kv import KVSpec
 
 
@@ -67,6 +69,17 @@ def test_layers_that_read_what_others_keep_have_their_place():
     assert kv_layout(different, max_model_len=32768).pool_of_layer == (0, 1, 1)
 
 
+def test_layers_may_keep_a_state_beside_what_they_attend_to():
+    attended, state = KVSpec(1, 8), State(1, 8)
+    specs = (SeveralSpecs((attended, state)),) * 2
+    layout = kv_layout(specs, max_model_len=32768)
+    assert (layout.windows, layout.pool_specs, layout.num_states) == ((None,), specs, 2)
+    assert layout.layers_by_window == {None: 2}
+    assert [spec.parts[0].dtype for spec in hold_in(specs, jnp.dtype(jnp.int8))] == [jnp.dtype(jnp.int8)] * 2
+    with pytest.raises(ValueError, match="attend to all tokens"):
+        SeveralSpecs((KVSpec(1, 8, 512), state))
+
+
 class State(KVSpec):
     """The spec of a layer that keeps a state."""
 
@@ -75,11 +88,7 @@ class State(KVSpec):
 
 @pytest.mark.parametrize(
     ("windows", "of_group", "layers_by_window"),
-    [
-        ((), 1, {}),
-        ((512,), 512, {512: 1}),
-        ((512, 512, None), None, {None: 3}),
-    ],
+    [((), 1, {}), ((512,), 512, {512: 1}), ((512, 512, None), None, {None: 3})],
 )
 def test_layers_that_keep_a_state_hold_no_block(windows, of_group, layers_by_window):
     specs = (State(1, 8), *(KVSpec(1, 8, window) for window in windows), State(1, 8))

@@ -95,6 +95,7 @@ FAMILIES = {
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
+    "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "mamba2": (transformers.Mamba2Config, transformers.Mamba2ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
@@ -108,7 +109,7 @@ HAVE_HEAD_DIM = {
     *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
-    *("nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {

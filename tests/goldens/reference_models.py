@@ -122,10 +122,7 @@ class ChatGLMLayer(nn.Module):
             }
         )
         self.mlp = nn.ModuleDict(
-            {
-                "dense_h_to_4h": nn.Linear(size, 2 * inner, bias=bias),
-                "dense_4h_to_h": nn.Linear(inner, size, bias=bias),
-            }
+            {"dense_h_to_4h": nn.Linear(size, 2 * inner, bias=bias), "dense_4h_to_h": nn.Linear(inner, size, bias=bias)}
         )
 
     def turn(self, x):

@@ -64,6 +64,16 @@ OF_STATES = {
     "attn_layer_indices": ([0], [1], [0, 1], None),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), (5, None)),
     **dict.fromkeys(("num_logits_to_keep", "z_loss_coefficient"), (2, None)),
+    **dict.fromkeys(
+        (
+            *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
+            *("ssm_in_multiplier", "ssm_out_multiplier"),
+        ),
+        FACTORS,
+    ),
+    "mlp_multipliers": ([0.37, 1.9], [1.0], None),
+    "ssm_multipliers": ([0.37, 1.9, 0.6, 1.3, 0.5], [1.0, 2.0], None),
+    "mamba_d_ssm": (("times", 2), None),
     "position_embedding_type": ("rope", "nope", None),
     "mamba_ssm_cache_dtype": ("bfloat16", None),
     # With true, transformers 5.24 draws weights of Mamba-2 anew after it has loaded them.

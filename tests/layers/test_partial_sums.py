@@ -44,7 +44,7 @@ TRACED = 2
             ("granite", 2, 0, 2 * TRACED),  # and scaled
             ("starcoder2", 4, 0, 2 * TRACED),  # has biases
             ("cohere", 2, 0, 2 * TRACED),
-        ],
+        ]
     ),
 )
 def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_with_norm, num_alone):
@@ -82,12 +82,7 @@ def test_hidden_states_are_the_same(monkeypatch, model_type, num_devices, num_wi
 
 @pytest.mark.parametrize(
     ("num_devices", "num_tokens", "room"),
-    [
-        (2, 8192, 8192),
-        (2, 10**6, MAX_ROWS_OF_SUMS_OF_TWO),
-        (4, 8192, MAX_ROWS_OF_SUMS),
-        (4, 100, 100),
-    ],
+    [(2, 8192, 8192), (2, 10**6, MAX_ROWS_OF_SUMS_OF_TWO), (4, 8192, MAX_ROWS_OF_SUMS), (4, 100, 100)],
 )
 def test_more_rows_than_peers_have_room_for_are_added_up_by_xla(num_devices, num_tokens, room):
     peers = abstract_sums(make_mesh(num_devices), HIDDEN_SIZE, num_rows=num_tokens)

@@ -9,15 +9,7 @@ from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import Norm, layer_norm, norm_spec, rms_norm
-from jaxserve.layers.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rope,
-    frequencies,
-    half_split_order,
-    rotations,
-)
+from jaxserve.layers.rope import Llama3Scaling, Rope, frequencies, half_split_order, rotations
 from jaxserve.layers.weight import Dense
 from pallas_kernels.kv_write import rotate
 
@@ -105,31 +97,10 @@ def test_half_split_order_brings_neighbours_half_a_rotation_apart():
     assert half_split_order(4, 0).tolist() == [0, 1, 2, 3]
 
 
-def test_longrope_stretches_each_wave_for_the_served_context_and_lengthens_vectors():
-    plain = Rope(head_dim=4, theta=100.0)
-    scaling = LongRopeScaling(
-        short_factors=(1.0, 2.0),
-        long_factors=(1.0, 5.0),
-        attention_factor=1.5,
-        original_max_position_embeddings=8,
-        context=9,
-    )
-    scaled = Rope(head_dim=4, theta=100.0, scaling=scaling)
-    np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / [1.0, 5.0], rtol=1e-6)
-    np.testing.assert_allclose(frequencies(scaled.serving(8)), frequencies(plain) / [1.0, 2.0], rtol=1e-6)
-    cos, sin = rotations(scaled, jnp.arange(3, dtype=jnp.int32))
-    np.testing.assert_allclose(cos**2 + sin**2, 1.5**2, rtol=1e-6)
-
-
 def test_rotation_keeps_the_dtype():
     cos, sin = rotations(Rope(head_dim=4, theta=100.0), jnp.arange(2, dtype=jnp.int32))
     assert cos.dtype == sin.dtype == jnp.float32
     assert rotate(jnp.ones((2, 1, 4), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
-
-
-def test_linear_scaling_divides_positions():
-    plain, scaled = Rope(head_dim=8, theta=100.0), Rope(head_dim=8, theta=100.0, scaling=LinearScaling(factor=4.0))
-    np.testing.assert_allclose(frequencies(scaled), frequencies(plain) / 4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("high", [4.0, 1.0])  # as Llama 3.1, and as Llama 4 Scout

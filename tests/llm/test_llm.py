@@ -16,12 +16,7 @@ import jaxserve.llm
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import as_prompt_list
-from jaxserve.errors import (
-    ContextLengthExceeded,
-    EngineDead,
-    InvalidRequest,
-    RequestFailed,
-)
+from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest, RequestFailed
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 

@@ -20,11 +20,7 @@ from waiting import PATIENCE
 import jaxserve
 import jaxserve.llm
 from jaxserve.config import EngineConfig
-from jaxserve.errors import (
-    CheckpointError,
-    ConfigError,
-    InvalidRequest,
-)
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams

@@ -31,8 +31,7 @@ def test_the_default_is_built_in_and_documented(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "start",
-    [lambda: resolve_model(""), lambda: LLM(""), lambda: LLM(model=""), lambda: generate("a", model="")],
+    "start", [lambda: resolve_model(""), lambda: LLM(""), lambda: LLM(model=""), lambda: generate("a", model="")]
 )
 def test_an_empty_name_is_no_model(start):
     with pytest.raises(ConfigError, match=r"^model must not be empty"):

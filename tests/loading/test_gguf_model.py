@@ -92,6 +92,7 @@ TESTED = (
         "phi3_long_factors",
     ),
     *("arcee_untied", "ernie4_5_biases", "minimax_m2_half_rotated", "olmoe_biases", "seed_oss_untied"),
+    "kimi_k2_one_group",
     *("phi_untied", "qwen2_moe_tied", "qwen2_tied", "qwen3_moe_normalised", "qwen3_tied", "stablelm_qk_norm"),
 )
 
@@ -123,9 +124,48 @@ FIELDS_COMPARED = {
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
+    **gguf_files.RECORDED,
+    "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
+NO_LIMIT = {"max_position_embeddings": 2**20}
 UNSAID = {
+    "bamba_tied": {"hidden_act": "silu", "time_step_limit": None},
+    "cohere2_windows": {"tie_word_embeddings": True},
+    "dots1_tied": {"hidden_act": "silu"},
+    "ernie4_5_moe_tied": {"hidden_act": "silu"},
+    "falcon_h1_tied": {
+        "hidden_act": "silu",
+        "mamba_d_ssm": 30,
+        "mamba_norm_before_gate": False,
+        "time_step_limit": None,
+    },
+    "gemma4_experts": {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma4_shared": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        }
+    },
+    "granitemoehybrid_dense": NO_LIMIT | {"position_embedding_type": "nope", "time_step_limit": None},
+    "granitemoehybrid_experts": NO_LIMIT,
+    "hunyuan_v1_dense_biases": {"hidden_act": "silu"},
+    "lfm2_moe_tied": {"norm_topk_prob": True},
+    "llama4_plain": {
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        **dict.fromkeys(("layer_types", "no_rope_layer_interval", "no_rope_layers")),
+    },
+    "mamba2_tied": {"hidden_act": "silu"},
+    "ministral3_beyond_original": {"sliding_window": None},
+    "nemotron_h_biases": NO_LIMIT,
+    "nemotron_h_experts": NO_LIMIT | {"intermediate_size": None, "mlp_hidden_act": "relu2"},
+    "qwen3_next_tied": {"hidden_act": "silu", "norm_topk_prob": True},
+    "smollm3_windows": dict.fromkeys(("layer_types", "no_rope_layer_interval", "no_rope_layers", "use_sliding_window")),
     "deepseek_v2_greedy": {"hidden_act": "silu"},
     "deepseek_v2_groups": {
         "rope_parameters": {
@@ -148,14 +188,24 @@ UNSAID = {
 """Fields of some families that such a file cannot contain."""
 
 
+def in_float32(value):
+    """Return these fields with numbers as a GGUF file has them."""
+    if isinstance(value, dict):
+        return {key: in_float32(each) for key, each in value.items()}
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
 @pytest.mark.parametrize("name", FIELDS_COMPARED)
 def test_config_and_weights_of_the_safetensors(tmp_path, name):
     """A GGUF file cannot say everything, so that such a golden's logits are out of reach."""
+    is_recorded, unsaid = name in gguf_files.RECORDED, UNSAID.get(name, {})
     fields = json.loads((GOLDENS / name / "config.json").read_text())
+    if is_recorded:
+        fields = in_float32(load_config(GOLDENS / name)) | unsaid
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED[name])
     params, config, family, mesh = load(tmp_path / "m.gguf")
     epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
-    fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | UNSAID.get(name, {})
+    fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | unsaid
     assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
     whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
@@ -184,8 +234,10 @@ def test_a_period_of_no_layers(tmp_path):
 
 
 def test_every_architecture_is_tested():
-    configs = [json.loads((GOLDENS / name / "config.json").read_text()) for name in [*TESTED, *FIELDS_COMPARED]]
-    assert {gguf_files.architecture_of(fields) for fields in configs} == set(ARCHITECTURES)
+    written = [name for name in [*TESTED, *FIELDS_COMPARED] if name not in gguf_files.RECORDED]
+    configs = [json.loads((GOLDENS / name / "config.json").read_text()) for name in written]
+    recorded = {keys["general.architecture"] for keys in gguf_files.RECORDED.values()}
+    assert recorded | {gguf_files.architecture_of(fields) for fields in configs} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2_greedy", "deepseek_v3_groups"])
@@ -294,6 +346,17 @@ def test_falcon_with_a_norm_for_each_block(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+def test_a_projection_that_older_files_have_whole(tmp_path):
+    keys, tensors = dict(gguf_files.RECORDED["qwen3_next_tied"]), tensors_of("qwen3_next_tied")
+    converted = gguf_files.convert_recorded(keys, tensors)
+    architecture = keys.pop("general.architecture")
+    gguf_files.write(tmp_path / "split.gguf", architecture, keys, converted)
+    del converted["blk.0.attn_qkv.weight"], converted["blk.0.attn_gate.weight"]
+    converted["blk.0.ssm_in.weight"] = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+    gguf_files.write(tmp_path / "whole.gguf", architecture, keys, converted)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "whole.gguf")[0], load(tmp_path / "split.gguf")[0])
 
 
 def test_axes_of_one_may_be_dropped(tmp_path):

@@ -83,7 +83,7 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
         ("deepseek_v2_greedy", {"expert_gating_func": 3}, "deepseek2.expert_gating_func 3 is not supported"),
         ("deepseek_v2_greedy", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm True is not supported"),
         ("deepseek_v2_greedy", {"expert_gating_func": 2}, "missing: blk.0.exp_probs_b.bias"),
-        ("deepseek_v3_groups", {"nextn_predict_layers": 1}, "deepseek2.nextn_predict_layers 1 is not supported"),
+        ("deepseek_v3_groups", {"nextn_predict_layers": 2}, "nextn_predict_layers must be at least 0 and less"),
         ("deepseek_v3_groups", {"attention.temperature_scale": 0.1}, "temperature_scale 0.1.* is not supported"),
         ("deepseek_v3_groups", {"expert_group_count": 4}, "6 experts cannot be in 4 groups"),
         ("deepseek_v3_groups", {"attention.key_length_mla": 8}, "qk_nope_head_dim must be an integer of at least 1"),
@@ -106,7 +106,7 @@ def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message
 def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
-        known = "arcee, bloom, chatglm, command-r, deepseek2, ernie4_5, falcon, gemma"
+        known = "apertus, arcee, bailingmoe2, bloom, chatglm, cohere2, command-r, deepseek2, dots1"
         with pytest.raises(CheckpointError, match=f"unknown architecture '{name}'; known are {known}"):
             load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})

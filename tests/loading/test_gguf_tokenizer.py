@@ -104,6 +104,14 @@ def test_scores_spaces_and_added_tokens():
     assert without.decode([10]) == " ab"
 
 
+def test_listed_merges_spaces_and_bytes_of_gemma_4():
+    metadata = tiny_metadata(model="gemma4", scores=None, merges=["\u2581 a", "a b", "\u2581 ab"])
+    backend = build_tokenizer(metadata).backend
+    assert backend.encode("ab a").tokens == ["<s>", "ab", "\u2581a"]
+    assert backend.encode("c\n", add_special_tokens=False).ids == [11 + ord("c"), 11 + ord("\n")]
+    assert backend.decode(backend.encode(" ab", add_special_tokens=False).ids) == " ab"
+
+
 def test_ends_and_template_of_a_whole_file(tmp_path):
     template = "{% for message in messages %}{{ bos_token }}{{ message.content }}{% endfor %}"
     metadata = tiny_metadata(eot_token_id=6) | {"tokenizer.chat_template": template}
@@ -119,9 +127,9 @@ def test_ends_and_template_of_a_whole_file(tmp_path):
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"model": "bert"}, r"unknown tokenizer\.ggml\.model 'bert'; known are gpt2, llama"),
+        ({"model": "bert"}, r"unknown tokenizer\.ggml\.model 'bert'; known are gpt2, llama, gemma4"),
         ({"model": None}, r"unknown tokenizer\.ggml\.model None"),
-        ({"model": "gpt2", "pre": "tekken"}, r"unknown tokenizer\.ggml\.pre 'tekken'; known are default, gpt-2"),
+        ({"model": "gpt2", "pre": "viking"}, r"unknown tokenizer\.ggml\.pre 'viking'; known are default, gpt-2"),
         ({"model": "gpt2"}, r"unknown tokenizer\.ggml\.pre None"),
         ({"model": "gpt2", "pre": "qwen2", "merges": ["a b", "x y"]}, r"1 of tokenizer\.ggml\.merges"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "2 tokens, 1 different ones"),
@@ -172,6 +180,33 @@ DEEPSEEK_V3 = (
     rf"{ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+# As in the tokenizers that Moonshot, Qwen, ByteDance, Mistral and inclusionAI publish.
+KIMI = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+LING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+TEKKEN = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
 TEXTS = (
     "HelloWORLDs they'LL  iPhone's\u0301ABC /\n/x 1234567 x\u00b2=\u00bd",
     "漢字かなカナ한글12.5% (a)b_c <tag/>  \r\n\t end  ",
@@ -185,6 +220,11 @@ TEXTS = (
         ("falcon", FALCON),
         ("gpt-4o", split_by(O200K)),
         ("deepseek-v3", split_by(*DEEPSEEK_V3)),
+        ("bailingmoe2", split_by(LING)),
+        ("kimi-k2", split_by(KIMI)),
+        ("qwen35", split_by(QWEN35)),
+        ("seed-coder", split_by(SEED)),
+        ("tekken", split_by(TEKKEN)),
         ("starcoder", pre_tokenizers.Sequence([DIGITS, BYTES])),
         ("refact", pre_tokenizers.Sequence([DIGITS, BYTES])),
         ("phi-2", BYTES),

@@ -23,12 +23,7 @@ LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
 
 SPECS = {
     "up": ParamSpec(shape=(8, 4), axes=("ffn", "embed"), source=("up.weight",)),
-    "pair": ParamSpec(
-        shape=(2, 8),
-        axes=(None, "ffn"),
-        source=("a", "b"),
-        source_shapes=((8,), (8,)),
-    ),
+    "pair": ParamSpec(shape=(2, 8), axes=(None, "ffn"), source=("a", "b"), source_shapes=((8,), (8,))),
     "norm": ParamSpec(shape=(4,), axes=(None,), source=("norm",), dtype=np.float32),
 }
 FLOAT32 = np.dtype(np.float32)
@@ -63,12 +58,7 @@ def test_every_dtype_into_every_dtype(tmp_path, stored, served):
 def test_memory_of_fused_and_cast_weights(tmp_path):
     parts = {name: np.ones((256, 1024), np.float32) for name in "abcd"}
     save_file(parts, tmp_path / "model.safetensors")
-    spec = ParamSpec(
-        shape=(1024, 1024),
-        axes=(None, None),
-        source=tuple(parts),
-        source_shapes=((256, 1024),) * 4,
-    )
+    spec = ParamSpec(shape=(1024, 1024), axes=(None, None), source=tuple(parts), source_shapes=((256, 1024),) * 4)
     tracemalloc.start()
     try:
         params = load_params(tmp_path, {"w": spec}, dtype=np.dtype(jnp.bfloat16), mesh=make_mesh(1), progress=False)
@@ -257,12 +247,7 @@ def test_truncated_and_absent_files(tmp_path):
 
 
 def test_damaged_shards_and_tensors_in_one_message_before_the_device_is_touched(tmp_path, monkeypatch):
-    files = {
-        "absent": ["up.weight"],
-        "truncated": ["a"],
-        "whole": ["b", "surprise"],
-        "again": ["b"],
-    }
+    files = {"absent": ["up.weight"], "truncated": ["a"], "whole": ["b", "surprise"], "again": ["b"]}
     tensors = make_tensors() | {"surprise": np.ones(2, np.float32), "b": np.ones(9, np.float32)}
     for file, names in files.items():
         save_file({name: tensors[name] for name in names}, tmp_path / f"{file}.safetensors")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from quantized_models import specs_of
 from safetensors.numpy import save_file
 
 from jaxserve.convert import convert
@@ -22,18 +23,11 @@ from jaxserve.loading.huggingface import load_config, load_params
 from jaxserve.loading.orbax_store import load_store, write_store
 from jaxserve.loading.store_manifest import MANIFEST, Source, is_store, read_manifest
 from jaxserve.loading.weights import load_weights, open_weights
-from jaxserve.models import get_family
 from jaxserve.tokenizer import Tokenizer
 
 
 def make_mesh(size):
     return jax.make_mesh((size,), ("tensor",), devices=jax.devices()[:size])
-
-
-def specs_of(path):
-    fields = load_config(path)
-    family = get_family(fields)
-    return family.param_specs(family.Config.from_hf(fields))
 
 
 def assert_equal(got, expected):

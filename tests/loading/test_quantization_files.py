@@ -14,16 +14,9 @@ from jaxserve.loading.quantization_files import resolve_kv_cache_dtype
 from jaxserve.overview import needs
 
 LLAMA = next(path for path in GOLDENS if path.name == "llama_untied")
-MODELOPT = {
-    "producer": {"name": "modelopt"},
-    "quantization": {"quant_algo": "MIXED_PRECISION"},
-}
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MIXED_PRECISION"}}
 FILES = [
-    (
-        "hf_quant_config.json",
-        MODELOPT,
-        "hf_quant_config.json: quantized_layers must be objects by module",
-    ),
+    ("hf_quant_config.json", MODELOPT, "hf_quant_config.json: quantized_layers must be objects by module"),
     ("quantize_config.json", {"bits": 3, "group_size": 128}, "quantize_config.json: bits 3 is not supported"),
     ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),
     ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),

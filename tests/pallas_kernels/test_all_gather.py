@@ -90,10 +90,7 @@ def test_what_it_takes():
 
 @pytest.mark.parametrize(
     ("implementation", "size"),
-    [
-        ("xla", 36),
-        *(pytest.param("sm90", size, marks=needs_two_gpus) for size in (64_128, 36, 8192, 75_968)),
-    ],
+    [("xla", 36), *(pytest.param("sm90", size, marks=needs_two_gpus) for size in (64_128, 36, 8192, 75_968))],
 )
 def test_whole_numbers(implementation, size):
     """In calls of one row up to all that fit, again and again."""

@@ -172,11 +172,7 @@ def test_whole_numbers(implementation, size):
             far = jnp.abs(normed.astype(jnp.float32) - want * scale) > 2**-7 * jnp.abs(want * scale)
             summed = sum_up(other + 0 * total, peers)
             wide, summed = (y.astype(jnp.float32) for y in (x, summed))
-            wrong += [
-                (total.astype(jnp.float32) != want).sum(),
-                far.sum(),
-                (summed != want - wide).sum(),
-            ]
+            wrong += [(total.astype(jnp.float32) != want).sum(), far.sum(), (summed != want - wide).sum()]
             x = x + 0 * summed.astype(x.dtype)
         return jnp.stack(wrong)[None]
 

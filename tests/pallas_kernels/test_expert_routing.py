@@ -167,11 +167,7 @@ def test_on_an_h200_it_is_one_kernel_or_two_without_spills(variant, num_tokens, 
         for step in range(6):
             rows_of_tile = None if step < 3 else 192
             run = functools.partial(
-                expert_routing,
-                routing=routing,
-                selection_bias=bias,
-                rows_of_tile=rows_of_tile,
-                implementation="sm90",
+                expert_routing, routing=routing, selection_bias=bias, rows_of_tile=rows_of_tile, implementation="sm90"
             )
             routed.append(run(logits[step], num_tokens))
         return routed

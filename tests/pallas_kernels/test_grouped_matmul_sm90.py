@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from codes_cases import ON_A_GPU
 from depths import quick_first
 from interpreting import interpret
 
@@ -160,14 +161,6 @@ def test_compiles_without_spilling():
     assert compile_for_h200(layer, *shapes, sizes, jax.eval_shape(make_plan, sizes)).num_launches == 1
 
 
-ON_A_GPU = {
-    "one token": {"sizes": [0, 1, 0, 0, 1, 0, 1, 1], "num_rows": 4},
-    "decode": {"sizes": [3, 0, 9, 1, 64, 17, 8, 2], "num_rows": 120},
-    "ends inside a box": {"sizes": [0, 1, 63, 0, 5, 0, 0, 33], "num_rows": 102},
-    "many": {"sizes": [700, 65, 1, 129, 128, 127, 64, 486], "num_rows": 1705},
-    "one group": {"sizes": [0, 0, 0, 2049, 0, 0, 0, 0], "num_rows": 2049},
-    "none": {"sizes": [0] * 8, "num_rows": 64},
-}
 SHAPES_ON_A_GPU = [
     {"outputs": 768, "depth": 2048, "is_gated": True},
     {"outputs": 2048, "depth": 768},

@@ -191,11 +191,7 @@ def compiled(
     seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
 
     slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
-    layout = {
-        "block_tables": tables,
-        "seq_lens": seq_lens,
-        "scores": Scores(scale=0.1, alibi_slopes=slopes, **options),
-    }
+    layout = {"block_tables": tables, "seq_lens": seq_lens, "scores": Scores(scale=0.1, alibi_slopes=slopes, **options)}
 
     def layers(q, pools, layout):
         for pages in pools:

@@ -209,10 +209,7 @@ def test_outlier_channels(factor, dtype, of_keys, of_values):
     q, pages, layout = outliers_case(factor)
     rounded = rounded_pages(pages, dtype)
     back = [pool.astype(jnp.float32) * rounded.scales[:, :, kind, :, None] for kind, pool in enumerate(rounded[:2])]
-    errors = [
-        error_of(pages, Pages(back[0], pages.v), q, layout),
-        error_of(pages, Pages(pages.k, back[1]), q, layout),
-    ]
+    errors = [error_of(pages, Pages(back[0], pages.v), q, layout), error_of(pages, Pages(pages.k, back[1]), q, layout)]
     assert errors[0] < of_keys
     assert errors[1] < of_values
 

@@ -61,11 +61,7 @@ def make_case(
     before = np.full_like(q, np.nan)
     before[:num_skipped] = rng.standard_normal(before[:num_skipped].shape)
     q, k, v, before = (jnp.asarray(x).astype(dtype) for x in (q, k, v, before))
-    layout = {
-        "block_tables": tables,
-        "seq_lens": np.array(lens, np.int32),
-        "query_starts": query_starts,
-    }
+    layout = {"block_tables": tables, "seq_lens": np.array(lens, np.int32), "query_starts": query_starts}
     scores = Scores(
         sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
         alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
@@ -98,12 +94,7 @@ INTERPRETED = {
         "num_skipped": 2,
         "max_rows": 6,
     },
-    "window": {
-        "chunks": [(70, 190), (3, 50)],
-        "heads": (4, 2, 16),
-        "has_sinks": True,
-        "sliding_window": 90,
-    },
+    "window": {"chunks": [(70, 190), (3, 50)], "heads": (4, 2, 16), "has_sinks": True, "sliding_window": 90},
     "runs of tokens": {
         "chunks": [(130, 140), (2, 300)],
         "heads": (1, 1, 32),

@@ -68,11 +68,7 @@ def change(leaf, make):
         ("gptq", change("g_idx", lambda groups: groups - 1), "g_idx names groups that are not there"),
         ("gptq symmetric", change("qzeros", lambda words: words * 0), "said to be symmetric"),
         ("nvfp4", drop("weight_global_scale"), "missing beside weight_packed: weight_global_scale"),
-        (
-            "nvfp4",
-            change("weight_global_scale", lambda scale: scale * 0),
-            "weight_global_scale must be positive",
-        ),
+        ("nvfp4", change("weight_global_scale", lambda scale: scale * 0), "weight_global_scale must be positive"),
         ("nvfp4 of modelopt", drop("weight_scale_2"), "missing beside weight: weight_scale_2"),
         ("nvfp4 of modelopt", change("weight_scale", lambda scales: scales[:-1]), "do not fit"),
         ("awq", drop("scales"), "q_proj: tensors missing beside qweight: scales"),
@@ -111,10 +107,7 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         (AWQ | {"bits": 8}, "bits 8 is not supported"),
         (AWQ | {"zero_point": False}, "zero_point False is not supported"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-            "quant_algo 'W4A8_AWQ' is not supported, only FP8",
-        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported, only FP8"),
         (compressed(group("pack-quantized", bits=3)), "'pack-quantized' of 'int' weights of 3 bits is not supported"),
         (
             compressed(group("mxfp4-pack-quantized", kind="float", symmetric=False)),

@@ -7,17 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from depths import quick_first
-from sampling_harness import (
-    EVERYTHING,
-    NUM_SLOTS,
-    VOCAB,
-    ints,
-    jit_record,
-    jit_sample,
-    make_request,
-    put,
-    union,
-)
+from sampling_harness import EVERYTHING, NUM_SLOTS, VOCAB, ints, jit_record, jit_sample, make_request, put, union
 from scipy import stats
 
 from jaxserve.sampling import NUM_SCALARS, init_state, record, sample

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from typing import ClassVar
 
 import pytest
 from depths import examples, quick_first
@@ -38,8 +39,9 @@ GROUPS = st.tuples(
 class Traffic(RuleBasedStateMachine):
     """Any order of operations that a client and an engine could choose, under any limits."""
 
+    kept_states: ClassVar[tuple[int | None, ...]] = (None,)
     requests = Bundle("requests")
-    num_operations = num_accepted = num_rejected = num_resumed = 0
+    num_operations = num_accepted = num_rejected = num_resumed = num_passed = 0
 
     @initialize(
         limits=st.builds(
@@ -51,7 +53,7 @@ class Traffic(RuleBasedStateMachine):
             policy=st.sampled_from(["fcfs", "priority"]),
             windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
             drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((8, 4),), ((2, 5), (4, 2)), ((4, 5), (8, 3))]),
-            num_kept_states=st.sampled_from([None, None, None, None, 1, 4]),
+            num_kept_states=st.runner().flatmap(lambda machine: st.sampled_from(machine.kept_states)),
             min_kept_tokens=st.sampled_from([1, 2, 6]),
         ),
         enable_prefix_caching=st.booleans(),
@@ -110,17 +112,23 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "simulation"):
             self.simulation.drain(num_in_flight=1)
-            Traffic.num_operations += self.simulation.num_operations
-            Traffic.num_accepted += self.simulation.device.num_accepted
-            Traffic.num_rejected += self.simulation.device.num_rejected
-            Traffic.num_resumed += self.simulation.device.num_resumed
+            for name in ("num_operations", "num_accepted", "num_rejected", "num_resumed", "num_passed"):
+                source = self.simulation if name == "num_operations" else self.simulation.device
+                setattr(type(self), name, getattr(self, name) + getattr(source, name))
 
 
-def test_hypothesis_traffic():
+class TrafficWithStates(Traffic):
+    """The same where layers keep states."""
+
+    kept_states = (1, 4)
+
+
+@pytest.mark.parametrize(("machine", "number"), [(Traffic, 70), (TrafficWithStates, 40)])
+def test_hypothesis_traffic(machine, number):
     run_state_machine_as_test(
-        Traffic,
+        machine,
         settings=settings(
-            max_examples=examples(110),
+            max_examples=examples(number),
             stateful_step_count=80,
             deadline=None,
             derandomize=True,
@@ -128,9 +136,11 @@ def test_hypothesis_traffic():
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert Traffic.num_operations >= examples(10_000)
-    assert min(Traffic.num_accepted, Traffic.num_rejected) >= examples(300)
-    assert Traffic.num_resumed >= examples(30)
+    assert machine.num_operations >= examples(90 * number)
+    if machine is Traffic:
+        assert min(machine.num_accepted, machine.num_rejected) >= examples(2 * number)
+    else:
+        assert min(machine.num_resumed, machine.num_passed) >= examples(30)
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1, 3])

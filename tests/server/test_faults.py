@@ -36,7 +36,7 @@ large requests would be more.
 def serving(tmp_path_factory):
     """The URL of the server, and its processes."""
     folder = tiny_tokenizer.byte_level(tmp_path_factory.mktemp("llama"))
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
     flags = {
         "port": 0,
         "api-key": KEY,

@@ -46,7 +46,7 @@ CASES = [
 ]
 LIBRARY = re.compile(
     r"unsatisfiable|Pointer|Anchor|registry|retriev|json-schema:|f64|NoExtension|non-verbose|panic|LLGuidance|"
-    r"\d \||\(And|SearchRegex|not supported yet|Unimplemented|coerce_one_of|<\|tool\|>|struct ",
+    r"\d \||\(And|SearchRegex|not supported yet|Unimplemented|coerce_one_of|<\|tool\|>|struct "
 )
 
 

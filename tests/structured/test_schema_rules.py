@@ -127,10 +127,7 @@ CLOSED = [
 
 @pytest.mark.parametrize("schema", CLOSED, ids=str)
 def test_objects_of_named_properties_are_closed(schema):
-    for outer, wrap in (
-        (schema, "{}"),
-        ({"$defs": schema.get("$defs", {}), "type": "array", "items": schema}, "[{}]"),
-    ):
+    for outer, wrap in ((schema, "{}"), ({"$defs": schema.get("$defs", {}), "type": "array", "items": schema}, "[{}]")):
         assert writes(outer, wrap.replace("{}", '{"a":1}'))
         assert not writes(outer, wrap.replace("{}", '{"a":1,"b":2}'))
         assert writes(outer, wrap.replace("{}", '{"a":1,"b":2}'), disable_additional_properties=False)

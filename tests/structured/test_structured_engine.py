@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, request
+from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, prompts, request
 from llguidance import LLMatcher, LLParserLimits
 from tiny_model import ascii_tokenizer
 from waiting import PATIENCE
@@ -79,8 +79,11 @@ def start(llama, tokenizer):
         matchers.close()
 
 
-def asks(name, prompt, max_tokens, grammar, params=GREEDY, *, eos, **fields):
-    return request(name, prompt, max_tokens, params, grammar=grammar, stop_token_ids=frozenset([eos]), **fields)
+(EOS,) = ascii_tokenizer().eos_token_ids
+
+
+def asks(name, prompt, max_tokens, grammar, params=GREEDY, **fields):
+    return request(name, prompt, max_tokens, params, grammar=grammar, stop_token_ids=frozenset([EOS]), **fields)
 
 
 def run(engine, requests):
@@ -90,22 +93,16 @@ def run(engine, requests):
 
 def naive(model, tokenizer, prompt, max_tokens, grammar):
     """Greedy tokens under a grammar, a full forward pass each."""
-    (eos,) = tokenizer.eos_token_ids
     matcher = LLMatcher(grammar_tokenizer(tokenizer, vocab_size=model.vocab_size), grammar)
     output = []
     while len(output) < max_tokens:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         logprobs = model.naive_logprobs([*prompt, *output])[-1]
         output.append(int(np.argmax(np.where(bits[: model.vocab_size], logprobs, -np.inf))))
-        if output[-1] == eos:
+        if output[-1] == EOS:
             break
         assert matcher.consume_token(output[-1])
     return output
-
-
-def prompts(model, lengths, seed=0):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -141,15 +138,14 @@ def expected(llama, tokenizer, asked):
     ),
     ids=["overlap", "no overlap", "chunks", "preemption", "few slots", "static"],
 )
-def test_tokens_equal_those_of_full_passes(start, tokenizer, asked, expected, options):
-    (eos,) = tokenizer.eos_token_ids
+def test_tokens_equal_those_of_full_passes(start, asked, expected, options):
     engine = start(**options)
     free = [request(name, *job[:2]) for name, job in asked.items() if not job[2]]
-    bound = [asks(name, *job, eos=eos) for name, job in asked.items() if job[2]]
+    bound = [asks(name, *job) for name, job in asked.items() if job[2]]
     results = run(engine, bound + free)
     for name, (_, max_tokens, _) in asked.items():
         assert results[name].token_ids == expected[name], name
-        finished = "stop" if results[name].token_ids[-1] == eos else "length"
+        finished = "stop" if results[name].token_ids[-1] == EOS else "length"
         assert results[name].finish_reason == finished
         assert finished == "stop" or len(results[name].token_ids) == max_tokens
     assert (engine.stats().num_preemptions > 0) == (options.get("num_blocks") == 30)
@@ -157,20 +153,18 @@ def test_tokens_equal_those_of_full_passes(start, tokenizer, asked, expected, op
 
 
 def test_a_prefix_hit_changes_nothing(start, llama, tokenizer):
-    (eos,) = tokenizer.eos_token_ids
     (prompt,) = prompts(llama, [21])
     engine = start()
-    first = run(engine, [asks("a", prompt, 40, GRAMMARS["json"], eos=eos)])["a"]
-    again = run(engine, [asks("b", prompt, 40, GRAMMARS["json"], eos=eos)])["b"]
+    first = run(engine, [asks("a", prompt, 40, GRAMMARS["json"])])["a"]
+    again = run(engine, [asks("b", prompt, 40, GRAMMARS["json"])])["b"]
     assert again.num_cached_tokens > 0 == first.num_cached_tokens
     assert first.token_ids == again.token_ids == naive(llama, tokenizer, prompt, 40, GRAMMARS["json"])
 
 
 def test_siblings_differ_and_all_are_valid(start, llama, tokenizer):
-    (eos,) = tokenizer.eos_token_ids
     params = SamplingParams(temperature=20.0, n=6, logprobs=3)
     (prompt,) = prompts(llama, [9])
-    requests = [asks(f"s{i}", prompt, 30, GRAMMARS["regex"], params, eos=eos, group_id="s0", seed=i) for i in range(6)]
+    requests = [asks(f"s{i}", prompt, 30, GRAMMARS["regex"], params, group_id="s0", seed=i) for i in range(6)]
     results = run(start(), requests)
     texts = [tokenizer.decode(result.token_ids[:-1]) for result in results.values()]
     assert len(set(texts)) > 1
@@ -220,61 +214,55 @@ def events(llama, monkeypatch):
 class TestOverlap:
     """The device has layers to run while the host finds out what may be drawn."""
 
-    def test_a_forward_pass_starts_before_the_tokens_and_masks_that_its_draw_needs(self, start, tokenizer, events):
-        (eos,) = tokenizer.eos_token_ids
-        result = run(start(), [asks("r", [1, 2], 8, GRAMMARS["json"], eos=eos)])["r"]
+    def test_a_forward_pass_starts_before_the_tokens_and_masks_that_its_draw_needs(self, start, events):
+        result = run(start(), [asks("r", [1, 2], 8, GRAMMARS["json"])])["r"]
         assert result.finish_reason == "length"
         # For the mask, then to deliver them, the tokens of the previous step.
         assert "".join(events) == "FmD" + 7 * "FtmDt" + "t"
 
-    def test_without_overlap_a_step_ends_before_the_next(self, start, tokenizer, events):
-        (eos,) = tokenizer.eos_token_ids
-        run(start(overlap=False), [asks("r", [1, 2], 8, GRAMMARS["json"], eos=eos)])
+    def test_without_overlap_a_step_ends_before_the_next(self, start, events):
+        run(start(overlap=False), [asks("r", [1, 2], 8, GRAMMARS["json"])])
         assert "".join(events) == 8 * "FmDt"
 
     def test_a_step_without_grammars_waits_for_nothing(self, start, events):
         run(start(), [request("free", [1, 2], 5)])
         assert "".join(events) == "FD" + 4 * "FDt" + "t"
 
-    def test_a_first_mask_needs_no_token(self, start, tokenizer, events):
+    def test_a_first_mask_needs_no_token(self, start, events):
         """Whatever rows without a grammar are about to draw."""
-        (eos,) = tokenizer.eos_token_ids
         engine = start()
         engine.add([request("free", [1, 2], 20)])
         engine.step()
-        add_compiled(engine, asks("r", [1, 2, 3], 4, GRAMMARS["json"], eos=eos))
+        add_compiled(engine, asks("r", [1, 2, 3], 4, GRAMMARS["json"]))
         events.clear()
         engine.step()
         assert "".join(events) == "FmDt"
         engine.step()
         assert "".join(events) == "FmDt" + "FtmDt"
 
-    def test_a_chunk_that_draws_nothing_needs_no_mask(self, start, tokenizer, events):
-        (eos,) = tokenizer.eos_token_ids
+    def test_a_chunk_that_draws_nothing_needs_no_mask(self, start, events):
         prompt = list(range(20))
-        run(start(max_num_batched_tokens=8), [asks("r", prompt, 2, GRAMMARS["json"], eos=eos)])
+        run(start(max_num_batched_tokens=8), [asks("r", prompt, 2, GRAMMARS["json"])])
         assert "".join(events) == "FD" + "FDt" + "FmDt" + "FtmDt" + "t"
 
     def test_a_grammar_that_ends_while_the_next_step_is_in_flight(self, start, llama, tokenizer, events):
         """Nothing of that step is handed out."""
-        (eos,) = tokenizer.eos_token_ids
-        result = run(start(), [asks("r", [5], 40, GRAMMARS["choice"], eos=eos)])["r"]
+        result = run(start(), [asks("r", [5], 40, GRAMMARS["choice"])])["r"]
         assert result.finish_reason == "stop"
         assert result.token_ids == naive(llama, tokenizer, [5], 40, GRAMMARS["choice"])
         assert events.count("D") == len(result.token_ids) + 1
 
     def test_a_request_of_the_same_name_does_not_get_the_tokens_in_flight(self, start, llama, tokenizer):
-        (eos,) = tokenizer.eos_token_ids
         engine = start()
         engine.add([request("free", [1, 2], 30)])
-        add_compiled(engine, asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos))
+        add_compiled(engine, asks("r", [1, 2], 60, GRAMMARS["json"]))
         results = {"free": Result(), "r": Result()}
         for _ in range(4):
             for output in engine.step():
                 results[output.request_id].add(output)
         engine.abort(["r"])
         results["r"] = Result()
-        add_compiled(engine, asks("r", [7, 8, 9], 12, GRAMMARS["regex"], eos=eos))
+        add_compiled(engine, asks("r", [7, 8, 9], 12, GRAMMARS["regex"]))
         drain(engine, results)
         assert results["r"].token_ids == naive(llama, tokenizer, [7, 8, 9], 12, GRAMMARS["regex"])
 
@@ -293,14 +281,13 @@ class TestOtherWishes:
     """Other constraints of a request give way where the grammar leaves no choice, and only there."""
 
     @pytest.fixture
-    def write(self, start, tokenizer):
-        (eos,) = tokenizer.eos_token_ids
+    def write(self, start):
         engine = start()
 
         def write(grammar, params, max_tokens=20, stop=(), **fields):
             params = msgspec.structs.replace(params, temperature=0.0)
             job = request(
-                "r", [3, 4], max_tokens, params, grammar=grammar, stop_token_ids=frozenset([eos, *stop]), **fields
+                "r", [3, 4], max_tokens, params, grammar=grammar, stop_token_ids=frozenset([EOS, *stop]), **fields
             )
             return run(engine, [job])["r"]
 
@@ -357,35 +344,32 @@ def assert_refused(result, message):
 
 
 class TestFailures:
-    def test_a_grammar_that_the_engine_cannot_compile_is_refused(self, start, tokenizer):
-        (eos,) = tokenizer.eos_token_ids
+    def test_a_grammar_that_the_engine_cannot_compile_is_refused(self, start):
         bad = json.dumps({"grammars": [{"lark_grammar": "start: <|nobody|>"}]})
         engine = start()
-        results = run(engine, [asks("bad", [1], 5, bad, eos=eos), asks("good", [1], 5, GRAMMARS["choice"], eos=eos)])
+        results = run(engine, [asks("bad", [1], 5, bad), asks("good", [1], 5, GRAMMARS["choice"])])
         assert results["bad"].finish_reason == "error"
         assert "nobody" in results["bad"].error
         assert results["good"].finish_reason == "stop"
         assert not engine.has_work
 
-    def test_a_grammar_that_grows_too_complex_ends_its_request_only(self, start, tokenizer, monkeypatch):
-        (eos,) = tokenizer.eos_token_ids
+    def test_a_grammar_that_grows_too_complex_ends_its_request_only(self, start, monkeypatch):
         monkeypatch.setattr("jaxserve.structured.matchers.parser_limits", lambda _: LLParserLimits(step_max_items=2))
         prompt = [1, 2, 3]
         engine = start()
-        results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"], eos=eos), request("free", prompt, 8)])
+        results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"]), request("free", prompt, 8)])
         assert_refused(results["deep"], "the grammar cannot be followed further")
         assert results["free"].finish_reason == "length"
 
     @pytest.mark.slow
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
         """Its siblings too run until they reach the same limit."""
-        (eos,) = tokenizer.eos_token_ids
         (a,) = tokenizer.encode("a")
         ambiguous = make_grammar(StructuredOutputs(grammar='start: s\ns: s s s s s | s s | "a" | '))
         params = SamplingParams(temperature=0.0, logit_bias={a: 100})
-        deep = [asks(f"deep{i}", [1], 90, ambiguous, params, eos=eos, group_id="deep0") for i in range(2)]
+        deep = [asks(f"deep{i}", [1], 90, ambiguous, params, group_id="deep0") for i in range(2)]
         engine = start()
-        results = run(engine, [*deep, asks("json", [5], 40, GRAMMARS["choice"], eos=eos), request("free", [1, 2], 80)])
+        results = run(engine, [*deep, asks("json", [5], 40, GRAMMARS["choice"]), request("free", [1, 2], 80)])
         for name in ("deep0", "deep1"):
             assert_refused(results[name], "cannot be followed further")
             assert set(results[name].token_ids) == {a}
@@ -393,15 +377,15 @@ class TestFailures:
         assert results["free"].token_ids == llama.naive([1, 2], 80)
         assert not engine.has_work
 
-    def test_without_an_end_of_text_there_is_no_grammar(self, start, tokenizer):
+    def test_without_an_end_of_text_there_is_no_grammar(self, start):
         engine = start(load=lambda: ascii_tokenizer(has_eos=False))
-        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"], eos=0)]).values()
+        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"])]).values()
         assert result.finish_reason == "error"
         assert "end-of-text" in result.error
 
-    def test_an_engine_without_matchers_refuses(self, llama, tokenizer):
+    def test_an_engine_without_matchers_refuses(self, llama):
         with pytest.raises(InvalidRequest, match="follows no grammars"):
-            llama.engine().add([asks("r", [1], 5, GRAMMARS["choice"], eos=0)])
+            llama.engine().add([asks("r", [1], 5, GRAMMARS["choice"])])
 
     def test_a_request_that_waits_for_its_grammar_can_be_aborted(self, start, tokenizer):
         is_wanted = threading.Event()
@@ -411,7 +395,7 @@ class TestFailures:
             return tokenizer
 
         engine = start(load=load)
-        engine.add([asks("r", [1], 5, GRAMMARS["choice"], eos=0), request("free", [1, 2], 4)])
+        engine.add([asks("r", [1], 5, GRAMMARS["choice"]), request("free", [1, 2], 4)])
         assert engine.num_waiting == 2
         results = {"free": Result()}
         while results["free"].finish_reason is None:  # nobody waits for the grammar
@@ -427,22 +411,21 @@ class TestFailures:
         is_over = threading.Event()
         monkeypatch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", 0.05)
         engine = start(load=lambda: is_over.wait(PATIENCE) and tokenizer)
-        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"], eos=0)]).values()
+        (result,) = run(engine, [asks("r", [1], 5, GRAMMARS["choice"])]).values()
         is_over.set()
         assert result.finish_reason == "error"
         assert "too long" in result.error
 
 
-def test_an_abort_in_the_middle_leaves_nothing(start, tokenizer):
-    (eos,) = tokenizer.eos_token_ids
+def test_an_abort_in_the_middle_leaves_nothing(start):
     engine = start()
-    engine.add([asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos)])
+    engine.add([asks("r", [1, 2], 60, GRAMMARS["json"])])
     results = {"r": Result()}
     while len(results["r"].token_ids) < 4:
         for output in engine.step():
             results[output.request_id].add(output)
     engine.abort(["r"])
     drain(engine, results)
-    again = run(engine, [asks("r", [1, 2], 60, GRAMMARS["json"], eos=eos)])["r"]  # the same id begins anew
+    again = run(engine, [asks("r", [1, 2], 60, GRAMMARS["json"])])["r"]  # the same id begins anew
     assert again.token_ids[:4] == results["r"].token_ids[:4]
     assert again.finish_reason == "stop"

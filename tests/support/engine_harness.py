@@ -144,6 +144,12 @@ def corrupted(embedding, token):
     return dataclasses.replace(embedding, values=embedding.values.at[token].set(np.nan))
 
 
+def prompts(model, lengths, seed=0):
+    """Return random prompts of these lengths."""
+    random = np.random.default_rng(seed)
+    return [random.integers(0, model.vocab_size, length).tolist() for length in lengths]
+
+
 def request(name, prompt, max_tokens, params=GREEDY, **fields):
     """Return an EngineRequest that is its own group by default."""
     return EngineRequest(

@@ -3,18 +3,7 @@
 import asyncio
 import json
 
-from faults import (
-    BODY_LIMIT,
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    GOOD,
-    JSON,
-    RECEIVE_TIMEOUT,
-    RESPONSES,
-    head,
-    post,
-)
+from faults import BODY_LIMIT, CHAT, COMPLETIONS, EMBEDDINGS, GOOD, JSON, RECEIVE_TIMEOUT, RESPONSES, head, post
 from waiting import PATIENCE
 
 

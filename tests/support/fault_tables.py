@@ -1,21 +1,15 @@
-"""Kinds of bad requests as data: what is sent, and the expected answer."""
+"""Kinds of bad requests as data: what is sent, and the expected answer. Those of fields are in `bad_fields`."""
 
-import itertools
 import json
 
-from faults import BODY_LIMIT, CHAT, COMPLETIONS, EMBEDDINGS, GOOD, INPUT, JSON, KEY, RESPONSES, USER, Sent
+from bad_fields import CASES
+from faults import BODY_LIMIT, CHAT, COMPLETIONS, GOOD, INPUT, JSON, KEY, RESPONSES, Sent
 from faults import head as head_of
 from faults import post as post_of
 
 
 def body(path, content, param, status=400):
     return Sent(post_of(path, content), status, param)
-
-
-def fields(param, *values, paths=(COMPLETIONS, CHAT), **others):
-    """Yield a good request with each of these values in the field that `param` begins with."""
-    name = param.partition("[")[0].partition(".")[0]
-    return [body(path, GOOD[path] | others | {name: value}, param) for path in paths for value in values]
 
 
 def head(status, method, path, headers=(), **options):
@@ -30,31 +24,17 @@ def chunked(data):
     return Sent(head_of("POST", COMPLETIONS, [*JSON, ("transfer-encoding", "chunked")]) + data)
 
 
-def flat(*lists):
-    return list(itertools.chain(*lists))
-
-
-NUMBERS = ["temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p"]
-NUMBERS += ["top_n_sigma"]
-INTEGERS = ["max_tokens", "n", "seed", "top_k", "min_tokens", "priority", "truncate_prompt_tokens"]
+NOT_JSON = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "")
 GOOD_JSON = json.dumps(GOOD[COMPLETIONS]).encode()
 
-BODIES = {
+FIELDS: dict[str, list[Sent]] = {}
+"""By the path and the field that is named."""
+for _path, _content, _param in CASES:
+    FIELDS.setdefault(f"{_path} {_param.replace('[', '.').partition('.')[0]}", []).append(body(_path, _content, _param))
+
+BODIES = FIELDS | {
     "null instead of the input": [body(p, GOOD[p] | {name: None}, name) for p, name in INPUT.items()],
     "no input": [body(path, {"max_tokens": 3}, name) for path, name in INPUT.items()],
-    "text for a number": flat(*(fields(name, "1", "", [], {}, True) for name in NUMBERS + INTEGERS)),
-    "fraction for an integer": flat(*(fields(name, 0.5, -3.75) for name in INTEGERS)),
-    "huge integer": flat(*(fields(name, 2**63, 10**30, 2**200) for name in INTEGERS[:-1])),
-    "negative integer": flat(*(fields(name, -2, -(10**6)) for name in ("max_tokens", "n", "min_tokens"))),
-    "number out of range": [
-        *fields("temperature", 101.0),
-        *fields("top_p", 1.5, -0.5),
-        *fields("frequency_penalty", 9),
-        *fields("min_p", -1),
-        *fields("top_k", -5),
-        *fields("top_n_sigma", -2, 101),
-        *fields("truncate_prompt_tokens", 0, -2),
-    ],
     "not a number": [
         body(COMPLETIONS, b'{"prompt": "a", "temperature": %b}' % literal, None)
         for literal in (b"NaN", b"Infinity", b"-Infinity", b"0x10", b"1e", b"01", b"+1")
@@ -87,81 +67,6 @@ BODIES = {
         body(path, GOOD[path] | {"model": name}, "model", 404)
         for path in GOOD
         for name in ("gpt-9", "", "x" * 5000, "../etc")
-    ],
-    "too long a prompt": [
-        body(path, GOOD[path] | {name: text if path != CHAT else [USER | {"content": text}]}, name)
-        for path, name in INPUT.items()
-        for text in ("x" * 200, "x" * 20_000)
-    ],
-    "prompt and output too long": fields("max_tokens", 128, 10**6, 2**31 - 1),
-    "too many stops": fields("stop", ["x"] * 129, ["x"] * 300),
-    "bad stop": [*fields("stop", [""], {}, "x" * 2000), *fields("stop[0]", [1])],
-    "bad logit bias": fields(
-        "logit_bias",
-        *({str(i): 1 for i in range(301)}, {"three": 1}, {"3": "x"}, {"99999": 1}, [3], {"-1": 1}),
-    ),
-    "token ids out of the vocabulary": [
-        body(path, GOOD[path] | {INPUT[path]: [5, token]}, INPUT[path])
-        for path in (COMPLETIONS, EMBEDDINGS)
-        for token in (-1, 288, 10**9, 2**63)
-    ],
-    "mixed prompts": [
-        body(path, GOOD[path] | {INPUT[path]: value}, INPUT[path])
-        for path in (COMPLETIONS, EMBEDDINGS)
-        for value in (["a", 1], [1, 2.5], [True], [None], [[1], 2], [{}], [[]], [])
-    ],
-    "too many choices": [*fields("n", 129, 0), *fields("prompt", ["a"] * 1025, paths=[COMPLETIONS])],
-    "too many logprobs": [*fields("logprobs", 21, paths=[COMPLETIONS]), *fields("prompt_logprobs", 99)],
-    "bad messages": [
-        body(CHAT, {"messages": messages}, param)
-        for messages, param in (
-            ([], "messages"),
-            ("hello", "messages"),
-            ([USER] * 4097, "messages"),
-            (["hello"], "messages[0]"),
-            ([USER, {"role": "", "content": "a"}], "messages[1].role"),
-            ([{"role": "user", "content": 5}], "messages[0].content"),
-            ([{"content": "a"}], "messages[0].role"),
-        )
-    ],
-    "pictures and sounds": [
-        body(CHAT, {"messages": [USER | {"content": [{"type": "text", "text": "look"}, part]}]}, param)
-        for param in ("messages[0].content[1].type",)
-        for part in (
-            {"type": "image_url", "image_url": {"url": "file:///etc/secret.png"}},
-            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-            {"type": "file", "file": {"file_id": "a"}},
-        )
-    ],
-    "what is not supported": [
-        *fields("suffix", "end", paths=[COMPLETIONS]),
-        *fields("audio", {"voice": "a"}, paths=[CHAT]),
-        *fields("functions", [{"name": "f"}], paths=[CHAT]),
-        *fields("chat_template", "{{ ''.__class__ }}", paths=[CHAT]),
-        *fields("use_beam_search", True, paths=[RESPONSES]),
-        *fields("prompt_embeds", "gASVAAAA"),
-        *fields("conversation", "c", paths=[RESPONSES]),
-    ],
-    "variables for the template": fields(
-        "chat_template_kwargs",
-        *({"messages": []}, {"__class__": "x"}, {"tools": "x"}),
-        paths=[CHAT],
-    ),
-    "contradictions": [
-        *fields("best_of", 2),
-        *fields("min_tokens", 9),
-        *fields("stream_options", {"include_usage": True}),
-        *fields("prompt_logprobs", 1, stream=True),
-    ],
-    "bad embeddings": [
-        *fields("dimensions", 0, 33, paths=[EMBEDDINGS]),
-        *fields("pooling", "x", paths=[EMBEDDINGS]),
-    ],
-    "unknown response": fields("previous_response_id", "resp_1", "", "x" * 999, paths=[RESPONSES]),
-    "bad tokens": [
-        *(body("/detokenize", {"tokens": tokens}, "tokens") for tokens in ([-1], "x", [10**9])),
-        body("/tokenize", {}, "prompt"),
-        body("/tokenize", {"prompt": 5}, "prompt"),
     ],
     "body over the cap": [
         body(COMPLETIONS, b'{"prompt": "' + b"a" * (BODY_LIMIT + more) + b'"}', None, 413) for more in (1, 99)
@@ -207,9 +112,11 @@ HEADS = {
     "admin without a key": [head(404, "POST", f"/{name}") for name in ("reset_prefix_cache", "start_profile")],
     "not there at all": [head(501, "POST", path) for path in ("/sleep", "/update_weights", "/v1/load_lora_adapter")],
     "two hosts": [head(400, "GET", "/v1/models", [("host", "test")])],
+    # Any web page may make a browser send such a body; the one with the right name, only after a preflight.
     "wrong content type": [
-        Sent(head_of("POST", COMPLETIONS, [("content-type", kind), *length_of(GOOD_JSON)]) + GOOD_JSON, 415)
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", "")
+        Sent(head_of("POST", path, [*kind, *length_of(GOOD_JSON)]) + GOOD_JSON, 415)
+        for path in (*GOOD, "/tokenize")
+        for kind in ([], *([("content-type", name)] for name in NOT_JSON))
     ],
     "upgrade to something else": [
         head(

@@ -96,6 +96,7 @@ class Sent(NamedTuple):
         answer = await wire.answer()
         statuses = self.status if isinstance(self.status, tuple) else (self.status,)
         assert answer.status in statuses, answer
+        assert (answer.status == 405) == bool(answer.headers.get("allow")), answer
         if answer.status:
             error = json.loads(answer.body)["error"]
             assert set(error) == {"message", "type", "param", "code"}

@@ -1,6 +1,8 @@
 """GGUF files of Hugging Face models, as llama.cpp's converter writes them, by the `gguf` package."""
 
 import functools
+import json
+import pathlib
 import re
 
 import gguf
@@ -12,6 +14,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
     "glm": "chatglm",
+    "kimi_k2": "deepseek2",
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
@@ -21,6 +24,11 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """Families that llama.cpp calls otherwise."""
+
+RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
+"""What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
+were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints.
+"""
 
 EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
 
@@ -43,16 +51,109 @@ def name_map(architecture):
 def stack(tensors):
     """Experts, and norms of single heads, are one tensor each; w1, w2 and w3 are known by another name."""
     whole, parts = {}, {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items() if isinstance(tensors, dict) else tensors:
         if match := EXPERT.fullmatch(name):
             before, index, after = match.groups()
-            before = before.replace("model.", "").replace("block_sparse_moe", "feed_forward.experts")
+            before = before.replace("model.", "").replace("block_sparse_moe", "feed_forward")
             separator = "" if after == "weight" else ".experts" if ".mlp" in before else ""
-            merged = f"model.{before}{separator}.{after}" if "feed_forward" not in before else f"{before}.{after}"
+            merged = (
+                f"model.{before}{separator}.{after}" if "feed_forward" not in before else f"{before}.experts.{after}"
+            )
             parts.setdefault(merged, {})[int(index)] = tensor
         else:
             whole[name] = tensor
     return whole | {name: np.stack([found[i] for i in range(len(found))]) for name, found in parts.items()}
+
+
+def convert_recorded(keys, tensors):
+    """Convert the tensors of a golden whose metadata is recorded, as llama.cpp's converter does."""
+    architecture = keys["general.architecture"]
+
+    def key(name):
+        return keys.get(f"{architecture}.{name}")
+
+    converted = {}
+    for name, tensor in stack(_as_published(tensors)).items():
+        if name == "lm_head.weight" and architecture == "cohere2":
+            continue  # is always tied
+        for found, value in _parts(architecture, key, name, tensor):
+            converted[found if found.startswith("blk.") else convert_name(found, architecture)] = value
+    return {name: np.ascontiguousarray(tensor) for name, tensor in converted.items()}
+
+
+def _as_published(tensors):
+    """Yield the tensors that become some, by the names that the converter gives them first."""
+    leaves = {
+        ".dt_bias": ".dt_proj.bias",
+        "_correction_bias": "_correction.bias",
+        ".expert_bias": ".expert_bias.bias",
+        ".layer_scalar": ".layer_scalar.weight",
+        "experts.down_proj": "experts.down_proj.weight",
+    }
+    for name, tensor in tensors.items():
+        name = re.sub(r"backbone(\.layers\.\d+)\.mixer\.experts", r"model\1.mlp.experts", name)
+        name = next((name[: -len(end)] + leaf for end, leaf in leaves.items() if name.endswith(end)), name)
+        if ".act_fn." not in name and ".visual." not in name:
+            yield name.replace("language_model.", ""), tensor
+
+
+def _parts(architecture, key, name, tensor):
+    """Yield the names and values of what one tensor becomes."""
+    *_, module, leaf = name.split(".")
+    layer = "blk." + name.partition("layers.")[2].partition(".")[0]
+    num_keys, num_heads = key("ssm.group_count"), key("ssm.time_step_rank")
+
+    def tiled(values, size):
+        heads = values.reshape(num_keys, num_heads // num_keys, size, *values.shape[1:])
+        return heads.swapaxes(0, 1).reshape(values.shape)
+
+    if "conv1d.weight" in name or "conv.conv.weight" in name:
+        tensor = tensor[:, 0]
+    if leaf == "A_log":
+        tensor = -np.exp(tensor)
+    if leaf in ("A_log", "D") and not architecture.startswith("qwen3"):
+        tensor = tensor[:, None]
+    if module == "norm" and (".mixer." in name or ".mamba." in name):
+        tensor = tensor.reshape(num_keys, -1)
+    if architecture.startswith("qwen3") and module.endswith("norm") and ".linear_attn." not in name:
+        tensor = tensor + 1
+    if module in ("q_proj", "k_proj") and architecture in PAIRED:
+        counts = key("attention.head_count_kv")
+        heads = key("attention.head_count") if module == "q_proj" else np.max(counts)
+        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+        tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+    if architecture.startswith("qwen35") and ".linear_attn." in name:
+        size = key("ssm.inner_size") // num_heads
+        if module in ("in_proj_qkv", "conv1d"):
+            first = 2 * num_keys * key("ssm.state_size")
+            tensor = np.concatenate([tensor[:first], tiled(tensor[first:], size)])
+        elif module == "out_proj":
+            tensor = tiled(tensor.T, size).T
+        elif name.rpartition("linear_attn.")[2] != "norm.weight":
+            tensor = tiled(tensor, size if module == "in_proj_z" else 1)
+    if module == "in_proj_qkvz":
+        key_size, group = key("ssm.state_size"), tensor.reshape(num_keys, -1, tensor.shape[-1])
+        sizes = np.cumsum([key_size, key_size, (group.shape[1] - 2 * key_size) // 2])
+        *qkv, z = (part.reshape(-1, tensor.shape[-1]) for part in np.split(group, sizes, axis=1))
+        yield f"{layer}.attn_qkv.weight", np.concatenate(qkv)
+        yield f"{layer}.attn_gate.weight", z
+    elif module == "input_linear" or (leaf == "gate_up_proj" and architecture != "gemma4"):
+        if architecture == "llama4":
+            tensor = tensor.swapaxes(1, 2)
+        kind = "_exps" if tensor.ndim == 3 else "_shexp" if key("expert_count") else ""
+        for part, half in zip(("gate", "up"), np.split(tensor, 2, axis=-2), strict=True):
+            yield f"{layer}.ffn_{part}{kind}.weight", half
+    elif module == "output_linear" and tensor.ndim == 2 and not key("expert_count"):
+        yield f"{layer}.ffn_down.weight", tensor
+    elif module == "router" and leaf != "weight":
+        yield f"{layer}.{'ffn_gate_inp' if leaf == 'scale' else 'ffn_down_exps'}.scale", tensor
+    elif architecture == "llama4" and tensor.ndim == 3:
+        yield name, tensor.swapaxes(1, 2)
+    else:
+        yield f"{name}.weight" if leaf == "gate_up_proj" else name, tensor
+
+
+PAIRED = ("granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3")
 
 
 def convert_tensors(fields, tensors):
@@ -321,7 +422,7 @@ def _norm_keys(fields):
 
 def rope_tensors(fields):
     """Return the factors of the wavelengths, as tensors."""
-    rope = fields.get("rope_parameters", {})
+    rope = fields.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         kinds = ("short", "long")
         return {f"rope_factors_{kind}.weight": np.float32(rope[f"{kind}_factor"]) for kind in kinds}
@@ -370,8 +471,16 @@ def write(path, architecture, metadata, tensors, kinds=None):
 
 
 def write_model(path, fields, tensors, *, metadata=None, kinds=None):
-    """Write the GGUF file of a Hugging Face config and its tensors; `metadata` adds or replaces full keys."""
+    """Write the GGUF file of a Hugging Face config and its tensors; `metadata` adds full keys, or is all of them."""
+    if metadata and "general.architecture" in metadata:
+        recorded = dict(metadata)
+        everything = convert_recorded(recorded, tensors) | rope_tensors(fields)
+        if pairs := recorded.get("gemma4.attention.key_length", 0) // 2:
+            rope = (fields["rope_parameters"] or {}).get("full_attention", {})
+            rotated = int(pairs * rope.get("partial_rotary_factor", 0.25))
+            everything["rope_freqs.weight"] = np.float32([1.0] * rotated + [1e30] * (pairs - rotated))
+        return write(path, recorded.pop("general.architecture"), recorded, everything, kinds)
     architecture = architecture_of(fields)
     keys = {f"{architecture}.{name}": value for name, value in convert_fields(fields).items()}
     everything = convert_tensors(fields, tensors) | rope_tensors(fields)
-    write(path, architecture, keys | (metadata or {}), everything, kinds)
+    return write(path, architecture, keys | (metadata or {}), everything, kinds)

@@ -133,6 +133,13 @@ OWN_FIELDS = {
         "mamba_d_state": 6,
         "mamba_proj_bias": True,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 80,
+        "mamba_n_heads": 16,
+        "mamba_n_groups": 8,
+        "mamba_d_state": 6,
+        "mamba_rms_norm": True,
+    },
     "granitemoehybrid": GRANITE_FIELDS,
     "nemotron_h": MAMBA_FIELDS,
     "olmo_hybrid": DELTA_FIELDS | {"partial_rotary_factor": 1.0},

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.batch import Batch, KVCache
-from jaxserve.layers.cache import source_of
+from jaxserve.layers.cache import SeveralSpecs, source_of
 from jaxserve.layers.context import PLAIN
 from jaxserve.layers.delta_rule import one_token
 from jaxserve.layers.embedding import gathered
@@ -138,10 +138,17 @@ def naive_hidden(params, config, family, token_ids):
 
 def _forward(params, config, family, token_ids):
     kv_specs = family.kv_specs(config)
-    pools = tuple(DENSE.get(type(spec), DenseKV)() for spec in kv_specs)
+    pools = tuple(map(dense_cache, kv_specs))
     cache = KVCache(pools, num_blocks=1, block_size=1, pool_of_layer=owners(kv_specs))
     hidden, _ = family.forward(params, config, one_sequence(token_ids), cache)
     return hidden
+
+
+def dense_cache(spec):
+    """Return the cache of one sequence for a spec."""
+    if isinstance(spec, SeveralSpecs):
+        return tuple(map(dense_cache, spec.parts))
+    return DENSE.get(type(spec), DenseKV)()
 
 
 def owners(kv_specs):

@@ -75,10 +75,7 @@ CASES = {
         {"producer": {"name": "modelopt"}, "quant_algo": "W4A16_NVFP4"},
         functools.partial(stored.nvfp4, package="modelopt"),
     ),
-    "mxfp8 of modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
-        MXFP8,
-    ),
+    "mxfp8 of modelopt": ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, MXFP8),
     "mxfp8": (compressed(group("mxfp8-quantized", kind="float", bits=8, group_size=32)), MXFP8),
     "nvfp4 and fp8 of modelopt": (
         {

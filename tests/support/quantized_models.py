@@ -7,6 +7,7 @@ import numpy as np
 import stored_matrices as stored
 from engine_harness import request, run
 from naive import naive_greedy
+from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
@@ -39,6 +40,15 @@ def specs_of(path):
     fields = load_config(path)
     family = get_family(fields)
     return family.param_specs(family.Config.from_hf(fields))
+
+
+def write_random(path, fields):
+    """Write a tiny random model, whose logits depend on the attended tokens."""
+    (path / "config.json").write_text(json.dumps(fields))
+    rng = np.random.default_rng(0)
+    shapes = source_shapes(specs_of(path)).items()
+    spread = {name: (0.5 if len(shape) == 1 else 0.0, 0.3, shape) for name, shape in shapes}  # gains and biases
+    save_file({name: rng.normal(*of).astype(np.float32) for name, of in spread.items()}, path / "model.safetensors")
 
 
 def write_quantized(path, fields, config, make, *, is_quantized):

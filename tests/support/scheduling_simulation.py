@@ -42,13 +42,7 @@ def make_request(
 
 def make_limits(**changes):
     """Return small limits with these changes; `num_kept_states` None, which is the default: layers keep no states."""
-    defaults = {
-        "num_blocks": 16,
-        "block_size": 4,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 64,
-    }
+    defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     if (num_kept := changes.pop("num_kept_states", None)) is not None:
         changes |= {"has_states": True, "num_kept_states": num_kept, "drafts": ()}
     return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
@@ -151,7 +145,7 @@ class Device:
         """The positions before which the rows of the step that runs compute, those of drafts included."""
         self.num_accepted = 0
         self.num_rejected = 0
-        self.num_resumed = 0
+        self.num_resumed = self.num_passed = 0
         self.num_shared_decodes = 0
         """Steps of one token per row in which two rows read the same position."""
         self.num_cut_decodes = 0
@@ -170,6 +164,10 @@ class Device:
             assert slot in admitted, "a state in a running request's slot"
             self.states[slot] = self.kept_states[index]
             self.num_resumed += 1
+        for slot, index in plan.passed:
+            assert slot not in admitted, "a request that has just begun has passed nothing"
+            self.kept_states[index] = self.states[slot]
+            self.num_passed += 1
         for row in plan.rows:
             assert self.owners[row.slot] is row.request, "a row in somebody else's slot"
             for mine, table in zip(self.tables[row.slot], row.request.block_tables, strict=True):

@@ -237,7 +237,7 @@ _FORMS: dict[str, Calls] = {
         _LIST,
         section=("<|tool_call|>", ""),
         others=(("<tool_call>", ""),),
-        signs=("<|tool_call|>", "<|start_of_role|>", "'assistant_tool_call'"),
+        signs=("<|tool_call|>", "<|start_of_role|>"),
     ),
     "granite-20b-fc": replace(_LINES, call=("<function_call> ", ""), signs=("<function_call> ",)),
     "phi4_mini_json": replace(_LIST, section=("functools", ""), signs=("functools[",)),
@@ -293,6 +293,7 @@ _FORMS: dict[str, Calls] = {
     ),  # the template refuses to show two
 }
 _FURTHER_FORMS = {
+    "lfm2": replace(_FORMS["lfm2"], signs=("List of tools: [",)),  # LFM2.5, whose template shows no marks
     "mistral": replace(_LIST, section=("[TOOL_CALLS]", ""), ids=Ids.NINE, signs=("[TOOL_CALLS]",)),
     "cohere_command3": replace(
         _LIST,

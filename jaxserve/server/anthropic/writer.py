@@ -9,13 +9,7 @@ from msgspec import UNSET
 
 from jaxserve.answers.message import ChatFinishReason
 from jaxserve.answers.tools.cut_json import as_object
-from jaxserve.server.anthropic.protocol import (
-    Block,
-    MessagesResponse,
-    MessagesUsage,
-    OutputTokensDetails,
-    StopReason,
-)
+from jaxserve.server.anthropic.protocol import Block, MessagesResponse, MessagesUsage, OutputTokensDetails, StopReason
 from jaxserve.server.protocol.chat import ChatChunkChoice
 from jaxserve.server.protocol.usage import Usage
 

@@ -9,13 +9,7 @@ from starlette.requests import Request
 
 from jaxserve.decoding import decoded
 from jaxserve.server.generation.unknown_fields import UnknownFields
-from jaxserve.server.protocol.common import (
-    AnswerRequest,
-    GenerationRequest,
-    RequestBody,
-    StreamOptions,
-    decode_request,
-)
+from jaxserve.server.protocol.common import AnswerRequest, GenerationRequest, RequestBody, StreamOptions, decode_request
 from jaxserve.server.protocol.names import UnknownName, unknown_names
 from jaxserve.server.wire.body import read_json
 

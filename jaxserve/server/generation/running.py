@@ -15,7 +15,7 @@ from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest, QueueFull, RequestFailed, RequestTimeout
-from jaxserve.metrics import Metrics, SequenceTimer
+from jaxserve.metrics import REJECTIONS, Metrics, SequenceTimer
 from jaxserve.request import RequestOutput
 from jaxserve.server.generation.beams import run_groups
 from jaxserve.server.protocol.common import StreamOptions
@@ -152,9 +152,9 @@ class _Observer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_refused = self._first is None and isinstance(error, InvalidRequest | QueueFull)
         if is_refused and isinstance(error, QueueFull):
-            self._metrics.rejections.inc(len(self._groups))
+            self._metrics.count(REJECTIONS, len(self._groups))
         if not is_refused:
-            self._metrics.prompt_tokens.inc(sum(self._uncounted.values()))
+            self._metrics.count("prompt_tokens_total", sum(self._uncounted.values()))
             now = time.monotonic()
             for timers in self._timers:
                 for timer in timers:
@@ -168,11 +168,11 @@ class _Observer:
     def _count(self, group: RequestGroup, timers: Sequence[SequenceTimer]) -> None:
         """Count what a prompt has asked for, and what it got."""
         metrics, request = self._metrics, group.requests[0]
-        metrics.num_prompt_tokens.observe(len(group.prompt_token_ids))
+        metrics.observe("request_prompt_tokens", len(group.prompt_token_ids))
         if request.pooling is None:
-            metrics.max_num_generation_tokens.observe(max(timer.num_tokens for timer in timers))
-            metrics.max_tokens.observe(request.max_tokens)
-            metrics.num_sequences.observe(len(timers))
+            metrics.observe("request_max_num_generation_tokens", max(timer.num_tokens for timer in timers))
+            metrics.observe("request_params_max_tokens", request.max_tokens)
+            metrics.observe("request_params_n", len(timers))
 
     def _times(self) -> Times:
         """Return the times of the whole HTTP request; its first token is that of the first prompt that has one."""
@@ -193,11 +193,11 @@ class _Observer:
         if index in self._arrivals:  # the first delta: the prompt has been computed
             arrival = self._arrivals.pop(index)
             num_tokens = self._uncounted.pop(index)
-            self._metrics.prompt_tokens.inc(num_tokens)
-            self._metrics.prompt_tokens_cached.inc(delta.num_cached_tokens)
-            self._metrics.num_computed_tokens.observe(num_tokens - delta.num_cached_tokens)
-            self._metrics.queue_time.observe(delta.queue_seconds)
-            self._metrics.prefill_time.observe(max(0.0, now - arrival - delta.queue_seconds))
+            self._metrics.count("prompt_tokens_total", num_tokens)
+            self._metrics.count("prompt_tokens_cached_total", delta.num_cached_tokens)
+            self._metrics.observe("request_prefill_kv_computed_tokens", num_tokens - delta.num_cached_tokens)
+            self._metrics.observe("request_queue_time_seconds", delta.queue_seconds)
+            self._metrics.observe("request_prefill_time_seconds", max(0.0, now - arrival - delta.queue_seconds))
             for timer in self._timers[index]:
                 timer.start = arrival + delta.queue_seconds
             if self._first is None:

@@ -3,7 +3,7 @@
 import difflib
 import logging
 
-from jaxserve.metrics import Counter
+from jaxserve.metrics import Metrics
 from jaxserve.server.protocol.names import UnknownName
 
 logger = logging.getLogger(__name__)
@@ -18,13 +18,13 @@ MAX_NAME_LENGTH = 64
 class UnknownFields:
     """Counts unknown fields, and logs each name the first time, with the known name closest to it."""
 
-    def __init__(self, counter: Counter):
-        self._counter = counter
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
         self._logged: set[tuple[str, str]] = set()
 
     def count(self, unknown: UnknownName, *, route: str) -> None:
         """Count an unknown field in a request to `route`."""
-        self._counter.inc(1)
+        self._metrics.count("unknown_request_fields_total")
         name = unknown.name[:MAX_NAME_LENGTH]
         shown = unknown.path + name
         if not self._is_new(route, shown):

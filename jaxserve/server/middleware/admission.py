@@ -192,13 +192,7 @@ class Authentication:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: Keys,
-        admin_keys: Keys,
-        admin_paths: frozenset[str],
-        open_paths: frozenset[str],
+        self, app: ASGIApp, *, keys: Keys, admin_keys: Keys, admin_paths: frozenset[str], open_paths: frozenset[str]
     ):
         self._app = app
         self._open_paths = open_paths

@@ -103,7 +103,7 @@ def make_state(
         life=life,
         reader=BodyReader(
             check_model=model.check_name,
-            unknown_fields=UnknownFields(metrics.unknown_fields),
+            unknown_fields=UnknownFields(metrics),
             forces_usage=config.enable_force_include_usage,
             shows_token_ids=config.return_tokens_as_token_ids,
         ),

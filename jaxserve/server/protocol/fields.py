@@ -167,10 +167,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("truncation_side", "the side that is cut off: left (default) or right", *_READERS, _WHOLE_TEXT),
     Field(
-        "add_special_tokens",
-        "put special tokens around the text; default: true, for chats false",
-        *_READERS,
-        FOLLOWED,
+        "add_special_tokens", "put special tokens around the text; default: true, for chats false", *_READERS, FOLLOWED
     ),
     Field(
         "add_generation_prompt",
@@ -301,10 +298,7 @@ FIELDS: tuple[Field, ...] = (
         Field(name, meaning, UNKNOWN, UNKNOWN, UNKNOWN, FOLLOWED, UNKNOWN)
         for name, meaning in (
             ("dimensions", "the first entries of the vector, where the model was trained for that"),
-            (
-                "encoding_format",
-                "float, base64, bytes (one body, the header 'metadata' tells its parts) or bytes_only",
-            ),
+            ("encoding_format", "float, base64, bytes (one body, the header 'metadata' tells its parts) or bytes_only"),
             ("embed_dtype", "float32, float16, bfloat16, fp8_e4m3 or fp8_e5m2"),
             ("endianness", "of base64 and bytes: native, little or big"),
             ("pooling", "last, mean, cls, max, weightedmean or mean_sqrt_len, in place of the model's own"),

@@ -104,10 +104,7 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
     reasoning = (message.reasoning_content or message.reasoning) if message.role == "assistant" else None
     if has_calls and (not content or (reasoning and not style.shows_both)):
         content = style.empty_content
-    rendered: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content,
-    }
+    rendered: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         rendered["name"] = message.name
     if message.role == "tool":

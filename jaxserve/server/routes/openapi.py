@@ -60,12 +60,7 @@ _OPERATIONS = (
     _Operation("post", "/v1/embeddings", "Vectors of texts or token ids", EmbeddingRequest, EmbeddingResponse),
     _Operation("post", "/v1/responses", "Answer, and remember", ResponsesRequest, ResponseBody, True),
     _Operation(
-        "post",
-        "/invocations",
-        "A chat, text, vectors or scores: what is sent",
-        ChatRequest,
-        ChatResponse,
-        True,
+        "post", "/invocations", "A chat, text, vectors or scores: what is sent", ChatRequest, ChatResponse, True
     ),
     _Operation("get", "/v1/responses/{response_id}", "A stored response", None, ResponseBody),
     _Operation("delete", "/v1/responses/{response_id}", "Forget a stored response", None, DeletedResponse),

@@ -74,10 +74,7 @@ def test_thoughts_text_and_calls_are_blocks(server, streams):
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert answer.content[0].thinking == "Where?"
     assert answer.content[1].text.strip() == "I look."
-    assert [block.input for block in answer.content[2:]] == [
-        {"city": "Oslo", "days": 2},
-        {"city": "Bergen", "days": 2},
-    ]
+    assert [block.input for block in answer.content[2:]] == [{"city": "Oslo", "days": 2}, {"city": "Bergen", "days": 2}]
     assert answer.content[2].id != answer.content[3].id
     assert answer.stop_reason == "tool_use"
 

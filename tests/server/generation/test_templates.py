@@ -79,7 +79,7 @@ KNOWN = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "qwen3"),
     "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "qwen3"),
     "google-gemma-2-2b-it": (None, None),
-    "ibm-granite-granite-3.3-2B-Instruct": (None, "granite"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite"),
     "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
     "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
     "microsoft-Phi-3.5-mini-instruct": (None, None),

@@ -116,11 +116,7 @@ def test_a_call_that_is_not_allowed_is_hidden_in_all_routes(serve):
     server = serve(f"Well.\n{CALL}", tool_call_parser="hermes")
     (function, *_) = [tool["function"] for tool in TOOLS if tool["function"]["name"] == "get_weather"]
     bodies = {
-        "/v1/responses": {
-            "input": "hello",
-            "tools": [{"type": "function", **function}],
-            "tool_choice": "none",
-        },
+        "/v1/responses": {"input": "hello", "tools": [{"type": "function", **function}], "tool_choice": "none"},
         "/v1/messages": {
             "messages": [USER],
             "max_tokens": 200,

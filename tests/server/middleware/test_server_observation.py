@@ -240,11 +240,7 @@ def read_answer(file):
 
 def test_slow_senders_are_refused(tokenizer, wire_clock):
     with running(tokenizer, receive_timeout=30) as server:
-        for pieces in (
-            [b""] * 4,
-            [HEAD[i : i + 1] for i in range(6)],
-            [HEAD, *(BODY[i : i + 1] for i in range(6))],
-        ):
+        for pieces in ([b""] * 4, [HEAD[i : i + 1] for i in range(6)], [HEAD, *(BODY[i : i + 1] for i in range(6))]):
             status, body = slow_sender(server, wire_clock, pieces, pause=10)
             assert status == 408, pieces
             assert "took too long" in json.loads(body)["error"]["message"]

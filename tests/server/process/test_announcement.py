@@ -132,12 +132,7 @@ def test_lines_for_people_are_fields_for_collectors(monkeypatch, form):
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [
-        ("0.0.0.0", "127.0.0.1"),
-        ("::", "[::1]"),
-        ("192.0.2.1", "192.0.2.1"),
-        ("2001:db8::1", "[2001:db8::1]"),
-    ],
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("192.0.2.1", "192.0.2.1"), ("2001:db8::1", "[2001:db8::1]")],
 )
 def test_the_address_is_one_that_this_machine_reaches(host, expected):
     listener = mock.create_autospec(socket.socket, instance=True)

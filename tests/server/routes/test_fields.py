@@ -287,7 +287,7 @@ NESTED = [
 @pytest.mark.parametrize(("route", "fields", "names"), NESTED)
 def test_unknown_fields_of_objects_are_logged_with_their_path(server, route, fields, names, caplog):
     path, body = BODIES[route]
-    server.server.state.reader.unknown_fields = UnknownFields(server.server.state.metrics.unknown_fields)
+    server.server.state.reader.unknown_fields = UnknownFields(server.server.state.metrics)
     before = num_unknown(server)
     for _ in range(2):
         answer = server.post(path, body | fields)

@@ -40,12 +40,7 @@ def test_end_of_text(server, openai_client):
 
 @pytest.mark.parametrize(
     ("prompt", "texts"),
-    [
-        ("ab", ["aba"]),
-        (["ab", "cd"], ["aba", "cdc"]),
-        ([1, 70, 71], None),
-        ([[1, 70, 71], [1, 72]], None),
-    ],
+    [("ab", ["aba"]), (["ab", "cd"], ["aba", "cdc"]), ([1, 70, 71], None), ([[1, 70, 71], [1, 72]], None)],
     ids=["text", "texts", "ids", "lists of ids"],
 )
 def test_shapes_of_prompts(server, openai_client, prompt, texts):

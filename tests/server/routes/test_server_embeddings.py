@@ -40,10 +40,7 @@ def vectors(answer):
     return [entry["embedding"] for entry in body["data"]]
 
 
-@pytest.mark.parametrize(
-    ("given", "last_tokens"),
-    [([7, 9], [9]), ([[7, 9], [3]], [9, 3]), ([[5]] * 20, [5] * 20)],
-)
+@pytest.mark.parametrize(("given", "last_tokens"), [([7, 9], [9]), ([[7, 9], [3]], [9, 3]), ([[5]] * 20, [5] * 20)])
 def test_token_ids(server, given, last_tokens):
     assert vectors(server.post(PATH, {"input": given})) == [unit(powers(token)) for token in last_tokens]
 
