@@ -139,9 +139,6 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-INITIAL_ACCEPTANCE_RATE = 0.5
-"""Fraction of a request's drafts that are expected to be accepted before any has been verified."""
-
 NO_BLOCK = -1
 """Entry of a block table whose block has been released."""
 
@@ -204,7 +201,7 @@ class Request:
         self.num_pending_drafts = 0
         self.proposed: list[int] = []  # drafts of its next row, as far as the host knows
         self.num_forced = 0  # tokens from the next one on that its grammar leaves no choice of
-        self.acceptance_rate = INITIAL_ACCEPTANCE_RATE
+        self.acceptance_rate = 0.0
         self.num_judged_drafts = 0  # those that this rate follows from
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission

@@ -31,8 +31,9 @@ SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"} | dict.fromkeys(
 )
 """Other names of these: lookup always runs on the device, and the target's family says what its further layer is."""
 
-PLANNED = ("eagle", "qwen3_next_mtp", "suffix", "mlp_speculator", "dflash")
+PLANNED = ("eagle", "qwen3_next_mtp", "mlp_speculator", "dflash")
 REFUSED = {
+    "suffix": "ngram with a prompt_lookup_max of 24 drafts as well from a request's own tokens",
     "medusa": "its heads guess each token without the ones before it, and EAGLE superseded them",
     "eagle_tree": "drafts are chains here, not trees",
     "tree": "drafts are chains here, not trees",

@@ -68,7 +68,7 @@ def test_synthetic_acceptance(length, rates):
         ({"method": "eagle"}, "method 'eagle' is not supported yet: there is ngram"),
         ({"method": "mtp", "prompt_lookup_max": 3}, "prompt_lookup_max has no meaning for the method mtp"),
         ({"draft_sample_method": "probabilistic"}, "must be greedy: n-gram lookup has no probabilities"),
-        ({"method": "suffix"}, "method 'suffix' is not supported yet"),
+        ({"method": "suffix"}, "method 'suffix' is not supported: ngram with a prompt_lookup_max of 24"),
         ({"method": "medusa"}, "method 'medusa' is not supported: its heads"),
         ({"method": "tree"}, "method 'tree' is not supported: drafts are chains"),
         ({"method": "n-gram"}, "method 'n-gram' is unknown"),

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
     num_tokens: int
     has_first: bool
-    """Whether one of the tokens is the first of its request, whose prompt was in this step."""
+    """True if one of the tokens is the first of its request, whose prompt was in this step."""
     seconds: float
 
 

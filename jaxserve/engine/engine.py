@@ -54,6 +54,8 @@ class Engine:
         self._matchers = matchers
         self._max_in_flight = runner.num_stages if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
+        self._began = 0.0
+        """When the device began with the oldest step in flight: it was started, or the one before had come back."""
         self._deferred: list[list[EngineRequest]] = []
         """Groups of requests whose programs are not compiled yet."""
         self._needs = Needs()
@@ -159,6 +161,8 @@ class Engine:
             failed: dict[Request, str] = {}
             constrained = [row for row in plan.rows if row.samples and row.request.request.grammar]
             masks = functools.partial(self._masks, constrained, failed) if constrained else None
+            if not self._in_flight:
+                self._began = time.perf_counter()
             self._in_flight.append(self.runner.dispatch(plan, masks=masks))
             outputs += [self._refuse(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
@@ -331,18 +335,21 @@ class Engine:
         token_ids, corrupted = pending.token_ids(), pending.is_corrupted()
         waited = time.perf_counter()
         self.seconds["wait"] += waited - start
-        outputs = self._update(pending, token_ids, corrupted)
+        taken, self._began = waited - self._began, waited
+        outputs = self._update(pending, token_ids, corrupted, seconds=taken)
         self.num_output_tokens += sum(len(output.new_token_ids) for output in outputs)
         self.seconds["update"] += time.perf_counter() - waited
         return outputs
 
-    def _update(self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool]) -> list[EngineOutput]:
+    def _update(
+        self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool], *, seconds: float
+    ) -> list[EngineOutput]:
         plan = pending.plan
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
         drafted = pending.drafted()
         if drafted is not None:
             self._count_drafts(drafted, token_ids)
-        outcomes = self.scheduler.update(plan, token_ids, ok, drafted)
+        outcomes = self.scheduler.update(plan, token_ids, ok, drafted, seconds=seconds)
         logprobs = pending.logprobs()
         prompt_logprobs = pending.prompt_logprobs()
         embeddings = pending.embeddings()

@@ -41,7 +41,7 @@ from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.readiness import Readiness
 from jaxserve.execution.programs.shapes import Step
-from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks
+from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks, pack_tokens
 from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
 from jaxserve.layers.peers import allocate_peers
 from jaxserve.request import TokenLogprobs
@@ -497,11 +497,10 @@ class Runner:
         rest = rows[ADMISSION_ROWS:] if carried else rows
         for some in itertools.batched(rest, ADMISSION_ROWS):
             self._run_on_each_stage(Admit, pack_admissions(some, **self.model.table_sizes))
+        if self.model.keeps_tokens:
+            for packed in pack_tokens(rows, num_slots=self.model.max_num_seqs):
+                self._run(AdmitTokens(), packed)
         for request, slot, *_ in rows:
-            if self.model.drafting is not None:
-                known = np.zeros(self.model.max_model_len, np.int32)
-                known[: len(request.token_ids)] = request.token_ids
-                self._run(AdmitTokens(), np.int32(slot), known)
             if has_extras(request.request):
                 extras = pack_extras(
                     request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size

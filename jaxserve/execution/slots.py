@@ -6,8 +6,9 @@ length, and `draw` writes the sampled token, so that the next step needs neither
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import flax.struct
@@ -33,6 +34,9 @@ class Masks(NamedTuple):
 
 ADMISSION_ROWS = 8
 """Rows that one admission upload carries; padding rows have an out-of-range slot."""
+
+NUM_KNOWN_TOKENS = 512
+"""Tokens of one request that a row of an upload for proposers carries; longer ones take several rows."""
 
 NUM_LENGTHS = 4
 """Numbers of an admission before its block tables: slot, computed tokens, prompt tokens, most tokens in all."""
@@ -136,11 +140,19 @@ def pack_admissions(rows: Sequence[Row], *, num_slots: int, max_blocks: int, num
 
 
 def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
-    """Write the rows of newly admitted requests. Runs inside a program; `slots` is donated."""
+    """Write the rows of newly admitted requests, without drafts. Runs inside a program; `slots` is donated."""
     num_groups, _, max_blocks = slots.block_tables.shape
     end = NUM_LENGTHS + num_groups * max_blocks
     slot_ids, starts, num_prompt_tokens, max_total_tokens = packed[:, :NUM_LENGTHS].T
     tables = packed[:, NUM_LENGTHS:end].reshape(-1, num_groups, max_blocks).swapaxes(0, 1)
+    drafts = slots.drafts
+    if drafts is not None:
+        drafts = dataclasses.replace(
+            drafts,
+            counts=drafts.counts.at[slot_ids].set(0, mode="drop"),
+            num_masked=drafts.num_masked.at[slot_ids].set(drafts.token_ids.shape[1], mode="drop"),
+            num_forced=drafts.num_forced.at[slot_ids].set(0, mode="drop"),
+        )
     return dataclasses.replace(
         slots,
         num_computed=slots.num_computed.at[slot_ids].set(starts, mode="drop"),
@@ -148,6 +160,7 @@ def admit(slots: Slots, packed: Int[Array, "rows width"]) -> Slots:
         max_total_tokens=slots.max_total_tokens.at[slot_ids].set(max_total_tokens, mode="drop"),
         block_tables=slots.block_tables.at[:, slot_ids].set(tables, mode="drop"),
         sampling=sampling_state.admit(slots.sampling, slot_ids, packed[:, end:]),
+        drafts=drafts,
     )
 
 
@@ -164,17 +177,29 @@ def take_tokens(slots: Slots, last_tokens: Int[Array, " N"], slot_ids: Int[Array
     return dataclasses.replace(slots, last_tokens=slots.last_tokens.at[slot_ids].set(taken, mode="drop"))
 
 
-def admit_tokens(slots: Slots, slot: Int[Array, ""], token_ids: Int[Array, " M"], *, proposer: Proposer) -> Slots:
-    """Give a proposer the tokens of a newly admitted request, which has no drafts yet. In graph, `slots` donated."""
-    assert slots.drafts is not None
-    drafts = dataclasses.replace(
-        slots.drafts,
-        counts=slots.drafts.counts.at[slot].set(0, mode="drop"),
-        num_masked=slots.drafts.num_masked.at[slot].set(proposer.num_drafts, mode="drop"),
-        num_forced=slots.drafts.num_forced.at[slot].set(0, mode="drop"),
-        proposer=proposer.admit(slots.drafts.proposer, slot, token_ids),
+def pack_tokens(rows: Sequence[Row], *, num_slots: int) -> Iterator[np.ndarray]:
+    """Yield the uploads by which proposers learn the tokens of new requests: [rows, 2 + tokens] int32, of each row its
+    slot, the position of the first token, and tokens padded with 0.
+    """
+    pieces = (
+        (row.slot, first, row.request.token_ids[first : first + NUM_KNOWN_TOKENS])
+        for row in rows
+        for first in range(0, len(row.request.token_ids), NUM_KNOWN_TOKENS)
     )
-    return dataclasses.replace(slots, drafts=drafts)
+    for some in itertools.batched(pieces, ADMISSION_ROWS):
+        packed = np.zeros((ADMISSION_ROWS, 2 + NUM_KNOWN_TOKENS), np.int32)
+        packed[:, 0] = num_slots
+        for upload, (slot, first, token_ids) in zip(packed, some, strict=False):
+            upload[:2] = slot, first
+            upload[2 : 2 + len(token_ids)] = token_ids
+        yield packed
+
+
+def admit_tokens(slots: Slots, packed: Int[Array, "rows width"], *, proposer: Proposer) -> Slots:
+    """Give a proposer tokens of newly admitted requests. In graph, `slots` donated."""
+    assert slots.drafts is not None
+    state = proposer.admit(slots.drafts.proposer, packed[:, 0], packed[:, 1], packed[:, 2:])
+    return dataclasses.replace(slots, drafts=dataclasses.replace(slots.drafts, proposer=state))
 
 
 def pack_masks(masks: Masks, *, num_rows: int, num_slots: int) -> UInt32[np.ndarray, "rows width"]:

@@ -201,18 +201,21 @@ class Scheduler(abc.ABC):
         sampled_token_ids: Sequence[list[int]],
         ok: Sequence[bool] | None = None,
         drafted: Sequence[Drafted] | None = None,
+        *,
+        seconds: float | None = None,
     ) -> list[RowOutcome]:
         """Process the results of the oldest plan in flight; return one outcome per row.
 
         `sampled_token_ids` has a list for each row, ignored where a row does not sample: its tokens, one and one for
         each draft that was accepted, or none if the request had reached its last token before. A list is cut, in place,
         after a stop token. `ok` says which rows' numbers were finite, None that all were. `drafted` says what became of
-        each row's drafts, if that is known. Requests finish here: at a stop token ("stop"), at their last token
-        ("length"), or because a row is not ok ("error").
+        each row's drafts, and `seconds` what the step took, if that is known. Requests finish here: at a stop token
+        ("stop"), at their last token ("length"), or because a row is not ok ("error").
         """
         oldest = self._in_flight.popleft()
         assert oldest is plan, "plans come back in the order they were made"
         if drafted is not None:
+            self._limits.drafts.observe_step(plan, sampled_token_ids, seconds)
             for row, one, new in zip(plan.rows, drafted, sampled_token_ids, strict=True):
                 if row.samples and row.request.takes_drafts and row.request.slot == row.slot:
                     self._limits.drafts.observe(row.request, row.num_drafts, one, new)

@@ -135,7 +135,9 @@ class Later(Proposer):
         return ()
 
     @override
-    def admit(self, state: tuple[()], slot: Int[Array, ""], token_ids: Int[Array, " M"]) -> tuple[()]:
+    def admit(
+        self, state: tuple[()], slots: Int[Array, " R"], starts: Int[Array, " R"], token_ids: Int[Array, "R K"]
+    ) -> tuple[()]:
         return state
 
     @override

@@ -39,8 +39,10 @@ class NGram(Proposer):
         return jnp.zeros((num_slots, max_length), jnp.int32)
 
     @override
-    def admit(self, state: Int[Array, "N M"], slot: Int[Array, ""], token_ids: Int[Array, " M"]) -> Int[Array, "N M"]:
-        return state.at[slot].set(token_ids, mode="drop")
+    def admit(
+        self, state: Int[Array, "N M"], slots: Int[Array, " R"], starts: Int[Array, " R"], token_ids: Int[Array, "R K"]
+    ) -> Int[Array, "N M"]:
+        return append(state, NewTokens(slots, token_ids, jnp.full_like(starts, token_ids.shape[1]), starts))
 
     @override
     def propose(

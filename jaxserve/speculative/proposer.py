@@ -37,9 +37,9 @@ class Proposer(abc.ABC):
         """Return the state of slots without requests, for sequences of up to `max_length` tokens."""
 
     @abc.abstractmethod
-    def admit(self, state: Any, slot: Int[Array, ""], token_ids: Int[Array, " M"]) -> Any:
-        """Return the state with a new request in a slot. `token_ids` are all tokens that it has, padded to the
-        `max_length`; a slot out of range changes nothing.
+    def admit(self, state: Any, slots: Int[Array, " R"], starts: Int[Array, " R"], token_ids: Int[Array, "R K"]) -> Any:
+        """Return the state with tokens of new requests, from position `starts` of each slot on. Those behind the last
+        one of a request are padding, and slots out of range change nothing.
         """
 
     @abc.abstractmethod

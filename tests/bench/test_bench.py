@@ -8,10 +8,10 @@ import types
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench import bits_per_byte, host, latency, steps, throughput
+from jaxserve.bench import bits_per_byte, host, latency, speculation, steps, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load, traced
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, mixed_jobs, write_config
+from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, eagle3_head, mixed_jobs, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine import profile
 from jaxserve.engine.client import EngineStats
@@ -283,3 +283,36 @@ def test_bits_per_byte_names_a_text_that_is_not_there(tmp_path):
     with pytest.raises(InvalidRequest, match=r"missing\.txt") as refusal:
         bits_per_byte.run(EngineConfig(), text_path=tmp_path / "missing.txt")
     assert refusal.value.param == "text"
+
+
+@pytest.mark.parametrize("rates", [[2.0, 1.0, 4.0], [3.0]])
+def test_pairs_of_runs(rates):
+    """The middle ratio counts, not that of the middle rates."""
+
+    def run(rate, accepted):
+        return speculation._Run({"a": [1, 2], "b": [3]}, 3 / rate, 2, 0.004, 1, 4, accepted)
+
+    pairs = speculation._Pairs([run(1.0, ())] * len(rates), [run(rate, (1, 1, 0, 0)) for rate in rates])
+    row = dict(zip(speculation.HEADER, pairs.row("2", "3"), strict=True))
+    assert row["faster"] == f"{statistics.median(rates):.3f}"
+    assert (row["from"], row["to"]) == (f"{min(rates):.3f}", f"{max(rates):.3f}")
+    assert row["drafts accepted"] == "2 of 4"
+    assert "3.00 tokens a step that had drafts; accepted by position: 1.00, 1.00, 0.00, 0.00; 2 of 2" in pairs.summary()
+
+
+def test_speculation_with_a_head_of_random_weights(tmp_path):
+    shape = TINY | {"num_hidden_layers": 8}
+    head = write_config(write_config(tmp_path, shape) / "head", eagle3_head(shape))
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory": 2**24, "max_model_len": 64}
+    config = EngineConfig(
+        model=str(tmp_path), load_format="dummy", warmup="none", speculative_config=drafts, **sizes, kernels="xla"
+    )
+    report = speculation.by_chance(config, input_len=1, output_len=7, at_once=[1], lengths=[3, 1], num_pairs=1)
+    _, _, header, _, *rows = report.splitlines()
+    of_three, of_one = (
+        dict(zip((cell.strip() for cell in header.split("|")), row.split("|"), strict=True)) for row in rows
+    )
+    assert int(of_three["drafts accepted"].split()[0]) >= 4
+    assert of_one["drafts accepted"].split()[0] == "0"
+    assert int(of_three["steps, off"]) == int(of_one["steps, off"]) >= 7

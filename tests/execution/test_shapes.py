@@ -131,8 +131,8 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
         for num_columns, most in ((3, 64), (5, 4))
         for bucket in make_verifying_buckets(buckets, num_columns=num_columns, max_num_rows=most, **sizes)
     ]
-    plain = StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False)
-    shapes = StepShapes(buckets, has_lean_programs=has_lean_programs, may_be_two_programs=False, verifying=verifying)
+    kind = {"has_lean_programs": has_lean_programs, "may_be_two_programs": False}
+    plain, shapes = StepShapes(buckets, **kind), StepShapes(buckets, **kind, keeps_tokens=True, verifying=verifying)
     programs = set(shapes.programs)
     assert len(programs) == len(shapes.programs)
     in_order = {program for phase in shapes.order(lambda _: False) for program in phase.programs}

@@ -1,11 +1,13 @@
 """Which steps verify drafts: those of few rows, of which enough is accepted."""
 
+import itertools
+
 import pytest
 from scheduling_simulation import make_request
 
 from jaxserve.request import Request
-from jaxserve.scheduling.drafting import DraftPolicy
-from jaxserve.scheduling.plan import Drafted
+from jaxserve.scheduling.drafting import ALLOWED_LOSS, MAX_BALANCE, DraftPolicy
+from jaxserve.scheduling.plan import Drafted, Row, StepPlan
 
 TABLE = ((4, 4), (8, 2))
 
@@ -35,16 +37,50 @@ def test_nobody_drafts_or_too_few():
     assert DraftPolicy(TABLE, 0.1).num_drafts([forced], num_rows=2) == 4
 
 
-def test_drafts_that_nobody_knows_before():
-    policy, request = DraftPolicy(TABLE, 0.05, is_late=True), drafting(proposed=0)
+def run_steps(policy, requests, num_steps, *, num_accepted, seconds=lambda width: None):
+    """Run steps in which each row that verifies drafts accepts so many. Return the drafts of each."""
     verified = []
-    for _ in range(600):
-        planned = policy.num_drafts([request], num_rows=1)
+    for _ in range(num_steps):
+        planned = policy.num_drafts(requests, num_rows=len(requests))
         verified.append(planned)
-        policy.observe(request, planned, Drafted(planned, []), [7])
-        request.token_ids.append(7)
-    steps = [index for index, planned in enumerate(verified) if planned]
-    assert steps == [*range(5), *range(256, 261), *range(512, 517)]
+        new = [7] * (1 + min(planned, num_accepted))
+        rows = [Row(request, 0, 0, 1, True, 0, planned) for request in requests]
+        policy.observe_step(StepPlan(rows, len(rows), len(rows), []), [new] * len(rows), seconds(1 + planned))
+        for request in requests:
+            policy.observe(request, planned, Drafted(planned, []), new)
+    return verified
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 7])
+def test_what_is_never_accepted_costs_a_hundredth(num_rows):
+    """New requests are expected to accept as much as those before."""
+    policy, lost, num_steps = DraftPolicy(TABLE, 0.05, is_late=True), 0.0, 0
+    for _ in range(40):
+        requests = [drafting(proposed=0) for _ in range(num_rows)]
+        verified = run_steps(policy, requests, 50, num_accepted=0)
+        lost += sum(num_rows * num_drafts * 0.05 / (1 + num_rows * 0.05) for num_drafts in verified)
+        num_steps += len(verified)
+    assert 0 < lost <= MAX_BALANCE + 1 + ALLOWED_LOSS * num_steps
+    assert sum(map(bool, verified)) <= 4
+    # They try again now and then, and go on when that succeeds.
+    assert run_steps(policy, requests, 200, num_accepted=4)[-1] > 0
+
+
+@pytest.mark.parametrize(("wide", "is_worth_it"), [(1.2, True), (3.5, False)])
+def test_steps_are_as_long_as_they_were(wide, is_worth_it):
+    """Half of the drafts are accepted: 2 tokens more a step."""
+    policy, requests = DraftPolicy(TABLE, 0.05, is_late=True), [drafting(proposed=0)]
+    seconds = {1: itertools.cycle([5.0, 1.0, 1.1]), 5: itertools.cycle([9.0 * wide, wide, 1.3 * wide])}
+    verified = run_steps(policy, requests, 600, num_accepted=2, seconds=lambda width: next(seconds[width]))
+    share = sum(map(bool, verified[300:])) / 300
+    assert share > 0.95 if is_worth_it else share < 0.03
+
+
+def test_steps_of_prompts_do_not_count():
+    policy, row = DraftPolicy(TABLE, 0.05), Row(drafting(), 0, 0, 1, True, 0, 4)
+    for _ in range(100):
+        policy.observe_step(StepPlan([row, row._replace(num_tokens=2)], 1, 3, []), [[7], [7]], 1.0)
+    assert policy.num_drafts([row.request], num_rows=1) == 4
 
 
 def test_a_request_stops_drafting_and_tries_again():

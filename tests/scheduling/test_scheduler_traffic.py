@@ -118,7 +118,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class TrafficWithStates(Traffic):
-    """The same where layers keep states."""
+    """Traffic of a model whose layers keep states."""
 
     kept_states = (1, 4)
 

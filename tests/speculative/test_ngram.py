@@ -42,8 +42,10 @@ def test_the_latest_of_the_longest_matches(texts, behind, bounds):
 def test_tokens_are_appended_to_the_rows_that_drew_some():
     proposer = NGram(k=2, min_n=1, max_n=2)
     state = proposer.init_state(num_slots=3, max_length=8)
-    state = proposer.admit(state, jnp.int32(2), jnp.array([5, 6, 7, 5, 0, 0, 0, 0], jnp.int32))
-    assert proposer.admit(state, jnp.int32(3), jnp.full(8, 9, jnp.int32)).tolist() == state.tolist()
+    # In pieces of three, the last one padded; a slot out of range.
+    pieces = jnp.array([[5, 6, 7], [5, 0, 0], [9, 9, 9]], jnp.int32)
+    state = proposer.admit(state, jnp.array([2, 2, 3], jnp.int32), jnp.array([0, 3, 0], jnp.int32), pieces)
+    assert state.tolist() == [[0] * 8, [0] * 8, [5, 6, 7, 5, 0, 0, 0, 0]]
     new = NewTokens(
         slots=jnp.array([2, 3], jnp.int32),
         token_ids=jnp.array([[6, 9, 9], [1, 1, 1]], jnp.int32),

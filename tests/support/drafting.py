@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.speculative.ngram import append
-from jaxserve.speculative.proposer import Proposer
+from jaxserve.speculative.proposer import NewTokens, Proposer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Told(Proposer):
             "errors": jnp.zeros((), jnp.int32),
         }
 
-    def admit(self, state: Any, slot: Any, token_ids: Any) -> Any:
-        return state | {"history": state["history"].at[slot].set(token_ids, mode="drop")}
+    def admit(self, state: Any, slots: Any, starts: Any, token_ids: Any) -> Any:
+        new = NewTokens(slots, token_ids, jnp.full_like(starts, token_ids.shape[1]), starts)
+        return state | {"history": append(state["history"], new)}
 
     def propose(self, state: Any, new: Any) -> Any:
         state = state | {"history": append(state["history"], new)}

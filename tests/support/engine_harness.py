@@ -98,7 +98,12 @@ class Model:
         matchers=None,
         **limits,
     ):
-        """Return a new engine on this model's runner; `limits` override those of the scheduler."""
+        """Return a new engine on this model's runner; `limits` override those of the scheduler. It drafts whatever time
+        that takes.
+        """
+        by_rows = () if self.speculation is None else self.speculation.drafts_by_rows
+        policy = DraftPolicy(by_rows, token_cost, is_late=self.drafter is not None)
+        policy._record.time = lambda *args: None
         limits = {
             "num_blocks": self.runner.num_blocks,
             "block_size": self.runner.block_size,
@@ -106,11 +111,7 @@ class Model:
             "max_num_batched_tokens": 32,
             "max_model_len": MAX_MODEL_LEN,
             "windows": self.runner.layout.windows,
-            "drafts": DraftPolicy(
-                () if self.speculation is None else self.speculation.drafts_by_rows,
-                token_cost,
-                is_late=self.drafter is not None,
-            ),
+            "drafts": policy,
             "has_states": self.runner.layout.num_states > 0,
             "num_stages": self.runner.num_stages,
             "num_kept_states": self.runner.model.num_kept_states,

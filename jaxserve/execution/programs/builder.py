@@ -82,7 +82,8 @@ class StepBuilder:
             self.model.buckets,
             has_lean_programs=spec.traits.has_lean_programs,
             may_be_two_programs=self.model.may_be_two_programs,
-            verifying=None if self.model.drafting is None else self.model.verifying_buckets,
+            verifying=self.model.verifying_buckets,
+            keeps_tokens=self.model.keeps_tokens,
             num_stages=len(self.models),
             keeps_states=self.model.num_kept_states > 0,
         )

@@ -19,7 +19,18 @@ from jaxserve.execution.kv_cache import copy_states
 from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode, RunStage
-from jaxserve.execution.slots import Masks, Slots, admit, admit_extras, admit_tokens, allow, pack_masks, take_tokens
+from jaxserve.execution.slots import (
+    ADMISSION_ROWS,
+    NUM_KNOWN_TOKENS,
+    Masks,
+    Slots,
+    admit,
+    admit_extras,
+    admit_tokens,
+    allow,
+    pack_masks,
+    take_tokens,
+)
 from jaxserve.execution.step import (
     DrawingRows,
     Drawn,
@@ -245,7 +256,7 @@ class AdmitExtras(_WritesSlots, frozen=True, tag=True):
 
 
 class AdmitTokens(_WritesSlots, frozen=True, tag=True):
-    """Runs `slots.admit_tokens`: what a proposer must know of one new request."""
+    """Runs `slots.admit_tokens`: what a proposer must know of new requests."""
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
@@ -259,7 +270,9 @@ class AdmitTokens(_WritesSlots, frozen=True, tag=True):
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
-        return np.int32(model.max_num_seqs), np.zeros(model.max_model_len, np.int32)
+        packed = np.zeros((ADMISSION_ROWS, 2 + NUM_KNOWN_TOKENS), np.int32)
+        packed[:, 0] = model.max_num_seqs
+        return (packed,)
 
 
 class TakeTokens(_WritesSlots, frozen=True, tag=True):

@@ -188,6 +188,11 @@ class StepModel:
         return self.kernels != "xla"
 
     @property
+    def keeps_tokens(self) -> bool:
+        """True if there is a proposer that must know the tokens of requests."""
+        return self.drafting is not None and self.drafting.drafter is None
+
+    @property
     def may_be_two_programs(self) -> bool:
         """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
         and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.

@@ -7,7 +7,7 @@ and no small ones. Beyond that, a step's time grows with its tokens, including p
 that many steps run are closer together.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxserve.execution.batch import Bucket
@@ -94,18 +94,19 @@ class StepShapes:
         *,
         has_lean_programs: bool,
         may_be_two_programs: bool,
-        verifying: list[Bucket] | None = None,
+        verifying: Sequence[Bucket] = (),
+        keeps_tokens: bool = False,
         num_stages: int = 1,
         keeps_states: bool = False,
     ):
         """`may_be_two_programs`: forward passes of few tokens of prompts are launched so. `verifying` are the sizes of
-        steps that verify drafts; None: tokens are not drafted. `keeps_states`: the prefix cache has copies of layers'
-        states.
+        steps that verify drafts. `keeps_tokens`: a proposer must know the tokens of requests. `keeps_states`: the
+        prefix cache has copies of layers' states.
         """
         self._num_stages = num_stages
         self._copies: list[Program] = [KeepState(), ResumeState()] if keeps_states else []
-        self._verifying = verifying or []
-        self._drafts = verifying is not None
+        self._verifying = list(verifying)
+        self._keeps_tokens = keeps_tokens
         # As for decode steps: what only some rows need is not worth many sizes.
         widths = {bucket.num_columns: None for bucket in self._verifying}
         of_widths = [[bucket for bucket in self._verifying if bucket.num_columns == width] for width in widths]
@@ -343,7 +344,7 @@ class StepShapes:
 
     @property
     def _admits_tokens(self) -> list[AdmitTokens]:
-        return [AdmitTokens()] if self._drafts else []
+        return [AdmitTokens()] if self._keeps_tokens else []
 
     def masks_for(
         self, num_rows: int, *, num_columns: int = 1, is_ready: Callable[[Program], bool] = lambda _: True
