@@ -25,7 +25,6 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.request import EngineOutput
 from jaxserve.speculation import parse_speculation, with_acceptance
-from jaxserve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
@@ -153,6 +152,8 @@ def of_workload(
     Spec-Bench has them. Prompts that are too long lose their beginning. Raises StartupError, and InvalidRequest if the
     file cannot be read or has no such prompts.
     """
+    from jaxserve.tokenizer import Tokenizer  # imported late: it is too heavy for `--help`
+
     texts = _texts(workload, category)[:num_prompts]
     tokenizer = Tokenizer.load(resolve_tokenizer(config.tokenizer or config.model))
     rows, summaries = [], []
