@@ -18,18 +18,7 @@ from jaxserve import cli
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 INSTRUCTIONS = {
-    "FROM",
-    "RUN",
-    "CMD",
-    "LABEL",
-    "EXPOSE",
-    "ENV",
-    "COPY",
-    "ENTRYPOINT",
-    "VOLUME",
-    "USER",
-    "WORKDIR",
-    "ARG",
+    *("FROM", "RUN", "CMD", "LABEL", "EXPOSE", "ENV", "COPY", "ENTRYPOINT", "VOLUME", "USER", "WORKDIR", "ARG"),
 }
 INSTRUCTIONS |= {"STOPSIGNAL", "HEALTHCHECK"}
 

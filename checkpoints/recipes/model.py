@@ -102,30 +102,59 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def rotation(head_dim: int, num_positions: int) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines [T, 1, head_dim / 2] of the positions from 0 on."""
+    frequencies = ROPE_THETA ** -(np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None, None] * frequencies
+    return jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
+
+
+def mlp(p: Params, x: jax.Array) -> jax.Array:
+    """Return the update of the second half of a layer, which reads `x` through its norm."""
+    h = rms_norm(x, p["mlp_norm"])
+    return (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def qkv(cfg: Config, p: Params, h: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
+    """Return queries [B, T, H, D], keys and values [B, T, K, D] of normed inputs [B, T, E]; the first two rotated."""
+    shape, D = h.shape[:2], cfg.head_dim
+    q, k = (rotate((h @ p[kind]).reshape(*shape, -1, D), cos, sin) for kind in "qk")
+    return q, k, (h @ p["v"]).reshape(*shape, -1, D)
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """Return the weights in `dtype`, norms as they are."""
+    return {kind: w if kind.endswith("norm") else w.astype(dtype) for kind, w in params.items()}
+
+
+def of_layer(params: Params, layer: int) -> Params:
+    """Return the weights of one layer."""
+    return {kind: params[kind][layer] for kind in LAYER_NAMES}
+
+
+def streams(
+    cfg: Config, params: Params, tokens: jax.Array, dtype: DTypeLike = jnp.bfloat16, attention: str | None = None
+) -> list[jax.Array]:
+    """Return the residual stream [B, T, E] before each layer and behind the last, for tokens [B, T]."""
+    params, (cos, sin) = cast(params, dtype), rotation(cfg.head_dim, tokens.shape[1])
+    x = params["embed"][tokens]
+    found = [x]
+    for layer in range(cfg.num_hidden_layers):
+        p = of_layer(params, layer)
+        q, k, v = qkv(cfg, p, rms_norm(x, p["attention_norm"]), cos, sin)
+        h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+        x = x + h.reshape(*h.shape[:2], -1) @ p["o"]
+        x = x + mlp(p, x)
+        found.append(x)
+    return found
+
+
 def forward(
     cfg: Config, params: Params, tokens: jax.Array, dtype: DTypeLike = jnp.bfloat16, attention: str | None = None
 ) -> jax.Array:
     """Logits [B, T, V] in `dtype` of tokens [B, T], computed in `dtype` from the float32 weights."""
-    B, T = tokens.shape
-    H, K, D = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-    frequencies = ROPE_THETA ** -(np.arange(0, D, 2, dtype=np.float32) / D)
-    angles = np.arange(T, dtype=np.float32)[:, None, None] * frequencies
-    cos, sin = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
-    norms = ("attention_norm", "mlp_norm", "final_norm")
-    params = {kind: w if kind in norms else w.astype(dtype) for kind, w in params.items()}
-
-    x = params["embed"][tokens]
-    for layer in range(cfg.num_hidden_layers):
-        p = {kind: params[kind][layer] for kind in LAYER_NAMES}
-        h = rms_norm(x, p["attention_norm"])
-        q = rotate((h @ p["q"]).reshape(B, T, H, D), cos, sin)
-        k = rotate((h @ p["k"]).reshape(B, T, K, D), cos, sin)
-        v = (h @ p["v"]).reshape(B, T, K, D)
-        h = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-        x = x + h.reshape(B, T, H * D) @ p["o"]
-        h = rms_norm(x, p["mlp_norm"])
-        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-    return rms_norm(x, params["final_norm"]) @ params["embed"].T
+    x = streams(cfg, params, tokens, dtype, attention)[-1]
+    return rms_norm(x, params["final_norm"]) @ params["embed"].astype(dtype).T
 
 
 def save_model(cfg: Config, params: Params, path: Path) -> None:

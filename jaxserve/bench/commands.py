@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 import tempfile
@@ -104,7 +105,7 @@ def add_commands(parser: Parser) -> None:
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     drafts = add("speculation", "what speculative decoding gains, in turns with an engine without it", _speculation)
-    drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="JSON lines, as of Spec-Bench")
+    drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="Spec-Bench, or a .txt")
     drafts.add_flag("workload", "--category", metavar="NAME", help="of its prompts; default: all")
     _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
     drafts.add_flag(
@@ -124,6 +125,7 @@ def add_commands(parser: Parser) -> None:
     )
     _add_number(drafts, "--num-pairs", 3, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
+    drafts.add_flag("workload", "--beside", nargs="*", default=(), metavar="JSON", help="further speculative configs")
     _add_shape(drafts)
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -351,7 +353,9 @@ def _speculation(args: argparse.Namespace) -> None:
             print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
             return
         chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
-        print(speculation.of_workload(config, workload=args.workload, **chosen, **options))
+        for fields in (config.speculative_config, *map(json.loads, args.beside)):
+            each = dataclasses.replace(config, speculative_config=fields)
+            print(speculation.of_workload(each, workload=args.workload, **chosen, **options), end="\n\n")
 
 
 def _serving(args: argparse.Namespace) -> int:

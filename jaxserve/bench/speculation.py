@@ -22,12 +22,14 @@ from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape, Job
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.request import EngineOutput
 from jaxserve.speculation import parse_speculation, with_acceptance
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
+
+PIECE = 1000
+"""Characters of a text that are a prompt: some 250 tokens."""
 
 HEADER = (
     *("requests at once", "tokens a step", "steps, off", "on", "ms a step, off", "on"),
@@ -149,12 +151,13 @@ def of_workload(
     """Generate with and without `speculative_config` from the prompts of a workload, and return the report.
 
     `workload` is a file of JSON lines with the fields `turns`, of which the first is the prompt, and `category`, as
-    Spec-Bench has them. Prompts that are too long lose their beginning. Raises StartupError, and InvalidRequest if the
-    file cannot be read or has no such prompts.
+    Spec-Bench has them, or a text (.txt), of which pieces are continued. Prompts that are too long lose their
+    beginning. Raises StartupError, and InvalidRequest if the file cannot be read or has no such prompts.
     """
-    from jaxserve.tokenizer import Tokenizer  # imported late: it is too heavy for `--help`
+    texts = _texts(workload, category, num_prompts)
+    from jaxserve.loading.builtin import resolve_tokenizer  # imported late: a tokenizer is too heavy for `--help`
+    from jaxserve.tokenizer import Tokenizer
 
-    texts = _texts(workload, category)[:num_prompts]
     tokenizer = Tokenizer.load(resolve_tokenizer(config.tokenizer or config.model))
     rows, summaries = [], []
     with _engines(config) as engines:
@@ -167,19 +170,23 @@ def of_workload(
             rows.append(pairs.row(str(size), "as drawn"))
             summaries.append(f"{size} at once: {pairs.summary()}")
     title = f"{workload.name}, {category or 'all categories'}: {len(texts)} prompts, {output_len} tokens each"
+    title += f", {config.speculative_config}"
     return "\n".join([title, "", table(HEADER, rows), "", *summaries])
 
 
-def _texts(workload: pathlib.Path, category: str | None) -> list[str]:
+def _texts(workload: pathlib.Path, category: str | None, count: int) -> list[str]:
     try:
-        lines = [json.loads(line) for line in workload.read_text(encoding="utf-8").splitlines() if line.strip()]
+        content = workload.read_text(encoding="utf-8")
+        if workload.suffix == ".txt" and (stride := len(content) // count):
+            return [content[first : first + PIECE] for first in range(0, count * stride, stride)]
+        lines = [json.loads(line) for line in content.splitlines() if line.strip()]
         texts = [line["turns"][0] for line in lines if category in (None, line["category"])]
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InvalidRequest(f"cannot read {workload}: {error!r}", param="workload") from error
     if not texts:
         categories = ", ".join(sorted({line["category"] for line in lines}))
         raise InvalidRequest(f"{workload} has no prompts of {category!r}; there is {categories}", param="category")
-    return texts
+    return texts[:count]
 
 
 def _take_turns(

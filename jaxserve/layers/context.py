@@ -34,6 +34,8 @@ class Kernel(enum.StrEnum):
     PAGED_ATTENTION = "paged_attention"
     RAGGED_ATTENTION = "paged_attention and ragged_prefill_attention"
     LATENT_ATTENTION = "latent_attention"
+    RECURRENT_STEP = "recurrent_step"
+    RECURRENCE = "recurrent_step and XLA"
     NONE = "no kernel"
     XLA = "XLA"
 

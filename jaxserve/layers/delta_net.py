@@ -15,13 +15,14 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.delta_rule import Tokens, unit
+from jaxserve.layers.delta_rule import unit
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, States, StateSpec, StateWeights
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
+from pallas_kernels.recurrent_step import Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class DeltaNet:
         """Return None: two weights are multiplied by the block's input."""
         return None
 
-    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, States]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         context = step.batch.context
         with jax.named_scope("delta_net"):

@@ -7,19 +7,23 @@ it by the token's query:
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T,    o_t = S_t^T q_t
 
 Mamba-2 adds beta_t v_t instead of the difference. Rows with one token take this step as it is. Others go through chunks
-of the step's tokens, whatever row these are of (section 3.3): within a chunk the corrections solve a triangular system
-(the UT transform), for all chunks at once; then a loop over segments, a row's tokens in one chunk, passes the state on.
-The cost is linear in tokens.
+of their tokens (section 3.3): within a chunk the corrections solve a triangular system (the UT transform), for many
+chunks at once; only what passes the state on goes from one to the next. The cost is linear in tokens.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.recurrent_step import Implementation, Tokens, recurrent_step
+
 CHUNK_SIZE = 64
 """Number of tokens in a chunk. Work within a chunk grows with it, the number of turns of the loop falls."""
+MAX_CHUNKS_AT_ONCE = 32
+"""Number of chunks that are in memory at once, whatever the number of a step's tokens."""
 MAX_ROWS_AT_ONCE = 16
 """Number of rows of one token whose states are gathered at once in a step that has longer rows, too."""
 NORM_EPS = 1e-6
@@ -47,144 +51,137 @@ class Rows(NamedTuple):
         return row.astype(jnp.int32)
 
 
-class Tokens(NamedTuple):
-    """What the rule reads of each token, for H heads of keys with G heads of values each."""
-
-    q: Float[Array, "T H K"]
-    k: Float[Array, "T H K"]
-    v: Float[Array, "T H G V"]
-    log_decay: Float[Array, "T H G"]
-    beta: Float[Array, "T H G"]
-
-
 def unit(x: Float[Array, "T H K"]) -> Float[Array, "T H K"]:
     """Return vectors of length 1, or shorter if they are tiny."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
-def one_token(states: Float[Array, "B H G K V"], tokens: Tokens, *, corrects: bool) -> tuple[Array, Array]:
-    """Return the outputs [B, H, G, V] of one token a row, and the states after them."""
-    states = states * jnp.exp(tokens.log_decay)[..., None, None]
-    delta = tokens.v - _einsum("bhk,bhgkv->bhgv", tokens.k, states) if corrects else tokens.v
-    delta = delta * tokens.beta[..., None]
-    states = states + tokens.k[:, :, None, :, None] * delta[:, :, :, None, :]
-    return _einsum("bhk,bhgkv->bhgv", tokens.q, states), states
-
-
 def recurrence(
-    tokens: Tokens, states: Float[Array, "S H G K V"], rows: Rows, *, corrects: bool, is_decode_only: bool
+    tokens: Tokens,
+    states: Float[Array, "S H G K V"],
+    rows: Rows,
+    *,
+    corrects: bool,
+    is_decode_only: bool,
+    implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """Return each token's output, and the states of all slots after the step.
 
-    `corrects` is true for the delta rule. `is_decode_only` means that row b is token b. The outputs of padding are
-    finite and mean nothing.
+    `corrects` is true for the delta rule. `is_decode_only` means that row b is token b; `implementation` is that of
+    rows of one token. The outputs of padding are finite and mean nothing.
     """
+    step = functools.partial(recurrent_step, corrects=corrects, implementation=implementation)
     if is_decode_only:
-        return _decode(tokens, states, rows, jnp.arange(len(rows.slots), dtype=jnp.int32), corrects=corrects)
+        return step(tokens, states, rows.slots, rows.begins)
     out, states = _chunks(tokens, states, rows, corrects=corrects)
-    num_at_once = min(MAX_ROWS_AT_ONCE, len(rows.slots))
+    # The kernel reads the states of rows that there are, XLA gathers one for each.
+    num_at_once = len(rows.slots) if implementation == "sm90" else min(MAX_ROWS_AT_ONCE, len(rows.slots))
 
     def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, states = carry
         here = index * num_at_once + jnp.arange(num_at_once, dtype=jnp.int32)
         here = jnp.where(here < rows.num_decode_rows, here, len(tokens.q))  # row b is token b
         some = Tokens(*(each.at[here].get(mode="fill", fill_value=0) for each in tokens))
-        new, states = _decode(some, states, rows, here, corrects=corrects)
+        slots = rows.slots.at[here].get(mode="fill", fill_value=len(states))
+        begins = rows.begins.at[here].get(mode="fill", fill_value=True)
+        new, states = step(some, states, slots, begins)
         return out.at[here].set(new, mode="drop"), states
 
+    if implementation == "sm90":
+        return turn(jnp.int32(0), (out, states))
     num_turns = (rows.num_decode_rows + num_at_once - 1) // num_at_once
     return jax.lax.fori_loop(0, num_turns, turn, (out, states))
-
-
-def _decode(
-    tokens: Tokens, states: Array, rows: Rows, here: Int[Array, " N"], *, corrects: bool
-) -> tuple[Array, Array]:
-    """Return the outputs of `tokens`, one for each row of `here`, and the states of all slots."""
-    slots = rows.slots.at[here].get(mode="fill", fill_value=len(states))
-    begins = rows.begins.at[here].get(mode="fill", fill_value=True)
-    before = states.at[slots].get(mode="fill", fill_value=0)
-    out, after = one_token(jnp.where(begins[:, None, None, None, None], 0, before), tokens, corrects=corrects)
-    return out, states.at[slots].set(after, mode="drop")
 
 
 def _chunks(tokens: Tokens, states: Array, rows: Rows, *, corrects: bool) -> tuple[Array, Array]:
     """Return the outputs of rows with several tokens, zeros for others, and the states after them."""
     T = len(tokens.q)
     C = min(CHUNK_SIZE, T)
-    N = -(-T // C)
-    padding = N * C - T
-
-    def chunked(x: Array) -> Array:
-        """Return [T, H, ...] as [N, H, C, ...]."""
-        x = jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1)))
-        return jnp.moveaxis(x.reshape(N, C, *x.shape[1:]), 1, 2)
-
-    q, k = chunked(tokens.q), chunked(tokens.k)
-    v, log_decay, beta = (jnp.moveaxis(chunked(x), 3, 2) for x in tokens[2:])  # [N, H, G, C, ...]
-
-    row = rows.of_tokens(N * C).reshape(N, C)
-    first, last = _segment_ends(row)
-    is_causal = jnp.tril(jnp.ones((C, C), bool))
-    same = (row[:, :, None] == row[:, None, :]) & is_causal[None]
-    same = same[:, None, None]
-    decayed = jnp.cumsum(log_decay, axis=-1)  # logarithms: of products over a chunk
-    since = decayed - _take(decayed - log_decay, first)  # over a segment, up to the token
-    until = _take(decayed, last) - decayed  # over the tokens of the segment behind
-    # Where tokens are not of one row, or the later one comes first, the difference may be large and positive.
-    between = decayed[..., :, None] - decayed[..., None, :]
-    between = jnp.exp(jnp.where(same, between, -jnp.inf))
-    values, corrections = beta[..., None] * v, None
-    if corrects:
-        keys = _einsum("nhik,nhjk->nhij", k, k)[:, :, None]
-        strictly = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, between)
-        system = jnp.eye(C, dtype=k.dtype)[None, None, None] + beta[..., None] * keys * strictly
-        weighted_keys = (beta * jnp.exp(since))[..., None] * k[:, :, None]
-        known = jnp.concatenate([values, weighted_keys], axis=-1)
-        # Not by a product of powers, which are as large as binomial coefficients where keys are alike.
-        solved = jax.lax.linalg.triangular_solve(system, known, left_side=True, lower=True, unit_diagonal=True)
-        values, corrections = jnp.split(solved, [v.shape[-1]], axis=-1)
-    scores = _einsum("nhik,nhjk->nhij", q, k)[:, :, None] * between
-    reading = jnp.exp(since)[..., None] * q[:, :, None]
-    writing = jnp.exp(until)[..., None] * k[:, :, None]
-    kept = jnp.exp(since)
-
+    N = min(MAX_CHUNKS_AT_ONCE, -(-T // C))
     starts, ends = rows.query_starts[:-1], rows.query_starts[1:]
     index = jnp.arange(len(rows.slots), dtype=jnp.int32)
     is_long = (index >= rows.num_decode_rows) & (index < rows.num_rows)
-    counts = jnp.where(is_long, (ends - 1) // C - starts // C + 1, 0)
+    counts = jnp.where(is_long, (ends - starts + C - 1) // C, 0)
     counted = jnp.cumsum(counts)
+    is_causal = jnp.tril(jnp.ones((C, C), bool))[None, None, None]
 
-    def segment(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, states = carry
-        b = jnp.searchsorted(counted, number, side="right", method="compare_all")
-        turn = number - (counted[b] - counts[b])
-        n, slot = starts[b] // C + turn, rows.slots[b]
-        mine = (row[n] == b)[None, None, :, None]
-        state = jnp.where((turn == 0) & rows.begins[b], 0, states[slot])
-        new = values[n]
+    def turn(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, states, state = carry
+        number = index * N + jnp.arange(N, dtype=jnp.int32)
+        is_there = number < counted[-1]
+        row = jnp.searchsorted(counted, number, side="right", method="compare_all")
+        row = jnp.minimum(row, len(counts) - 1)
+        within = number - (counted[row] - counts[row])
+        token = (starts[row] + within * C)[:, None] + jnp.arange(C, dtype=jnp.int32)[None]
+        token = jnp.where(is_there[:, None] & (token < ends[row][:, None]), token, T)
+
+        def chunked(x: Array) -> Array:
+            """Return [T, H, ...] as [N, H, C, ...], with zeros behind the end of a row, which change no state."""
+            return jnp.moveaxis(x.at[token].get(mode="fill", fill_value=0), 1, 2)
+
+        q, k = chunked(tokens.q), chunked(tokens.k)
+        v, log_decay, beta = (jnp.moveaxis(chunked(x), 3, 2) for x in tokens[2:])  # [N, H, G, C, ...]
+        decayed = jnp.cumsum(log_decay, axis=-1)  # logarithms: of products over a chunk
+        # Where the later token comes first, the difference may be large and positive.
+        between = decayed[..., :, None] - decayed[..., None, :]
+        between = jnp.exp(jnp.where(is_causal, between, -jnp.inf))
+        since, total = jnp.exp(decayed)[..., None], jnp.exp(decayed[..., -1])[..., None, None]
+        until = jnp.exp(decayed[..., -1:] - decayed)[..., None]
+        values, writing = beta[..., None] * v, until * k[:, :, None]
+        corrections = None
+        if corrects:
+            keys = _einsum("nhik,nhjk->nhij", k, k)[:, :, None]
+            system = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, beta[..., None] * keys * between)
+            known = jnp.concatenate([values, beta[..., None] * since * k[:, :, None]], axis=-1)
+            solved = _einsum("nhgij,nhgjv->nhgiv", _inverse(system), known)
+            values, corrections = jnp.split(solved, [v.shape[-1]], axis=-1)
+        written = _einsum("nhgck,nhgcv->nhgkv", writing, values)
+
+        def chunk(carry: tuple[Array, Array], of_chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+            state, states = carry
+            total, slot, begins, continues, written, *correcting = of_chunk
+            held = jnp.where(begins, 0, states[jnp.minimum(slot, len(states) - 1)])
+            before = jnp.where(continues, state, held)
+            state = total * before + written
+            if correcting:
+                writing, corrections = correcting
+                known = _einsum("hgck,hgkv->hgcv", corrections, before)
+                state = state - _einsum("hgck,hgcv->hgkv", writing, known)
+            return (state, states.at[slot].set(state, mode="drop")), before
+
+        slots = jnp.where(is_there, rows.slots[row], len(states))
+        correcting = () if corrections is None else (writing, corrections)
+        of_chunks = total, slots, rows.begins[row], (within > 0) | ~is_there, written, *correcting
+        (state, states), before = jax.lax.scan(chunk, (state, states), of_chunks)
         if corrections is not None:
-            new = new - _einsum("hgck,hgkv->hgcv", corrections[n], state)
-        new = jnp.where(mine, new, 0)
-        read = _einsum("hgck,hgkv->hgcv", reading[n], state) + _einsum("hgij,hgjv->hgiv", scores[n], new)
-        end = jnp.minimum(ends[b] - n * C, C) - 1
-        total = kept[n, :, :, end]
-        state = total[..., None, None] * state + _einsum("hgck,hgcv->hgkv", writing[n], new)
-        return out.at[n].add(jnp.where(mine, read, 0)), states.at[slot].set(state)
+            values = values - _einsum("nhgck,nhgkv->nhgcv", corrections, before)
+        scores = _einsum("nhik,nhjk->nhij", q, k)[:, :, None] * between
+        read = _einsum("nhgck,nhgkv->nhgcv", since * q[:, :, None], before)
+        read = read + _einsum("nhgij,nhgjv->nhgiv", scores, values)
+        return out.at[token].set(jnp.moveaxis(read, 3, 1), mode="drop"), states, state
 
-    out, states = jax.lax.fori_loop(0, counted[-1], segment, (jnp.zeros_like(values), states))
-    out = jnp.moveaxis(out, 3, 1)  # [N, C, H, G, V]
-    return out.reshape(N * C, *out.shape[2:])[:T], states
+    first = jnp.zeros_like(tokens.v), states, jnp.zeros_like(states[0])
+    out, states, _ = jax.lax.fori_loop(0, (counted[-1] + N - 1) // N, turn, first)
+    return out, states
 
 
-def _segment_ends(row: Int[Array, "N C"]) -> tuple[Int[Array, "N C"], Int[Array, "N C"]]:
-    """Return for each token the first and the last token of its row in its chunk."""
-    same = row[:, :, None] == row[:, None, :]
-    first = jnp.argmax(same, axis=-1)
-    return first, row.shape[1] - 1 - jnp.argmax(same[:, :, ::-1], axis=-1)
+def _inverse(system: Float[Array, "N H G C C"]) -> Float[Array, "N H G C C"]:
+    """Return the inverse of the identity plus a matrix that has zeros on and above its diagonal.
 
-
-def _take(x: Float[Array, "N H G C"], index: Int[Array, "N C"]) -> Float[Array, "N H G C"]:
-    return jnp.take_along_axis(x, index[:, None, None], axis=-1)
+    Blocks along the diagonal are inverted, each from those of half its size: powers of the matrix are as large as
+    binomial coefficients where keys are alike.
+    """
+    index = jnp.arange(system.shape[-1], dtype=jnp.int32)
+    inverse = jnp.broadcast_to(jnp.eye(len(index), dtype=system.dtype)[None, None, None], system.shape)
+    size = 1
+    while size < len(index):
+        block = index // size
+        is_below = (block[:, None] == block[None] + 1) & (block[:, None] % 2 == 1)
+        below = jnp.where(is_below[None, None, None], system, 0)
+        if size > 1:
+            below = _einsum("nhgij,nhgjk->nhgik", _einsum("nhgij,nhgjk->nhgik", inverse, below), inverse)
+        inverse, size = inverse - below, 2 * size
+    return inverse
 
 
 def _einsum(formula: str, *operands: Array) -> Array:

@@ -16,12 +16,12 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS, scaled
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.delta_rule import Tokens
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, States, StateSpec, StateWeights
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
+from pallas_kernels.recurrent_step import Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class Mamba2:
         """Return None: several weights are multiplied by the block's input."""
         return None
 
-    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, States]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         context = step.batch.context
 

@@ -13,7 +13,7 @@ from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, States, StateSpec, StateWeights
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
 
 
@@ -77,7 +77,7 @@ class ShortConvolution:
         """Return the only weight that is multiplied by the block's input as it is."""
         return params["in"]
 
-    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, States]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         batch = step.batch
         with jax.named_scope("short_convolution"):

@@ -13,8 +13,10 @@ from jaxtyping import Array, Float
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import Kernel, Part, result
-from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, recurrence
+from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence
+from jaxserve.layers.parts import recurrence_part
 from jaxserve.layers.sharding import partition_spec, partition_specs
+from pallas_kernels.recurrent_step import Tokens
 
 
 class Dim(NamedTuple):
@@ -120,14 +122,18 @@ class States(NamedTuple):
         if batch.num_columns:
             raise NotImplementedError("states cannot be taken back behind rejected drafts")
         rows = Rows(batch.slots, batch.query_starts, batch.seq_lens, batch.num_decode_rows, batch.num_rows)
-        options = {"is_decode_only": batch.is_decode_only}
+        context, is_decode_only = batch.context, batch.is_decode_only
+        part = Part(Kernel.XLA)
+        if self.matrix is not None:
+            K, V = self.matrix.shape[3:]
+            part = recurrence_part(K, V, kernels=context.kernels, is_decode_only=is_decode_only)
 
         def on_local_heads(
             projected: Projected, weights: StateWeights, state: States, rows: Rows
         ) -> tuple[Array, States]:
             mixed, windows = zip(
                 *(
-                    causal_convolution(x.astype(jnp.float32), weight, window, rows, **options)
+                    causal_convolution(x.astype(jnp.float32), weight, window, rows, is_decode_only=is_decode_only)
                     for x, weight, window in zip(projected.mixed, weights.convolutions, state.windows, strict=True)
                 ),
                 strict=True,
@@ -138,11 +144,16 @@ class States(NamedTuple):
                 return mixed[0], States(windows, None)
             assert state.matrix is not None
             tokens = block.tokens(mixed, projected, weights)
-            out, matrix = recurrence(tokens, state.matrix, rows, corrects=block.corrects, **options)
+            out, matrix = recurrence(
+                *(tokens, state.matrix, rows),
+                corrects=block.corrects,
+                is_decode_only=is_decode_only,
+                implementation="xla" if part.kernel == Kernel.XLA else "sm90",
+            )
             out = weights.output(out, tokens)
             return out.reshape(*mixed[0].shape[:2], -1), States(windows, matrix)
 
-        batch.context.choose("convolution" if block is None else "recurrence", Part(Kernel.XLA))
+        context.choose("convolution" if block is None else "recurrence", part)
         first = projected.mixed[0]
         shape = first.shape
         if self.matrix is not None:
@@ -151,7 +162,7 @@ class States(NamedTuple):
         sharding = jax.typeof(first).sharding
         arguments = projected, weights, self, rows
         if sharding.mesh.empty:
-            return batch.context.call(on_local_heads, (result(shape, jnp.float32), self), *arguments)
+            return context.call(on_local_heads, (result(shape, jnp.float32), self), *arguments)
         of_output = PartitionSpec(*sharding.spec[:2], *[None] * (len(shape) - 2))
         island = jax.shard_map(
             on_local_heads,
@@ -160,4 +171,4 @@ class States(NamedTuple):
             check_vma=False,
         )
         makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, of_output)), self
-        return batch.context.call(island, makes, *arguments)
+        return context.call(island, makes, *arguments)

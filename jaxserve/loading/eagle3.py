@@ -79,12 +79,15 @@ def read_head(path: str) -> dict[str, Any]:
         "norm_before_residual": bool(_first(fields, eagle, name="norm_before_residual")),
         "prefix": "layers.0" if is_new else "midlayer",
         "has_embedding": "embed_tokens.weight" in names,
+        "has_lm_head": not names or any(name.startswith("lm_head.") for name in names),
     }
     for name in ("draft_vocab_size", "target_hidden_size"):
         value = fields.get(name, layer.get(name))
         if value is not None and not (isinstance(value, int) and value > 0):
             raise CheckpointError(f"{file}: {name} must be a positive integer, got {value!r}")
         head[name] = value
+    if not head["has_lm_head"] and head["draft_vocab_size"] not in (None, layer.get("vocab_size")):
+        raise CheckpointError(f"{file}: draft_vocab_size is {head['draft_vocab_size']}, but there is no lm_head.weight")
     if "d2t" in names:
         _check_maps(directory, names, vocab_size=layer.get("vocab_size", 0))
     return head

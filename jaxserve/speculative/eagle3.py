@@ -24,6 +24,7 @@ from jaxserve.layers.names import LLAMA_NAMES
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import get_family, llama, with_context
+from jaxserve.models.family import Family
 from jaxserve.speculation import Speculation
 from jaxserve.speculative.drafter import Drafter
 
@@ -40,6 +41,7 @@ class Eagle3(Drafter):
         sizes: the target's hidden size, the target's vocabulary, and its own.
         prefix: the name of its layer in the checkpoint.
         has_embedding: it has one of its own; otherwise it uses the target's.
+        head_of: the target's family and config if it uses the target's LM head; None if it has one of its own.
         adds_normed: its layer's updates are added to the normalised feature.
     """
 
@@ -50,6 +52,7 @@ class Eagle3(Drafter):
     sizes: tuple[int, int, int]
     prefix: str
     has_embedding: bool
+    head_of: tuple[Family, Any] | None
     adds_normed: bool
 
     @classmethod
@@ -60,7 +63,8 @@ class Eagle3(Drafter):
         texts of up to `context` tokens. Raises ConfigError for a head of another model.
         """
         assert fields is not None
-        of_target = get_family(target).Config.from_hf(target)
+        family = get_family(target)
+        of_target = family.Config.from_hf(target)
         config = llama.Config.from_hf(fields["layer"])
         num_layers, size = of_target.num_layers, of_target.hidden_size
         taps = tuple(sorted(fields["taps"] or (2, num_layers // 2, num_layers - 3)))
@@ -76,7 +80,8 @@ class Eagle3(Drafter):
                 f"drafts for has {of_target.vocab_size}"
             )
         read = fields["target_hidden_size"] or config.hidden_size
-        if read != size or (config.hidden_size != size and not fields["has_embedding"]):
+        has_both = fields["has_embedding"] and fields["has_lm_head"]
+        if read != size or (config.hidden_size != size and not has_both):
             raise ConfigError(
                 f"speculative_config: model is for a hidden size of {read}, but the model that it drafts for has {size}"
             )
@@ -88,6 +93,7 @@ class Eagle3(Drafter):
             sizes=(size, of_target.vocab_size, fields["draft_vocab_size"] or of_target.vocab_size),
             prefix=fields["prefix"],
             has_embedding=fields["has_embedding"],
+            head_of=None if fields["has_lm_head"] else (family, of_target),
             adds_normed=fields["norm_before_residual"],
         )
 
@@ -135,8 +141,9 @@ class Eagle3(Drafter):
             "mlp_norm": layer.norm.specs(f"{self.prefix}.post_attention_layernorm", size),
             "mlp": layer.feed_forward.specs(f"{self.prefix}.mlp", size),
             "norm": layer.norm.specs("norm", size),
-            "lm_head": embedding_spec("lm_head", vocab_size=own_vocab_size, hidden_size=size),
         }
+        if self.head_of is None:
+            specs["lm_head"] = embedding_spec("lm_head", vocab_size=own_vocab_size, hidden_size=size)
         if self.has_embedding:
             specs["embed"] = embedding_spec("embed_tokens", vocab_size=vocab_size, hidden_size=size)
         if own_vocab_size != vocab_size:
@@ -172,7 +179,11 @@ class Eagle3(Drafter):
     @override
     def logits(self, params: Params, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
         own = params["drafter"]
-        logits = unembed(own["lm_head"], self._layer.norm(hidden, own["norm"]), context=context)
+        hidden = self._layer.norm(hidden, own["norm"])
+        if self.head_of is not None:
+            family, config = self.head_of
+            return family.head(params, config, hidden, context)
+        logits = unembed(own["lm_head"], hidden, context=context)
         if "d2t" not in own:
             return logits
         token_ids = jnp.arange(len(own["d2t"]), dtype=jnp.int32) + own["d2t"]

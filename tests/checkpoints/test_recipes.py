@@ -1,11 +1,21 @@
-"""The recipes' text handling, and that what training saw is what the chat template renders."""
+"""The recipes' text handling, that what training saw is what the chat template renders, and that a head is loaded as it
+was trained.
+"""
 
+import dataclasses
+import json
 import pathlib
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.eagle3 import published_drafts, read_head
+from jaxserve.loading.huggingface import load_params
+from jaxserve.speculation import parse_speculation
+from jaxserve.speculative import make_drafter
 from jaxserve.tokenizer import Tokenizer
 
 RECIPES = pathlib.Path(__file__).parents[2] / "checkpoints" / "recipes"
@@ -16,10 +26,11 @@ def recipes(monkeypatch):
     """The recipes are programs that import each other by bare name; their folder is on the path for one test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(RECIPES))
+    import head
     import pack
     import prepare
 
-    yield {"pack": pack, "prepare": prepare}
+    yield {"head": head, "pack": pack, "prepare": prepare}
     for name in set(sys.modules) - before:
         if str(RECIPES) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
@@ -69,3 +80,25 @@ def test_training_saw_what_the_chat_template_renders(recipes):
     tokenizer = Tokenizer.load(resolve_model("scribe-15m"))
     rendered = tokenizer.render_chat_template(messages, add_generation_prompt=False)
     assert rendered == recipes["pack"].render(messages)
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_an_exported_head_is_loaded_as_it_was_trained(recipes, tmp_path, is_quantized):
+    head = recipes["head"]
+    cfg = dataclasses.replace(head.CONFIGS["test"], num_hidden_layers=1, num_attention_heads=1, intermediate_size=64)
+    p = head.init(cfg, {"final_norm": np.full(64, 0.5, np.float32)}, jax.random.key(0))
+    head.export(cfg, p, tmp_path, is_quantized, 3)
+    assert published_drafts(json.loads((tmp_path / "config.json").read_text())) == 3
+    speculation = parse_speculation({"method": "eagle3", "model": "x", "num_speculative_tokens": 3})
+    target = cfg.hugging_face() | {"num_hidden_layers": 8}
+    drafter = make_drafter(speculation, target, read_head(str(tmp_path)), context=64)
+    assert drafter.taps == head.TAPS
+    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
+    loaded = load_params(tmp_path, drafter.specs(), dtype=np.dtype("float32"), mesh=mesh, progress=False)
+    assert "lm_head" not in loaded
+    expected = {kind: np.asarray(w).T for kind, w in head.rounded(p, is_quantized).items()}
+    qkv = np.concatenate([expected[kind] for kind in "qkv"])
+    close = {"rtol": 1e-2, "atol": 1e-7}  # values are read in bfloat16
+    np.testing.assert_allclose(loaded["norm"], expected["norm"])
+    np.testing.assert_allclose(loaded["fc"].values, expected["fc"], **close)
+    np.testing.assert_allclose(np.reshape(loaded["attention"]["qkv"].values, qkv.shape), qkv, **close)

@@ -121,7 +121,7 @@ def test_what_the_last_stage_does_besides(model, one_device):
 )
 def test_other_families(name, axes):
     """Experts and latents, windows, and states by slot."""
-    one_device, model = Model(name), Model(name, mesh=make_mesh(**axes), num_kept_states=3)
+    one_device, model = Model(name), Model(name, mesh=make_mesh(**axes), num_kept_states=8)
     asked = {f"r{i}": (prompt, 12) for i, prompt in enumerate(prompts(model, [1, 6, 21, 40], seed=14))}
     engine = model.engine(num_blocks=60)
     results = run(engine, [request(name, *job) for name, job in asked.items()])

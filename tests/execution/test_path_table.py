@@ -23,6 +23,12 @@ LLAMA = LLAMA_3_8B | {"num_hidden_layers": 2, "vocab_size": 1024}
 GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 64, "query_pre_attn_scalar": 128}
 FEW_SIZES = {"max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512}
 EXPERTS = QWEN3_30B_A3B | {"num_hidden_layers": 2}
+STATES = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 1,
+    "layer_types": ["linear_attention"],
+    "mlp_only_layers": [0],
+}
 LATENTS = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
 
 
@@ -103,6 +109,12 @@ def test_keys_of_layers():
             LLAMA | {"model_type": "phi3", "partial_rotary_factor": 0.125},
             {"kv_cache_dtype": "fp8"},
             "attention: XLA (the write of 8 bits needs multiples of 16, got head_dim 128 and 8 rotated pairs)",
+        ),
+        (STATES, {}, "recurrence: recurrent_step; "),
+        (
+            STATES | {"linear_value_head_dim": 24},
+            {},
+            "recurrence: XLA (keys must be a multiple of 32",
         ),
         (LATENTS, {"kv_cache_dtype": "fp8"}, "attention: XLA (no kernel attends to latents of float8_e4m3fn)"),
         (LLAMA | {"vocab_size": 1001}, {}, "LM head: XLA (K in multiples of 64 and outputs in multiples of 8"),

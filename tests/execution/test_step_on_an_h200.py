@@ -250,6 +250,19 @@ def test_decode_step_with_experts():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_states_stay_where_they_are(num_devices):
+    """A layer of Qwen3-Next reads and writes the states of its rows in place."""
+    fields = {"model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    builder = make_builder(fields | {"mlp_only_layers": [0]}, num_devices)
+    program = compile_program(builder, decode_of_64_rows(builder))
+    assert program.spill_bytes == 0
+    assert "recurrent_step" in {kernel.name for kernel in program.kernels}
+    assert program.copies_of((256, 16 // num_devices, 2, 128, 128)) == []
+    assert program.temp_bytes < 64 * 2**21 // num_devices  # the states of the rows
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "rounds_heads"), [(decode_of(256), False), (forward_of_8192_tokens, True)])
 def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer; it

@@ -8,7 +8,8 @@ from depths import quick_first
 from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers import delta_rule
-from jaxserve.layers.delta_rule import Rows, Tokens, causal_convolution, one_token, recurrence, unit
+from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence, unit
+from pallas_kernels.recurrent_step import Tokens, one_token
 
 H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
 CASES = {
@@ -45,6 +46,7 @@ def draw_tokens(num_tokens, rng):
 def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, corrects):
     monkeypatch.setattr(delta_rule, "CHUNK_SIZE", chunk_size)
     monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(delta_rule, "MAX_CHUNKS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
     lengths = [*([1, 1, 1] if 1 in rows else []), *(length for length in rows if length > 1)]
     contexts = [*([3, 0, rows[1]] if 1 in rows else []), *(rows[length] for length in rows if length > 1)]

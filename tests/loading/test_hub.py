@@ -59,16 +59,7 @@ def test_names():
     assert parse_name("org/name/Q4/m.gguf@v1") == HubName("org/name", "Q4/m.gguf", "v1")
     assert str(parse_name("org/name/m.gguf@v1")) == "org/name/m.gguf@v1"
     for path in (
-        "name",
-        "./org/name",
-        "/org/name",
-        "~/org/name",
-        "../name",
-        "org/name/",
-        "a/b/c",
-        "org/name@",
-        "",
-        "a//b",
+        *("name", "./org/name", "/org/name", "~/org/name", "../name", "org/name/", "a/b/c", "org/name@", "", "a//b"),
     ):
         assert parse_name(path) is None
 

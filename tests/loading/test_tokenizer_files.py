@@ -93,19 +93,8 @@ CLASSES = (
 MODEL_TYPES = (
     *(None, "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "gemma3_text", "phi"),
     *(
-        "phi3",
-        "gpt2",
-        "gpt_neox",
-        "gptj",
-        "opt",
-        "bloom",
-        "falcon",
-        "cohere",
-        "glm",
-        "glm4",
-        "olmo2",
-        "olmo3",
-        "stablelm",
+        *("phi3", "gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "cohere", "glm", "glm4", "olmo2", "olmo3"),
+        *("stablelm",),
     ),
     *("starcoder2", "granite", "deepseek_v2", "deepseek_v3", "gpt_oss", "model_of_nobody"),
 )

@@ -64,7 +64,7 @@ def tensors(prefix, *, num_kv_heads=3, has_embedding=False, has_map=True):
 
 
 def write_head(directory, style, *, num_kv_heads=3, **changes):
-    """Write a head in one of the published formats; returns its tensors."""
+    """Write a head in one of the published formats, or one that shares the target's LM head; returns its tensors."""
     fields = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     if style == "speculators":
         fields |= {
@@ -76,8 +76,13 @@ def write_head(directory, style, *, num_kv_heads=3, **changes):
         }  # fmt: skip
     else:
         fields |= HEAD | {"architectures": ["LlamaForCausalLMEagle3"]}
+    if style == "shared":
+        fields["draft_vocab_size"] = 32
     prefix = "layers.0" if style == "speculators" else "midlayer"
-    own = tensors(prefix, num_kv_heads=num_kv_heads, has_embedding=style == "speculators")
+    has_embedding, has_map = style == "speculators", style != "shared"
+    own = tensors(prefix, num_kv_heads=num_kv_heads, has_embedding=has_embedding, has_map=has_map)
+    if style == "shared":
+        del own["lm_head.weight"]
     (directory / "config.json").write_text(json.dumps(fields | changes))
     save_file(own, directory / "model.safetensors")
     return own
@@ -87,12 +92,14 @@ def norm(x, weight):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * weight
 
 
-def head_of(own, embedding, *, adds_normed):
+def head_of(own, of_target, *, adds_normed):
     """Return a function from token ids and features to the last hidden state and the most likely next token: the layer
     of EAGLE-3 on a whole sequence, in float64.
     """
     weights = {name.removesuffix(".weight").replace("layers.0.", "midlayer."): w for name, w in own.items()}
-    table = weights.get("embed_tokens", embedding)
+    table = weights.get("embed_tokens", of_target["embed"])
+    lm_head = weights.get("lm_head", of_target["lm_head"])
+    ids = np.arange(len(lm_head)) + own.get("d2t", 0)
 
     def layer(name):
         return weights[f"midlayer.{name}"].astype(np.float64)
@@ -117,7 +124,7 @@ def head_of(own, embedding, *, adds_normed):
         y = norm(stream, layer("post_attention_layernorm"))
         gate = y @ layer("mlp.gate_proj").T
         stream = stream + (gate / (1 + np.exp(-gate)) * (y @ layer("mlp.up_proj").T)) @ layer("mlp.down_proj").T
-        return stream[-1], IDS[np.argmax(norm(stream[-1], weights["norm"]) @ weights["lm_head"].T)]
+        return stream[-1], ids[np.argmax(norm(stream[-1], weights["norm"]) @ lm_head.T)]
 
     return run
 
@@ -189,7 +196,7 @@ def verified(model, monkeypatch, prompt=PROMPT, num_tokens=10, **limits):
     return steps
 
 
-@pytest.mark.parametrize("style", ["original", "speculators"])
+@pytest.mark.parametrize("style", ["original", "speculators", "shared"])
 def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     own = write_head(tmp_path, style)
     speculation = parse_speculation({"method": "eagle3", "model": "x", "num_speculative_tokens": K})
@@ -197,7 +204,8 @@ def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     specs = model.drafter.specs()
     model.params["drafter"] = load_params(tmp_path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
-    run = head_of(own, np.asarray(model.params["embed"].values), adds_normed=style == "speculators")
+    of_target = {name: np.asarray(model.params[name].values) for name in ("embed", "lm_head")}
+    run = head_of(own, of_target, adds_normed=style == "speculators")
     streams = streams_of(model, 0, 1, 3)
     # Twice: the second one begins with blocks of the first, and its last features.
     for prompt in (PROMPT, [*PROMPT[:5], 8, 8, 7]):
@@ -308,6 +316,12 @@ def test_a_head_that_names_no_number_of_drafts(tmp_path):
 def test_heads_that_are_refused(tmp_path, changes, complaint):
     write_head(tmp_path, "speculators", **changes)
     with pytest.raises(CheckpointError, match=complaint):
+        read_head(str(tmp_path))
+
+
+def test_a_part_of_the_vocabulary_needs_an_lm_head(tmp_path):
+    write_head(tmp_path, "shared", draft_vocab_size=DRAFT_VOCAB)
+    with pytest.raises(CheckpointError, match="draft_vocab_size is 12, but there is no lm_head"):
         read_head(str(tmp_path))
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import SeveralSpecs, source_of
 from jaxserve.layers.context import PLAIN
-from jaxserve.layers.delta_rule import one_token
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.latent_attention import LatentSpec
 from jaxserve.layers.states import StateSpec
 from pallas_kernels.kv_write import norm_and_rotate
 from pallas_kernels.paging import Scores
+from pallas_kernels.recurrent_step import one_token
 
 
 class DenseKV(NamedTuple):

@@ -19,13 +19,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXTS = (
-    "",
-    " ",
-    "  two  spaces ",
-    "Once upon a time",
-    " the end\n\n\tof it",
-    "naïve café 🦙🇨🇭 漢字 нещо",
-    "<0xE2> is spelled out",
+    *("", " ", "  two  spaces ", "Once upon a time", " the end\n\n\tof it", "naïve café 🦙🇨🇭 漢字 нещо"),
+    *("<0xE2> is spelled out",),
 )
 
 

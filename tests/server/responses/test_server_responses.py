@@ -170,16 +170,8 @@ def test_events_of_a_stream(server, step_by_step):
         server.stream(PATH, body, on_data=lambda content: b"output_text.delta" in content and step_by_step.set())
     )
     assert [event["type"].removeprefix("response.") for event in found] == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "output_text.delta",
-        "output_text.delta",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-        "completed",
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed"),
     ]
     created, last = found[0]["response"], found[-1]["response"]
     assert created["id"] == last["id"]

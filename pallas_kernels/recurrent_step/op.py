@@ -1,0 +1,61 @@
+"""The public operation: the step of the gated delta rule, or of Mamba-2, for rows of one token."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.implementation import Implementation, is_sm90
+from pallas_kernels.recurrent_step.sm90 import recurrent_step_sm90
+
+
+class Tokens(NamedTuple):
+    """What the rule reads of each token, for H heads of keys with G heads of values each."""
+
+    q: Float[Array, "T H K"]
+    k: Float[Array, "T H K"]
+    v: Float[Array, "T H G V"]
+    log_decay: Float[Array, "T H G"]
+    beta: Float[Array, "T H G"]
+
+
+def recurrent_step(
+    tokens: Tokens,
+    states: Float[Array, "S H G K V"],
+    slots: Int[Array, " B"],
+    begins: Bool[Array, " B"],
+    *,
+    corrects: bool,
+    implementation: Implementation = "xla",
+) -> tuple[Float[Array, "B H G V"], Float[Array, "S H G K V"]]:
+    """Return the outputs of B tokens, one a row, and the states of all slots after them, all in float32.
+
+    A head's state decays by exp(log_decay); beta v is added to it under the key k, where `corrects` beta times what v
+    differs from that which the state has there; the query reads the result. Rows that begin a sequence start from
+    zeros, whatever their slot holds. Rows whose slot is S or more change nothing; their outputs are finite and mean
+    nothing. The slots of others must differ. States are changed in place if the caller donates them.
+
+    Heads are local: with a sharded axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
+    implementation; NotImplementedError with the reason of `why_not` for what "sm90", the kernel for Hopper GPUs, does
+    not support.
+    """
+    if is_sm90(implementation):
+        decay = jnp.exp(tokens.log_decay)
+        return recurrent_step_sm90(*tokens[:3], decay, tokens.beta, states, slots, begins, corrects=corrects)
+    held = states.at[slots].get(mode="fill", fill_value=0)
+    out, after = one_token(jnp.where(begins[:, None, None, None, None], 0, held), tokens, corrects=corrects)
+    return out, states.at[slots].set(after, mode="drop")
+
+
+def one_token(states: Float[Array, "B H G K V"], tokens: Tokens, *, corrects: bool) -> tuple[Array, Array]:
+    """Return the outputs [B, H, G, V] of one token a row, and the rows' states after them."""
+    states = states * jnp.exp(tokens.log_decay)[..., None, None]
+    delta = tokens.v - _einsum("bhk,bhgkv->bhgv", tokens.k, states) if corrects else tokens.v
+    delta = delta * tokens.beta[..., None]
+    states = states + tokens.k[:, :, None, :, None] * delta[:, :, :, None, :]
+    return _einsum("bhk,bhgkv->bhgv", tokens.q, states), states
+
+
+def _einsum(formula: str, *operands: Array) -> Array:
+    return jnp.einsum(formula, *operands, precision=jax.lax.Precision.HIGHEST)

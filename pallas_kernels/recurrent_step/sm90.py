@@ -1,0 +1,119 @@
+"""`recurrent_step` for Hopper (sm_90a), in Mosaic GPU: each state is read and written once, where it is.
+
+A CTA has some columns of a head's matrix in registers. The rule treats columns, which are values, apart from each
+other; a warp has some for itself, so that what is read under keys and queries is summed over its lanes alone.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int
+
+_MAX_VALUES = 8192  # of a CTA: 64 registers of each thread
+
+
+def why_not(key_size: int, value_size: int) -> str | None:
+    """Return why the kernel cannot have heads of these sizes, or None if it can."""
+    if _columns(key_size, value_size) is not None:
+        return None
+    return f"keys must be a multiple of 32 up to 512 and values of 16, got {key_size} and {value_size}"
+
+
+def _columns(key_size: int, value_size: int) -> int | None:
+    """Return the columns of a CTA: as many as fit, so that loads are as wide as possible."""
+    for columns in (64, 32, 16):
+        is_whole = key_size % _rows_of_warp(columns) == 0 and value_size % columns == 0
+        if is_whole and key_size * columns <= _MAX_VALUES:
+            return columns
+    return None
+
+
+def _rows_of_warp(columns: int) -> int:
+    """Return the number of rows of which the lanes of a warp have four columns each."""
+    return 32 // (columns // 16)
+
+
+def _layout(columns: int) -> Any:
+    rows, of_warp = _rows_of_warp(columns), columns // 4
+    if of_warp == 4:  # a lane has all of them
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((rows, columns), (rows, 4))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+        )
+    tiling = plgpu.Tiling(((rows, columns), (rows, of_warp), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def recurrent_step_sm90(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H G V"],
+    decay: Float[Array, "B H G"],
+    beta: Float[Array, "B H G"],
+    states: Float[Array, "S H G K V"],
+    slots: Int[Array, " B"],
+    begins: Bool[Array, " B"],
+    *,
+    corrects: bool,
+) -> tuple[Float[Array, "B H G V"], Float[Array, "S H G K V"]]:
+    """See `recurrent_step`; decays are given as factors."""
+    if (reason := why_not(*states.shape[3:])) is not None:
+        raise NotImplementedError(reason)
+    if any(x.dtype != jnp.float32 for x in (q, k, v, decay, beta, states)):
+        raise NotImplementedError("states and what changes them must all be float32")
+    return _call(states, q, k, v, decay, beta, slots, begins.astype(jnp.int32), corrects=corrects)
+
+
+@functools.partial(jax.jit, static_argnames="corrects")  # so that a step's layers use one compiled kernel
+def _call(states: Array, q: Array, k: Array, v: Array, *others: Array, corrects: bool) -> tuple[Array, Array]:
+    num_rows, H, G, V = v.shape
+    columns = _columns(k.shape[2], V)
+    assert columns is not None
+    ref = jax.new_ref(states)  # changed in place by the kernel
+    out = plgpu.kernel(
+        functools.partial(_kernel, columns=columns, corrects=corrects),
+        kernel_name="recurrent_step",
+        out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
+        grid=(num_rows, H * G, V // columns),
+        grid_names=("row", "head", "part"),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(q, k, v, *others, ref)
+    return out, jax.freeze(ref)
+
+
+def _kernel(q, k, v, decay, beta, slots, begins, states, out, *, columns, corrects):
+    num_slots, _, group_size, key_size, _ = states.shape
+    layout = _layout(columns)
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    h, g = lax.div(head, jnp.int32(group_size)), lax.rem(head, jnp.int32(group_size))
+    part = pl.ds(lax.axis_index("part") * columns, columns)
+    load = functools.partial(plgpu.load, optimized=False)
+
+    def spread(x, axis):
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (key_size, columns), (axis,)), layout)
+
+    # Asked for before it is known where the state is.
+    slot = slots[row]
+    query, key = (spread(load(x.at[row, h], layout=layout.reduce(1)), 0) for x in (q, k))
+    value = load(v.at[row, h, g, part], layout=layout.reduce(0))
+    begin, factor, strength = begins[row], decay[row, h, g], beta[row, h, g]
+
+    @pl.when(slot < num_slots)
+    def _():
+        place = states.at[slot, h, g, :, part]
+        state = load(place, layout=layout)
+        state = jnp.where(begin != 0, jnp.zeros_like(state), state) * factor  # an old state may have anything
+        delta = value - jnp.sum(key * state, axis=0) if corrects else value
+        state += key * spread(delta * strength, 1)
+        place[...] = state
+        out.at[row, h, g, part][...] = jnp.sum(query * state, axis=0)
+
+    @pl.when(slot >= num_slots)
+    def _():
+        out.at[row, h, g, part][...] = plgpu.layout_cast(jnp.zeros_like(value), layout.reduce(0))

@@ -1,0 +1,90 @@
+"""The step of a recurrence against float64, in every implementation that runs here; compiled for an H200, too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from depths import quick_first
+from interpreting import interpret
+
+from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.recurrent_step import Tokens, recurrent_step, why_not
+
+SHAPES = {"Gated DeltaNet": (2, 1, 128, 128), "Mamba-2": (1, 2, 128, 64), "80 values": (1, 1, 32, 80)}
+"""H, G, K and V: parts of 64, 64 and 16 columns."""
+
+
+def make_case(shape, *, num_slots=6):
+    """Return tokens of four rows: one begins where a state has NaN, the last one is padding; and the slots."""
+    H, G, K, V = shape
+    rng = np.random.default_rng(K + V)
+    q, k, v = (rng.standard_normal(size) for size in ((4, H, K), (4, H, K), (4, H, G, V)))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    decay, beta = -rng.exponential(0.3, (4, H, G)), rng.uniform(0, 2, (4, H, G))
+    tokens = Tokens(*(jnp.asarray(x, jnp.float32) for x in (q, k, v, decay, beta)))
+    states = rng.standard_normal((num_slots, H, G, K, V))
+    states[3] = np.nan
+    slots, begins = jnp.asarray([4, 3, 0, num_slots], jnp.int32), jnp.asarray([False, True, False, False])
+    return tokens, jnp.asarray(states, jnp.float32), slots, begins
+
+
+def check(got, tokens, states, slots, begins, *, corrects):
+    out, after = map(np.asarray, got)
+    assert np.isfinite(out).all()
+    q, k, v, log_decay, beta = (np.asarray(x).astype(np.float64) for x in tokens)
+    want = np.asarray(states).astype(np.float64)
+    for row, slot in enumerate(slots[:-1]):
+        state = np.zeros(want.shape[1:]) if begins[row] else want[slot] * np.exp(log_decay[row])[..., None, None]
+        delta = v[row] - np.einsum("hk,hgkv->hgv", k[row], state) * corrects
+        want[slot] = state + np.einsum("hk,hgv->hgkv", k[row], delta * beta[row][..., None])
+        np.testing.assert_allclose(out[row], np.einsum("hk,hgkv->hgv", q[row], want[slot]), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(after, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+@pytest.mark.parametrize("shape", quick_first(SHAPES))
+def test_step(capsys, shape, implementation, corrects):
+    case = make_case(SHAPES[shape])
+    call = jax.jit(functools.partial(recurrent_step, corrects=corrects, implementation=implementation))
+    is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
+    check(interpret(capsys, call, *case) if is_interpreted else call(*case), *case, corrects=corrects)
+
+
+@pytest.mark.parametrize(
+    ("shape", "corrects"),
+    quick_first(
+        [((16, 2, 128, 128), True), ((8, 16, 128, 64), False), ((8, 16, 128, 80), False), ((2, 12, 256, 64), False)], 2
+    ),
+)
+def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
+    num_rows, (H, G, K, V) = 64, shape
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    keys, rates = array((num_rows, H, K)), array((num_rows, H, G))
+    tokens, states = Tokens(keys, keys, array((num_rows, H, G, V)), rates, rates), array((70, *shape))
+    slots, begins = (array((num_rows,)).update(dtype=dtype) for dtype in (jnp.int32, jnp.bool))
+
+    def layers(states, *rows):
+        first, states = recurrent_step(rows[0], states, *rows[1:], corrects=corrects, implementation="sm90")
+        return first, recurrent_step(rows[0], states, *rows[1:], corrects=corrects, implementation="sm90")
+
+    program = compile_for_h200(layers, states, tokens, slots, begins, donate_argnums=(0,))
+    assert program.spill_bytes == 0
+    assert program.copies_of(states.shape) == []
+    assert len(program.kernels) == 1
+    assert program.temp_bytes < 2**20
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(128, 24), (20, 64), (1024, 64)])
+def test_what_the_kernel_cannot_do(key_size, value_size):
+    assert f"got {key_size} and {value_size}" in why_not(key_size, value_size)
+    case = make_case((1, 1, key_size, value_size))
+    with pytest.raises(NotImplementedError, match=f"got {key_size} and {value_size}"):
+        recurrent_step(*case, corrects=True, implementation="sm90")
+
+
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 64), (128, 80), (96, 192), (64, 96)])
+def test_sizes_of_published_models(sizes):
+    assert why_not(*sizes) is None
