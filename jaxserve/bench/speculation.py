@@ -115,6 +115,7 @@ def by_chance(
     engine decides which steps verify any, as it always does. Raises StartupError, ConfigError, InvalidRequest.
     """
     fields = config.speculative_config
+    lengths = sorted(lengths, reverse=True)  # an engine hesitates for a while where nothing has been accepted
     rates = [_rates(fields, length) for length in lengths]
     config = dataclasses.replace(config, speculative_config=with_acceptance(fields, lengths[0]))
     rows = []
