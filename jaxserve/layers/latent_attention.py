@@ -236,9 +236,7 @@ class LatentAttention:
         """Return None: "down" is never held as codes."""
         return None
 
-    def run(
-        self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer
-    ) -> tuple[Any, "PagedLatent"]:
+    def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         assert step.rotation is not None
         rotation, heads, context = step.rotation, self.heads, step.batch.context

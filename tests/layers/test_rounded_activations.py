@@ -99,7 +99,7 @@ def matrix(shape, *, min_rows=65):
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_rows_stay_codes_from_the_norm_to_the_end_of_a_feed_forward(monkeypatch, num_rows):
     """On a GPU; here XLA computes what its kernels do."""
-    monkeypatch.setattr("pallas_kernels.row_quantization.op._is_sm90", lambda _: False)
+    monkeypatch.setattr("pallas_kernels.row_quantization.op.is_sm90", lambda _: False)
     monkeypatch.setattr("jaxserve.layers.norm.fused.add_rms_norm", pretend_to_fuse)
     for kernel in ("quantized_matmuls", "grouped_codes"):
         monkeypatch.setattr(f"jaxserve.layers.quantized.{kernel}.why_not", lambda *_: "this is not a GPU")

@@ -285,7 +285,7 @@ def test_transformers_is_not_imported_where_tokenizer_json_is(tmp_path):
     program = (
         "import sys; import jaxserve.server.process.worker; from jaxserve.tokenizer import Tokenizer\n"
         f"tokenizer = Tokenizer.load({str(folder)!r})\n"
-        f"tokenizer.apply_chat_template([{USER!r}])\n"
+        f"tokenizer.render_chat_template([{USER!r}])\n"
         "print('transformers' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
