@@ -26,6 +26,8 @@ MAX_CHUNKS_AT_ONCE = 32
 """Number of chunks that are in memory at once, whatever the number of a step's tokens."""
 MAX_ROWS_AT_ONCE = 16
 """Number of rows of one token whose states are gathered at once in a step that has longer rows, too."""
+MIN_LOG_DECAY = -88.0
+"""Logarithm of a decay in a chunk that leaves nothing: of the least number that float32 has with all its digits."""
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -121,12 +123,16 @@ def _chunks(tokens: Tokens, states: Array, rows: Rows, *, corrects: bool) -> tup
 
         q, k = chunked(tokens.q), chunked(tokens.k)
         v, log_decay, beta = (jnp.moveaxis(chunked(x), 3, 2) for x in tokens[2:])  # [N, H, G, C, ...]
-        decayed = jnp.cumsum(log_decay, axis=-1)  # logarithms: of products over a chunk
+        # Logarithms of products over a chunk, as two summands: sums of the first are exact, those of the second small,
+        # so that strong decays round off none of the weak ones.
+        log_decay = jnp.maximum(log_decay, MIN_LOG_DECAY)
+        coarse = jnp.round(log_decay * 256) / 256
+        decayed = [jnp.cumsum(each, axis=-1) for each in (coarse, log_decay - coarse)]
         # Where the later token comes first, the difference may be large and positive.
-        between = decayed[..., :, None] - decayed[..., None, :]
+        between = sum(each[..., :, None] - each[..., None, :] for each in decayed)
         between = jnp.exp(jnp.where(is_causal, between, -jnp.inf))
-        since, total = jnp.exp(decayed)[..., None], jnp.exp(decayed[..., -1])[..., None, None]
-        until = jnp.exp(decayed[..., -1:] - decayed)[..., None]
+        since = jnp.exp(sum(decayed))[..., None]
+        total, until = since[..., -1:, :], jnp.exp(sum(each[..., -1:] - each for each in decayed))[..., None]
         values, writing = beta[..., None] * v, until * k[:, :, None]
         corrections = None
         if corrects:

@@ -13,10 +13,11 @@ from pallas_kernels.recurrent_step import Tokens, one_token
 
 H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
 CASES = {
-    "chunks within and across rows": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 8),
-    "all in one chunk": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 64),
-    "no row of one token": (23, {20: 0, 3: 1}, 8),
-    "rows of one token alone": (5, {1: 4}, 4),
+    "chunks within and across rows": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 8, ()),
+    "all in one chunk": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 64, ()),
+    "some decays leave nothing": (50, {1: 3, 30: 0, 2: 4, 9: 7}, 64, (-1e5, -np.inf)),
+    "no row of one token": (23, {20: 0, 3: 1}, 8, ()),
+    "rows of one token alone": (5, {1: 4}, 4, ()),
 }
 
 
@@ -31,26 +32,30 @@ def make_rows(lengths, contexts, rng):
     return Rows(jnp.asarray(slots), jnp.asarray(starts), jnp.asarray(seq_lens), *counts)
 
 
-def draw_tokens(num_tokens, rng):
+def draw_tokens(num_tokens, rng, log_decays=()):
+    """Draw tokens, of which every 25th or so has one of `log_decays`."""
+
     def normal(*shape):
         return jnp.asarray(rng.normal(size=(num_tokens, H, *shape)), jnp.float32)
 
     decay = -jnp.asarray(rng.exponential(0.3, size=(num_tokens, H, G)), jnp.float32)
+    for index, log_decay in enumerate(log_decays):
+        decay = decay.at[4 * index :: 25].set(log_decay)
     # Keys that are much alike, and strengths up to 2, are the hard case of the triangular system.
     alike = unit(normal(K) + 3 * jnp.ones((1, 1, K), jnp.float32))
     return Tokens(unit(normal(K)), alike, normal(G, V), decay, 2 * jax.nn.sigmoid(normal(G)))
 
 
 @pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
-@pytest.mark.parametrize(("num_tokens", "rows", "chunk_size"), CASES.values(), ids=CASES)
-def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, corrects):
+@pytest.mark.parametrize(("num_tokens", "rows", "chunk_size", "log_decays"), CASES.values(), ids=CASES)
+def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, log_decays, corrects):
     monkeypatch.setattr(delta_rule, "CHUNK_SIZE", chunk_size)
     monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
     monkeypatch.setattr(delta_rule, "MAX_CHUNKS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
     lengths = [*([1, 1, 1] if 1 in rows else []), *(length for length in rows if length > 1)]
     contexts = [*([3, 0, rows[1]] if 1 in rows else []), *(rows[length] for length in rows if length > 1)]
-    batch, tokens = make_rows(lengths, contexts, rng), draw_tokens(num_tokens, rng)
+    batch, tokens = make_rows(lengths, contexts, rng), draw_tokens(num_tokens, rng, log_decays)
     states = jnp.asarray(rng.normal(size=(SLOTS, H, G, K, V)), jnp.float32)
     inputs = jnp.asarray(rng.normal(size=(num_tokens, H, K)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=(H, K, WIDTH)), jnp.float32)
