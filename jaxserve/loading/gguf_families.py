@@ -107,6 +107,8 @@ def granite_hybrid_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Granite 4, or of a Bamba, whose layers that attend rotate."""
     mamba, kinds = _prefixed_mamba_fields(file), kinds_by_kv_heads(file)
     if get(file, "rope.scaling.finetuned"):
+        of_granite = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), 1.0)
+        refuse(file, expert_count=0, **of_granite, **{"attention.scale": None})
         indices = [index for index, kind in enumerate(kinds) if kind == ATTENTION]
         return without_window(file) | mamba | {"model_type": "bamba", "attn_layer_indices": indices}
     fields = granite_fields(file) | mamba

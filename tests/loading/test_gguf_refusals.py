@@ -103,6 +103,21 @@ def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message
         load(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, 0.5) for name in ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")],
+        ("expert_count", 4),
+    ],
+)
+def test_what_granite_has_and_bamba_has_not_is_named(tmp_path, name, value):
+    fields = json.loads((GOLDENS / "bamba_tied" / "config.json").read_text())
+    keys = gguf_files.RECORDED["bamba_tied"] | {f"granitehybrid.{name}": value}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of("bamba_tied"), metadata=keys)
+    with pytest.raises(CheckpointError, match=f"granitehybrid.{name} {value} is not supported"):
+        load_config(tmp_path / "m.gguf")
+
+
 def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
