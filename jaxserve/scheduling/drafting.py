@@ -12,7 +12,7 @@ not costs nothing.
 How long a step of several tokens a row takes follows from those that there have been, before that from a constant.
 
 Whatever is expected may be wrong, so there is a balance of what drafts have gained, in steps of one token a row: they
-may lose a hundredth of all steps, and MAX_BALANCE of them at once.
+may lose a hundredth of all steps, and at once MAX_BALANCE of them, or what a single attempt takes if that is more.
 """
 
 import collections
@@ -103,7 +103,8 @@ class DraftPolicy:
         longer, balance = self._longer(num_rows, limit), self._record.balance
         if gain > longer:
             return limit if balance > -MAX_BALANCE else 0
-        return limit if self.is_late and gain and balance >= longer else 0
+        can_pay = self.is_late and gain and limit > longer
+        return limit if can_pay and balance >= min(longer, MAX_BALANCE) else 0
 
     def observe_step(self, plan: StepPlan, new: Sequence[list[int]], seconds: float | None) -> None:
         """Take in the tokens that the rows of a step drew, and its time, if that is known."""
