@@ -90,6 +90,24 @@ def test_long_steps_are_tried_again_if_they_can_pay(wide, tries):
     assert all(verified[-100:]) == tries
 
 
+def test_a_step_that_seems_short_does_not_stop_drafts():
+    """The host came late to the step before, and the device had begun with this one long ago."""
+    policy, request = DraftPolicy(TABLE, 0.05), drafting()
+
+    def observe(planned, seconds):
+        row = Row(request, 0, 0, 1, True, 0, planned)
+        policy.observe_step(StepPlan([row], 1, 1, []), [[7] * (1 + min(planned, 3))], seconds)
+
+    for _ in range(40):
+        observe(0, 10.0)
+        observe(4, 13.0)
+    observe(0, 0.1)
+    observe(4, 13.0)  # was in flight
+    for _ in range(40):
+        observe(0, 10.0)
+    assert policy.num_drafts([request], num_rows=1) == 4
+
+
 def test_steps_of_prompts_do_not_count():
     policy, row = DraftPolicy(TABLE, 0.05), Row(drafting(), 0, 0, 1, True, 0, 4)
     for _ in range(100):
