@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import json
+import math
 import pathlib
 import sys
 import tempfile
@@ -16,7 +16,7 @@ from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
-from jaxserve.flags import add_config_flags, given, parse_size
+from jaxserve.flags import add_config_flags, given, parse_object, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.speculation import with_acceptance
 
@@ -120,12 +120,13 @@ def add_commands(parser: Parser) -> None:
     )
     _add_number(drafts, "--input-len", 1, "tokens of each random prompt")
     _add_number(drafts, "--output-len", 128, "tokens of each text")
-    drafts.add_flag(
-        "workload", "--at-once", type=int, nargs="+", default=(1,), metavar="N", help="requests that run; default: 1"
-    )
+    help_at_once = "requests that run; default: 1"
+    _flag(drafts, "--at-once", type=_at_least(1), nargs="+", default=(1,), metavar="N", help=help_at_once)
     _add_number(drafts, "--num-pairs", 3, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
-    drafts.add_flag("workload", "--beside", nargs="*", default=(), metavar="JSON", help="further speculative configs")
+    _flag(
+        drafts, "--beside", type=parse_object, nargs="*", default=(), metavar="JSON", help="further speculative configs"
+    )
     _add_shape(drafts)
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -201,7 +202,9 @@ def _add_shape(parser: Parser) -> None:
 
 
 def _add_bandwidth(parser: Parser) -> None:
-    _flag(parser, "--bandwidth", type=float, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)")
+    _flag(
+        parser, "--bandwidth", type=_bandwidth, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
+    )
 
 
 def _add_beside(parser: Parser, text: str) -> None:
@@ -209,12 +212,22 @@ def _add_beside(parser: Parser, text: str) -> None:
 
 
 def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
+    _flag(parser, name, type=_at_least(at_least), default=default, metavar="N", help=f"{text}; default: {default}")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
     def number(given: str) -> int:
-        if (value := int(given)) < at_least:
-            raise argparse.ArgumentTypeError(f"must be at least {at_least}, got {value}")
+        if (value := int(given)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
         return value
 
-    _flag(parser, name, type=number, default=default, metavar="N", help=f"{text}; default: {default}")
+    return number
+
+
+def _bandwidth(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return value
 
 
 def _throughput(args: argparse.Namespace) -> None:
@@ -345,6 +358,9 @@ def _bits_per_byte(args: argparse.Namespace) -> None:
 def _speculation(args: argparse.Namespace) -> None:
     if bool(args.synthetic_acceptance) == bool(args.workload):
         args.parser.error("--workload and --synthetic-acceptance: one of them must be given")
+    of_workloads = {"--category": args.category, "--beside": args.beside, "--temperature": args.temperature}
+    if args.synthetic_acceptance and (unused := [flag for flag, value in of_workloads.items() if value]):
+        args.parser.error(f"{', '.join(unused)}: only for a --workload")
     options: dict[str, Any] = {"output_len": args.output_len, "at_once": args.at_once, "num_pairs": args.num_pairs}
     with tempfile.TemporaryDirectory() as folder:
         config = _config_of_batches(args, folder)
@@ -353,8 +369,8 @@ def _speculation(args: argparse.Namespace) -> None:
             print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
             return
         chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
-        for fields in (config.speculative_config, *map(json.loads, args.beside)):
-            each = dataclasses.replace(config, speculative_config=fields)
+        configs = [config, *(dataclasses.replace(config, speculative_config=fields) for fields in args.beside)]
+        for each in configs:
             print(speculation.of_workload(each, workload=args.workload, **chosen, **options), end="\n\n")
 
 

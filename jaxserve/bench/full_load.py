@@ -5,13 +5,13 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.bench.engine_run import complete
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.request import EngineOutput
 
 if TYPE_CHECKING:
@@ -38,11 +38,15 @@ def read_peer(path: pathlib.Path, entry: str | None) -> dict[tuple[int, int], fl
     By default it is the first entry that has rows. Raises ConfigError if there is none.
     """
     try:
-        entries = json.loads(path.read_text())
-        entry = entry or next(name for name, rows in entries.items() if isinstance(rows, list))
-        return {(row[0], row[1]): float(row[2]) for row in entries[entry]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
-        raise ConfigError(f"no table of {entry!r} in {path}: {error}") from error
+        entries: dict[str, Any] = json.loads(path.read_text())
+        named = entries.items() if entry is None else [(entry, entries[entry])]
+        rows = next((rows for _, rows in named if rows and isinstance(rows, list)), None)
+        if rows is None:
+            raise ValueError("no list of rows")
+        return {(int(row[0]), int(row[1])): float(row[2]) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        of = "" if entry is None else f" of {entry!r}"
+        raise ConfigError(f"no table{of} in {path}: {error!r}") from error
 
 
 def run(
@@ -59,7 +63,9 @@ def run(
     client = LocalEngineClient.start(config, progress=True)
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     try:
-        rows = []
+        rows, longest = [], client.info.max_model_len
+        if too_long := [str(setting) for setting in settings if setting.input_len + setting.output_len > longest]:
+            raise InvalidRequest(f"max_model_len is {longest}: no room for {', '.join(too_long)}", param="settings")
         for setting in settings:
             rows.append(_measure(client, setting, peer=peer, bandwidth=bandwidth))
             print(" ".join(rows[-1]), file=sys.stderr, flush=True)

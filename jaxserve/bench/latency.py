@@ -67,7 +67,7 @@ def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
         entries: dict[str, Any] = json.loads(path.read_text())
         entry = entry or next(name for name, value in entries.items() if isinstance(value, dict))
         return msgspec.convert(entries[entry]["runs"], list[PeerRun])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise ConfigError(f"no runs of {entry!r} in {path}: {error}") from error
 
 

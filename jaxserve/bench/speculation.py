@@ -9,13 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import json
 import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from jaxserve.bench.engine_run import NUM_WARMUPS, complete
 from jaxserve.bench.report import table
@@ -35,6 +36,11 @@ HEADER = (
     *("requests at once", "tokens a step", "steps, off", "on", "ms a step, off", "on"),
     *("tokens/s, off", "on", "faster", "from", "to", "drafts accepted"),
 )
+
+
+class _Line(msgspec.Struct):
+    turns: list[str]
+    category: str | None = None
 
 
 class _Run(NamedTuple):
@@ -179,12 +185,18 @@ def _texts(workload: pathlib.Path, category: str | None, count: int) -> list[str
         content = workload.read_text(encoding="utf-8")
         if workload.suffix == ".txt" and (stride := len(content) // count):
             return [content[first : first + PIECE] for first in range(0, count * stride, stride)]
-        lines = [json.loads(line) for line in content.splitlines() if line.strip()]
-        texts = [line["turns"][0] for line in lines if category in (None, line["category"])]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        lines = (
+            []
+            if workload.suffix == ".txt"
+            else [msgspec.json.decode(line, type=_Line) for line in content.splitlines() if line.strip()]
+        )
+        texts = [line.turns[0] for line in lines if category in (None, line.category)]
+    except (OSError, ValueError, IndexError) as error:
         raise InvalidRequest(f"cannot read {workload}: {error!r}", param="workload") from error
+    if not lines:
+        raise InvalidRequest(f"{workload} is too short for {count} prompts", param="workload")
     if not texts:
-        categories = ", ".join(sorted({line["category"] for line in lines}))
+        categories = ", ".join(sorted({line.category for line in lines if line.category is not None}))
         raise InvalidRequest(f"{workload} has no prompts of {category!r}; there is {categories}", param="category")
     return texts[:count]
 

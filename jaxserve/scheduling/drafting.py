@@ -12,7 +12,7 @@ not costs nothing.
 How long a step of several tokens a row takes follows from those that there have been, before that from a constant.
 
 Whatever is expected may be wrong, so there is a balance of what drafts have gained, in steps of one token a row: they
-may lose a hundredth of all steps, and MAX_BALANCE of them at once.
+may lose a hundredth of all steps, and at once MAX_BALANCE of them, or what a single attempt takes if that is more.
 """
 
 import collections
@@ -42,9 +42,12 @@ NUM_FIRST_TIMES = 4
 """Times of a kind of step of which the shortest counts: a GPU takes longer for the first three runs of a program."""
 
 RISE = 1.02
-"""Factor by which the time of a kind of step rises at most from one to the next; it falls at once. Whatever else makes
-a step longer, hardly any time comes to count.
+"""Factor by which the time of a kind of step rises at most from one to the next. Whatever else makes a step longer,
+hardly any time comes to count.
 """
+
+FALL = 2.0
+"""Factor by which it falls at most, once it is known: if the host comes late to a step, the next one seems short."""
 
 type _Kind = tuple[int, int]
 """The number of rows of a step, rounded up to a power of two, and the tokens of each."""
@@ -63,8 +66,10 @@ class _Record:
         self.rate = INITIAL_ACCEPTANCE_RATE
 
     def time(self, kind: _Kind, seconds: float) -> None:
+        last = self.known(kind)
         self.counts[kind] += 1
-        self.seconds[kind] = min(seconds, RISE * self.seconds.get(kind, seconds))
+        least = last / FALL if last else 0.0
+        self.seconds[kind] = max(min(seconds, RISE * self.seconds.get(kind, seconds)), least)
 
     def known(self, kind: _Kind) -> float | None:
         return self.seconds[kind] if self.counts[kind] >= NUM_FIRST_TIMES else None
@@ -103,7 +108,8 @@ class DraftPolicy:
         longer, balance = self._longer(num_rows, limit), self._record.balance
         if gain > longer:
             return limit if balance > -MAX_BALANCE else 0
-        return limit if self.is_late and gain and balance >= longer else 0
+        can_pay = self.is_late and gain and limit > longer
+        return limit if can_pay and balance >= min(longer, MAX_BALANCE) else 0
 
     def observe_step(self, plan: StepPlan, new: Sequence[list[int]], seconds: float | None) -> None:
         """Take in the tokens that the rows of a step drew, and its time, if that is known."""

@@ -8,10 +8,11 @@ import types
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench import bits_per_byte, host, latency, speculation, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, host, latency, speculation, steps, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load, traced
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, eagle3_head, mixed_jobs, write_config
+from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine import profile
 from jaxserve.engine.client import EngineStats
@@ -234,12 +235,73 @@ def test_batches_that_are_none():
             BatchShape.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"x": {"runs": [{"B": 1}]}}'])
-def test_peers_that_are_none(tmp_path, text):
+@pytest.mark.parametrize("entry", ["x", None])
+@pytest.mark.parametrize("text", ["", "[]", '"x"', "{}", '{"x": 1}', '{"x": []}', '{"x": {"runs": [{"B": 1}]}}'])
+def test_peers_that_are_none(tmp_path, text, entry):
     path = tmp_path / "peer.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no runs of"):
-        latency.read_peer(path, "x")
+        latency.read_peer(path, entry)
+    with pytest.raises(ConfigError, match="no table "):
+        full_load.read_peer(path, entry)
+
+
+@pytest.mark.parametrize("rows", [[[1]], [["a", 2, 3]], [[1, 2, "fast"]], [1], [[1, 2, None]]])
+def test_tables_that_are_none(tmp_path, rows):
+    path = tmp_path / "peer.json"
+    path.write_text(json.dumps({"title": "of a peer", "x": rows}))
+    with pytest.raises(ConfigError, match="no table in"):
+        full_load.read_peer(path, None)
+
+
+@pytest.mark.slow
+def test_settings_longer_than_the_model_are_refused_before_any_runs(tmp_path, capsys):
+    model = str(write_config(tmp_path, TINY))
+    config = EngineConfig(model=model, load_format="dummy", max_model_len=16, max_num_seqs=2, warmup="none")
+    settings = [BatchShape(1, 2, 2), BatchShape(1, 14, 3)]
+    with pytest.raises(InvalidRequest, match="max_model_len is 16: no room for 1 x 14 in, 3 out"):
+        full_load.run(config, settings, peer={}, bandwidth=None)
+    assert "2 in" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.txt", "short", "too short for 6 prompts"),
+        ("a.jsonl", "", "too short for 6 prompts"),
+        ("a.jsonl", "{", "cannot read"),
+        ("a.jsonl", "[1]", "Expected `object`"),
+        ("a.jsonl", '{"turns": "text"}', "Expected `array`"),
+        ("a.jsonl", '{"turns": [5]}', "Expected `str`"),
+        ("a.jsonl", '{"turns": []}', "cannot read"),
+        ("a.jsonl", '{"turns": ["a"], "category": "x"}', "no prompts of 'y'; there is x"),
+    ],
+)
+def test_workloads_without_prompts(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidRequest, match=complaint):
+        speculation._texts(tmp_path / name, "y" if "category" in text else None, 6)
+
+
+def test_workloads_need_no_categories(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"turns": ["a", "b"]}\n\n{"turns": ["c"], "category": "x"}')
+    assert speculation._texts(tmp_path / "a.jsonl", None, 6) == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("full-load --settings 8:1:1 --bandwidth 0", "--bandwidth: must be a positive number, got 0"),
+        ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
+        ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
+        ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),
+        ("speculation --synthetic-acceptance 2 --category x --temperature 1", "--category, --temperature: only for a"),
+    ],
+)
+def test_flags_that_are_refused(capsys, flags, complaint):
+    with pytest.raises(SystemExit):
+        main(["bench", *flags.split()])
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -76,6 +76,38 @@ def test_steps_are_as_long_as_they_were(wide, is_worth_it):
     assert share > 0.95 if is_worth_it else share < 0.03
 
 
+@pytest.mark.parametrize(("wide", "tries"), [(2.5, True), (3.5, True), (4.5, True), (5.5, False)])
+def test_long_steps_are_tried_again_if_they_can_pay(wide, tries):
+    """With all drafts accepted, a step draws 5 tokens."""
+    policy, requests = DraftPolicy(TABLE, 0.05, is_late=True), [drafting(proposed=0)]
+    times = {1: 1.0, 5: wide}
+    run_steps(policy, requests, 300, num_accepted=0, seconds=times.get)
+    verified = run_steps(policy, requests, 3000, num_accepted=0, seconds=times.get)
+    lost = sum(wide - 1 for num_drafts in verified if num_drafts)
+    assert lost <= MAX_BALANCE + wide + ALLOWED_LOSS * len(verified)
+    assert any(verified) == tries
+    verified = run_steps(policy, [drafting(proposed=0)], 6000, num_accepted=4, seconds=times.get)
+    assert all(verified[-100:]) == tries
+
+
+def test_a_step_that_seems_short_does_not_stop_drafts():
+    """The host came late to the step before, and the device had begun with this one long ago."""
+    policy, request = DraftPolicy(TABLE, 0.05), drafting()
+
+    def observe(planned, seconds):
+        row = Row(request, 0, 0, 1, True, 0, planned)
+        policy.observe_step(StepPlan([row], 1, 1, []), [[7] * (1 + min(planned, 3))], seconds)
+
+    for _ in range(40):
+        observe(0, 10.0)
+        observe(4, 13.0)
+    observe(0, 0.1)
+    observe(4, 13.0)  # was in flight
+    for _ in range(40):
+        observe(0, 10.0)
+    assert policy.num_drafts([request], num_rows=1) == 4
+
+
 def test_steps_of_prompts_do_not_count():
     policy, row = DraftPolicy(TABLE, 0.05), Row(drafting(), 0, 0, 1, True, 0, 4)
     for _ in range(100):

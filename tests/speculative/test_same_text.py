@@ -36,7 +36,7 @@ EAGLE3 = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 96,
     },
     "taps": [0, 1, 2], "draft_vocab_size": 60, "target_hidden_size": None, "norm_before_residual": False,
-    "prefix": "midlayer", "has_embedding": False,
+    "prefix": "midlayer", "has_embedding": False, "has_lm_head": True,
 }  # fmt: skip
 STEMS = [[1 + i * k % 9 for i in range(30)] for k in (1, 2, 4)]
 
