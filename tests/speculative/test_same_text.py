@@ -62,8 +62,11 @@ def matchers(plain):
 
 @pytest.fixture(scope="module")
 def texts():
-    """The results without speculation, by all that they depend on: each request alone would have them."""
-    return {}
+    """The results of a model without speculation, by all that they depend on: each request alone would have them.
+
+    A function has a short representation: hypothesis prints the arguments of its tests, and refuses long ones.
+    """
+    return functools.cache(lambda _: {})
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +241,7 @@ def test_any_requests(
     kind,
 ):
     plain, drafting = models(kind)
-    texts = texts.setdefault(plain, {})
+    texts = texts(plain)
     requests = make_requests(asked)
     missing = [one for one in requests if key(one) not in texts]
     for name, result in run(plain.engine(matchers=matchers), missing, check=False).items():
