@@ -45,7 +45,7 @@ def draw_tokens(num_tokens, rng):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [16, 6], ids=["more tokens than rows", "fewer"])
 def test_the_kernel_steps_rows_of_one_token_beside_longer_ones(capsys, num_tokens):
-    """As XLA does: states of rows that begin and of no row have NaN, the last rows are padding."""
+    """Results are those of XLA. States of rows that begin and of no row have NaN; the last rows are padding."""
     rng = np.random.default_rng(1)
     lengths, contexts = ([1, 1, 9], [3, 0, 4]) if num_tokens == 16 else ([1, 1, 2], [3, 0, 0])
     rows, states = make_rows(lengths, contexts, rng), rng.normal(size=(SLOTS, 1, G, 32, 16))
