@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from depths import quick_first
+from interpreting import interpret
 from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers import delta_rule
@@ -44,6 +45,36 @@ def draw_tokens(num_tokens, rng, log_decays=()):
     # Keys that are much alike, and strengths up to 2, are the hard case of the triangular system.
     alike = unit(normal(K) + 3 * jnp.ones((1, 1, K), jnp.float32))
     return Tokens(unit(normal(K)), alike, normal(G, V), decay, 2 * jax.nn.sigmoid(normal(G)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [16, 6], ids=["more tokens than rows", "fewer"])
+def test_the_kernel_steps_rows_of_one_token_beside_longer_ones(capsys, num_tokens):
+    """Results are those of XLA. States of rows that begin and of no row have NaN; the last rows are padding."""
+    rng = np.random.default_rng(1)
+    lengths, contexts = ([1, 1, 9], [3, 0, 4]) if num_tokens == 16 else ([1, 1, 2], [3, 0, 0])
+    rows, states = make_rows(lengths, contexts, rng), rng.normal(size=(SLOTS, 1, G, 32, 16))
+    rows = rows._replace(
+        slots=jnp.pad(rows.slots, (0, 2), constant_values=SLOTS),
+        query_starts=jnp.pad(rows.query_starts, (0, 2), mode="edge"),
+        seq_lens=jnp.pad(rows.seq_lens, (0, 2)),
+    )
+    going_on = [int(slot) for slot, context in zip(rows.slots, contexts, strict=False) if context]
+    states[[slot for slot in range(SLOTS) if slot not in going_on]] = np.nan
+    sizes = (1, 32), (1, 32), (1, G, 16), (1, G), (1, G)
+    q, k, v, decay, beta = (jnp.asarray(rng.normal(size=(num_tokens, *size)), jnp.float32) for size in sizes)
+    arguments = Tokens(unit(q), unit(k), v, -jnp.abs(decay), beta), jnp.asarray(states, jnp.float32), rows
+
+    def step(implementation):
+        def run(*args):
+            return recurrence(*args, corrects=True, is_decode_only=False, implementation=implementation)
+
+        return jax.jit(run)
+
+    got, want = interpret(capsys, step("sm90"), *arguments), step("xla")(*arguments)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(got[0]).all()
 
 
 @pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
