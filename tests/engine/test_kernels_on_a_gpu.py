@@ -129,11 +129,7 @@ def _prompts_are_two_programs(monkeypatch):
 )
 def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     """Chunks, prefix hits, many rows and few: each greedy token is the likeliest in plain XLA too, up to rounding."""
-    # Gemma 4 does not scale its scores: with the norms of random weights attention is so sharp that rounding to
-    # bfloat16 moves logits by up to 0.4, and 7% of the likeliest tokens, on a CPU too.
-    is_sharp = shape == "heads of two sizes"
-    bounds = {"bound": 0.5, "max_share": 0.25} if is_sharp else {}
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, **bounds)
+    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -142,7 +138,7 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     [
         *(("llama", dtype) for dtype in ("fp8", "fp8_e5m2", "int8")),
         *((shape, "fp8") for shape in ("many heads", "window", "caps and windows", "experts", "latents")),
-        *((shape, "int8") for shape in ("latents", "delta rule")),
+        *((shape, "int8") for shape in ("latents", "heads of two sizes", "delta rule")),
     ],
 )
 def test_kernels_read_and_write_kv_in_8_bits_as_xla_does(tmp_path, shape, kv_cache_dtype):
@@ -217,7 +213,6 @@ def compare_with_xla(
     kv_cache_dtype="auto",
     speculative_config=None,
     bound=0.03,
-    max_share=0.1,
 ):
     folder = str(write_config(byte_level(tmp_path / "model"), SMALL | shape))
     rng = random.Random(0)
@@ -244,4 +239,4 @@ def compare_with_xla(
         for token, choices in zip(text[-NUM_TOKENS:], output.prompt_logprobs[-NUM_TOKENS:], strict=True):
             behind.append(max(choice.logprob for choice in choices.values()) - choices[token].logprob)
     assert max(behind) < bound  # of logits that differ by some 1e-2 between two ways of rounding
-    assert sum(gap > 0 for gap in behind) < max_share * len(behind)
+    assert sum(gap > 0 for gap in behind) < 0.1 * len(behind)
