@@ -1,0 +1,406 @@
+"""`recurrent_chunks` for Hopper (sm_90a), in Mosaic GPU: two kernels.
+
+The first solves each chunk's triangular system, for all chunks and heads at once: its CTAs give T, the inverse times
+the strengths of updates, and the scores A of queries with keys, decays included. The second goes through the chunks of
+a row, a CTA for 64 values of a head, with its part of the transposed state S' in registers:
+
+    R = v' - since S' k',   U = R T',   o' = since S' q' + U A',   S' <- total S' + (until U) k
+
+where ' is the transpose. All four products have what changes from chunk to chunk in registers, and what the chunks'
+loads bring in shared memory, so that nothing that depends on the state waits for memory. Mamba-2 has beta v' for U.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.device.registers import written
+from pallas_kernels.hopper import BY_LANES
+from pallas_kernels.recurrent_chunks.device import (
+    CHUNK,
+    LAYOUT,
+    TILES,
+    Product,
+    begin,
+    load_transposed,
+    pairs,
+    products,
+    split,
+    split_by_xla,
+    store_transposed,
+    zeros,
+)
+from pallas_kernels.recurrent_step import Tokens
+
+MIN_LOG_DECAY = -88.0
+"""Logarithm of a decay that leaves nothing: of the least number that float32 has with all its digits."""
+
+_int = jnp.int32
+
+
+class Problem(NamedTuple):
+    """Compile-time parameters of both kernels."""
+
+    group_size: int
+    key_size: int
+    corrects: bool
+    num_terms: int
+    """Number of bfloat16 matrices whose sum is a float32 one."""
+    stages: int
+    """Chunks that are in shared memory."""
+    interpret: bool
+
+    @property
+    def parts(self) -> int:
+        """The number of tiles of a chunk's keys."""
+        return self.key_size // CHUNK
+
+
+class Plan(NamedTuple):
+    """The chunks of a step's rows, one row after the other."""
+
+    starts: Int[Array, " N"]
+    """First token of each chunk."""
+    num_chunks: Int[Array, " 1"]
+    rows: Int[Array, "6 B"]
+    """Of each row: its first chunk, how many it has, its first token, how many it has, its slot, whether it begins."""
+
+
+class Vectors(NamedTuple):
+    """Indices of what a chunk has for each of its tokens, in the order of `_vectors`."""
+
+    coarse: int = 0
+    rest: int = 1
+    since: int = 2
+    until: int = 3
+    beta: int = 4
+
+
+_OF = Vectors()
+
+
+def why_not(key_size: int, value_size: int) -> str | None:
+    """Return why the kernels cannot have heads of these sizes, or None if they can."""
+    if key_size in (CHUNK, 2 * CHUNK) and value_size % CHUNK == 0:
+        return None
+    return f"keys must be 64 or 128 and values a multiple of 64, got {key_size} and {value_size}"
+
+
+def recurrent_chunks_sm90(
+    tokens: Tokens,
+    states: Float[Array, "S H G K V"],
+    slots: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    begins: Any,
+    first_row: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    *,
+    corrects: bool,
+    num_terms: int = 2,
+    stages: int = 2,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
+    """Return the outputs of the rows from `first_row` on, zeros for other tokens, and the states after them."""
+    num_tokens, _, key_size = tokens.k.shape
+    if (reason := why_not(key_size, tokens.v.shape[-1])) is not None:
+        raise NotImplementedError(reason)
+    group_size = tokens.v.shape[2]
+    problem = Problem(group_size, key_size, corrects, num_terms, stages, interpret)
+    starts, ends = query_starts[:-1], query_starts[1:]
+    index = jnp.arange(len(slots), dtype=jnp.int32)
+    is_there = (index >= first_row) & (index < num_rows)
+    lengths = jnp.where(is_there, ends - starts, 0)
+    counts = (lengths + CHUNK - 1) // CHUNK
+    counted = jnp.cumsum(counts)
+    rows = jnp.stack([counted - counts, counts, starts, lengths, slots, begins.astype(jnp.int32)])
+    # Of so many chunks at most: each row ends with one that may have less than 64 tokens.
+    number = jnp.arange(min(num_tokens, num_tokens // CHUNK + len(slots)), dtype=jnp.int32)
+    row = jnp.searchsorted(counted, number, side="right", method="compare_all")
+    row = jnp.minimum(row, len(counts) - 1)
+    first = starts[row] + (number - rows[0, row]) * CHUNK
+    plan = Plan(jnp.where(number < counted[-1], first, 0), counted[-1:], rows)
+    vectors = _vectors(tokens, plan, jnp.where(number < counted[-1], ends[row], 0))
+    return _call(tokens, states, plan, vectors, problem=problem)
+
+
+def _vectors(tokens: Tokens, plan: Plan, ends: Int[Array, " N"]) -> Float[Array, "N heads 5 C"]:
+    """Return `Vectors`. Logarithms of products over a chunk are two summands: sums of the first are exact, those of the
+    second small, so that strong decays round off none of the weak ones.
+    """
+    token = plan.starts[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    is_in = token < ends[:, None]
+
+    def chunked(x: Float[Array, "T H G"]) -> Float[Array, "N heads C"]:
+        x = x.reshape(len(x), -1).at[jnp.where(is_in, token, len(x))].get(mode="fill", fill_value=0)
+        return jnp.moveaxis(x, 1, 2)
+
+    log_decay = jnp.maximum(chunked(tokens.log_decay), MIN_LOG_DECAY)
+    coarse = jnp.round(log_decay * 256) / 256
+    coarse, rest = (jnp.cumsum(x, axis=-1) for x in (coarse, log_decay - coarse))
+    since = jnp.exp(coarse + rest)
+    until = jnp.exp((coarse[..., -1:] - coarse) + (rest[..., -1:] - rest))
+    return jnp.stack([coarse, rest, since, until, chunked(tokens.beta)], axis=2)
+
+
+# Jitted, so that the layers of a model use one trace and one compilation.
+@functools.partial(jax.jit, static_argnames="problem")
+def _call(
+    tokens: Tokens, states: Array, plan: Plan, vectors: Array, *, problem: Problem
+) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
+    num_tokens, H, G, V = tokens.v.shape
+    q, k = (split_by_xla(x, problem.num_terms) for x in (tokens.q, tokens.k))
+    # A copy takes that many tokens at least.
+    q, k = (jnp.pad(x, ((0, 0), (0, max(0, CHUNK - num_tokens)), (0, 0), (0, 0))) for x in (q, k))
+    solved, scores = _solve(q, k, vectors, plan, problem)
+    out, after = jax.new_ref(jnp.zeros_like(tokens.v)), jax.new_ref(states)  # changed in place by the kernel
+    operands = (q, k, tokens.v, vectors, scores, plan.rows, out, after, *([solved] if problem.corrects else []))
+    boxes = (problem.stages, 2, problem.num_terms, problem.parts, CHUNK, CHUNK)
+    num_tiles = 1 + problem.corrects
+
+    def body(*refs: Any) -> None:
+        inputs, (tiles, *others) = refs[: len(operands)], refs[len(operands) :]
+        _scan_kernel(problem, *inputs, *([] if problem.corrects else [None]), *tiles, *others)
+
+    plgpu.kernel(
+        body,
+        kernel_name="recurrent_chunks",
+        out_type=(),
+        scratch_types=(
+            _views(boxes),
+            plgpu.SMEM((problem.stages, num_tiles, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
+            plgpu.SMEM((problem.stages, *vectors.shape[2:]), jnp.float32),
+            plgpu.Barrier(
+                num_barriers=problem.stages, num_arrivals=1 + (2 * problem.parts + num_tiles) * problem.num_terms
+            ),
+        ),
+        grid=(len(plan.rows[0]), H * G, V // CHUNK),
+        grid_names=("row", "head", "part"),
+        compiler_params=dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True),
+    )(*operands)
+    return jax.freeze(out), jax.freeze(after)
+
+
+def _views(shape: tuple[int, ...], *others: Any) -> Any:
+    """Return tiles as wgmma uses them, and as they can be copied from any token, in the same bytes."""
+    views = (plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms) for transforms in (TILES, TILES[1:]))
+    return plgpu.RefUnion(*views, *others)
+
+
+def _copy_tokens(problem: Problem, source: Any, token: Any, head: Any, boxes: Any, full: Any) -> None:
+    """Copy a chunk of queries or keys. Behind the last token TMA fills in zeros."""
+    for term in range(problem.num_terms):
+        for part in range(problem.parts):
+            columns = pl.ds(part * CHUNK, CHUNK)
+            plgpu.copy_gmem_to_smem(source.at[term, pl.ds(token, CHUNK), head, columns], boxes.at[term, part], full)
+
+
+def _of_rows(x: Any) -> Any:
+    return lax.broadcast_in_dim(x, (CHUNK, CHUNK), (0,))
+
+
+def _of_columns(x: Any) -> Any:
+    return lax.broadcast_in_dim(x, (CHUNK, CHUNK), (1,))
+
+
+def _load(ref: Any, axis: int) -> Any:
+    """Return a vector of which each row or, with axis 0, each column of a matrix has a number."""
+    return plgpu.load(ref, layout=LAYOUT.reduce(axis), optimized=False)
+
+
+# The first kernel.
+
+
+def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> tuple[Array, Array]:
+    num_chunks, num_heads = vectors.shape[:2]
+    shape = jax.ShapeDtypeStruct((num_chunks, num_heads, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16)
+    boxes = (2, problem.num_terms, problem.parts, CHUNK, CHUNK)
+    work = plgpu.SMEM((3, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES)
+
+    def body(q: Any, k: Any, vectors: Any, starts: Any, num_chunks: Any, solved: Any, scores: Any, *smem: Any) -> None:
+        (tiles, boxes, work), full = smem
+
+        @pl.when(lax.axis_index("chunk") < num_chunks[0])
+        def _() -> None:
+            _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, work, full)
+
+    return plgpu.kernel(
+        body,
+        kernel_name="recurrent_chunks_solve",
+        out_type=(shape, shape),
+        scratch_types=(_views(boxes, work), plgpu.Barrier(num_arrivals=2 * problem.num_terms * problem.parts)),
+        grid=(num_chunks, num_heads),
+        grid_names=("chunk", "head"),
+        compiler_params=dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True),
+    )(q, k, vectors, plan.starts, plan.num_chunks)
+
+
+def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, work, full):
+    chunk, head = lax.axis_index("chunk"), lax.axis_index("head")
+    token, key_head = starts[chunk], lax.div(head, _int(problem.group_size))
+    boxes = tiles if problem.interpret else boxes  # in which views do not alias
+    for index, source in enumerate((q, k)):
+        _copy_tokens(problem, source, token, key_head, boxes.at[index], full)
+    of_chunk = vectors.at[chunk, head]
+    between = sum(_of_rows(_load(of_chunk.at[i], 1)) - _of_columns(_load(of_chunk.at[i], 0)) for i in (_OF.coarse, _OF.rest))
+    row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(axis)) for axis in (1, 0))
+
+    def where(of_row: Any, of_column: Any, compare: Any, x: Any, other: Any = 0.0) -> Any:
+        """Return x where what rows and columns have compare so, else `other`."""
+        return jnp.where(compare(_of_rows(of_row), _of_columns(of_column)), x, other)
+
+    between = where(row, column, operator.ge, jnp.exp(between))
+    plgpu.barrier_wait(full)
+
+    def with_keys(index: int) -> Any:
+        """Return the products of queries or keys with keys."""
+
+        def run(acc: Any) -> Any:
+            for i, j in pairs(problem.num_terms):
+                for part in range(problem.parts):
+                    plgpu.wgmma(acc, tiles.at[index, i, part], tiles.at[1, j, part].transpose((1, 0)))
+            return written(acc[...])
+
+        return pl.run_scoped(run, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
+
+    def put(index: int, x: Any) -> Any:
+        """Write a matrix into shared memory; return its terms."""
+        terms = split(x, problem.num_terms)
+        for i, term in enumerate(terms):
+            work[index, i] = term
+        return terms
+
+    def give(index: int, target: Any) -> None:
+        """Copy a matrix in shared memory into the result."""
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(work.at[index], target.at[chunk, head])
+
+    read = with_keys(0) * between
+    if problem.corrects:
+        beta = _load(of_chunk.at[_OF.beta], 1)
+        system = where(row, column, operator.gt, with_keys(1) * between * _of_rows(beta))
+    plgpu.commit_smem()  # all warps have read what is overwritten next
+    put(2, read)
+    give(2, scores)
+    if problem.corrects:
+        put(1, system)
+
+        def below(x: Any, size: int) -> Any:
+            """Return the blocks of x that stand below the first one of each two on the diagonal."""
+            of_row, of_column = (lax.div(i, _int(size)) for i in (row, column))
+            # Even blocks of rows stand below none: they are compared with a block that is not there.
+            of_row = jnp.where(lax.rem(of_row, _int(2)) == 1, of_row, 2 * CHUNK)
+            return where(of_row, of_column + 1, operator.eq, x)
+
+        def times(x: Any, index: int, init: Any = None) -> Any:
+            right = [[work.at[index, i] for i in range(problem.num_terms)]]
+            return products(Product([x], right, init), interpret=problem.interpret)[0]
+
+        # Blocks along the diagonal are inverted, each from those of half its size: powers of the matrix are as large
+        # as binomial coefficients where keys are alike.
+        inverse = where(row, column, operator.eq, 1.0, -below(system, 1))
+        for size in (2, 4, 8, 16, 32):
+            terms = put(0, inverse)
+            plgpu.commit_smem()
+            corner = below(times(terms, 1), size)
+            inverse = times(split(-corner, problem.num_terms), 0, inverse)
+            plgpu.commit_smem()  # all warps have read the old one
+        put(0, inverse * _of_columns(_load(of_chunk.at[_OF.beta], 0)))
+        give(0, solved)
+    plgpu.wait_smem_to_gmem(0)
+
+
+# The second kernel.
+
+
+def _scan_kernel(problem, q, k, v, vectors, scores, rows, out, states, solved, tiles, boxes, of_chunk, vector_boxes, full):
+    num_slots, _, group_size, _, _ = states.shape
+    interpret, terms = problem.interpret, range(problem.num_terms)
+    boxes = tiles if interpret else boxes  # in which views do not alias
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    h, g = lax.div(head, _int(group_size)), lax.rem(head, _int(group_size))
+    part = pl.ds(lax.axis_index("part") * CHUNK, CHUNK)
+    first, num_chunks, token, num_tokens, slot, begins = (rows[i, row] for i in range(6))
+
+    def copy(i: Any) -> None:
+        stage = lax.rem(i, _int(problem.stages))
+        for index, source in enumerate((q, k)):
+            _copy_tokens(problem, source, token + i * CHUNK, h, boxes.at[stage, index], full.at[stage])
+        for index, source in enumerate((scores, solved)[: 1 + problem.corrects]):
+            for term in terms:
+                target = of_chunk.at[stage, index, term]
+                plgpu.copy_gmem_to_smem(source.at[first + i, head, term], target, full.at[stage])
+        plgpu.copy_gmem_to_smem(vectors.at[first + i, head], vector_boxes.at[stage], full.at[stage])
+
+    def one_chunk(i: Any, state: Any) -> Any:
+        stage = lax.rem(i, _int(problem.stages))
+        left = lax.min(num_tokens - i * CHUNK, _int(CHUNK))
+        here = pl.ds(token + i * CHUNK, CHUNK)
+
+        def transposed(index: int) -> list[Any]:
+            return [[tiles.at[stage, index, term, p].transpose((1, 0)) for term in terms] for p in range(problem.parts)]
+
+        def of_tokens(index: int) -> list[Any]:
+            return [[of_chunk.at[stage, index, term].transpose((1, 0)) for term in terms]]
+
+        def scaled(x: Any, index: int) -> Any:
+            return x * _of_columns(plgpu.load(vector_boxes.at[stage, index], layout=LAYOUT.reduce(0)))
+
+        def values() -> Any:
+            return load_transposed(v.at[here, h, g, part], left - 1, interpret=interpret)
+
+        plgpu.barrier_wait(full.at[stage])
+        of_state = [split(x, problem.num_terms) for x in state]
+        if not problem.corrects:
+            new = scaled(values(), _OF.beta)
+            [old] = products(Product(of_state, transposed(0)), interpret=interpret)
+        elif interpret:
+            known, old = products(*(Product(of_state, transposed(index)) for index in (1, 0)), interpret=True)
+            new = split(values() - scaled(known, _OF.since), problem.num_terms)
+        else:
+
+            def read_state(known: Any, old: Any) -> Any:
+                begin(known, of_state, transposed(1))
+                new = values()
+                new = new - scaled(written(known[...]), _OF.since)
+                begin(old, of_state, transposed(0))
+                new = split(new, problem.num_terms)
+                return new, written(old[...])
+
+            accumulator = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+            new, old = pl.run_scoped(read_state, accumulator, accumulator)
+        if problem.corrects:
+            [new] = products(Product([new], of_tokens(1)), interpret=interpret)
+        read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
+        total = vector_boxes[stage, _OF.since, CHUNK - 1]
+        writing = [split(scaled(new, _OF.until), problem.num_terms)]
+        writes = (
+            Product(writing, [[tiles.at[stage, 1, term, p] for term in terms]], x * total) for p, x in enumerate(state)
+        )
+        result, *state = products(read, *writes, interpret=interpret)
+        store_transposed(out.at[here, h, g, part], result, left, interpret=interpret)
+        plgpu.commit_smem()  # all warps have read the chunk
+        pl.when(i + problem.stages < num_chunks)(lambda: copy(i + problem.stages))
+        return tuple(state)
+
+    @pl.when(num_chunks > 0)
+    def _() -> None:
+        for i in range(problem.stages):
+            pl.when(_int(i) < num_chunks)(lambda i=i: copy(_int(i)))
+        place = states.at[lax.min(slot, _int(num_slots - 1)), h, g]
+        places = [place.at[pl.ds(p * CHUNK, CHUNK), part] for p in range(problem.parts)]
+        old = [load_transposed(each, _int(CHUNK - 1), interpret=interpret) for each in places]
+        state = tuple(jnp.where(begins != 0, zeros(), x) for x in old)  # an old state may have anything
+        state = lax.fori_loop(_int(0), num_chunks, one_chunk, state)
+
+        @pl.when(slot < num_slots)
+        def _() -> None:
+            for each, x in zip(places, state, strict=True):
+                store_transposed(each, x, _int(CHUNK), interpret=interpret)
