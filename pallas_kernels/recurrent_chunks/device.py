@@ -5,7 +5,7 @@ A float32 matrix is taken as the sum of two bfloat16 ones, so that products have
 cores' rate; with one term they have eight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
 from pallas_kernels.device.registers import at, row_and_quarter, written
-from pallas_kernels.jax_internals import arith, ir, memref, scf, vector
+from pallas_kernels.jax_internals import arith, ir, llvm, memref, scf, vector
 
 CHUNK = 64
 """Tokens of a chunk, and the values of a head that a CTA has: what one wgmma multiplies."""
@@ -52,16 +52,17 @@ def split_by_xla(x: jax.Array, num_terms: int) -> jax.Array:
     return jnp.stack(terms)
 
 
-def zeros() -> Any:
-    """Return a matrix of zeros in registers."""
-    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), jnp.float32), LAYOUT)
+def zeros(num_columns: int = CHUNK) -> Any:
+    """Return 64 rows of zeros in registers."""
+    return plgpu.layout_cast(jnp.zeros((CHUNK, num_columns), jnp.float32), LAYOUT)
 
 
 class Product(NamedTuple):
-    """A sum of products of [64, 64] in registers and 64 rows in shared memory, one for each part of what is summed over.
+    """A sum of products of [64, 64], in registers or shared memory, and 64 rows in shared memory, one for each part of
+    what is summed over.
 
     Attributes:
-        left: the terms of each part.
+        left: the terms of each part, or refs to them.
         right: refs to the terms of each part.
         init: what the sum is added to; None is zeros.
     """
@@ -71,34 +72,35 @@ class Product(NamedTuple):
     init: Any = None
 
 
-def begin(acc: Any, left: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> int:
-    """Begin to add a product to an accumulator; return the number of groups of wgmmas."""
-    which = [(part, i, j) for i, j in pairs(len(left[0])) for part in range(len(left))]
-    for part, i, j in which:
-        plgpu.wgmma(acc, left[part][i], right[part][j])
-    return len(which)
-
-
-def products(*wanted: Product, interpret: bool) -> list[Any]:
-    """Return sums of products, which are computed one behind the other without a wait between them."""
+def products(*wanted: Product, interpret: bool, meanwhile: Callable[[], Any] | None = None) -> list[Any]:
+    """Return sums of products, which are computed one behind the other without a wait between them, and behind them the
+    matrix that `meanwhile` makes while they are computed.
+    """
     if interpret:
-        return [_interpreted(each) for each in wanted]
+        return [*map(_interpreted, wanted), *([] if meanwhile is None else [meanwhile()])]
 
     def run(refs: Any) -> None:
-        for ref, each in zip(refs, wanted, strict=True):
-            begin(ref, each.left, each.right)
+        for ref, each in zip(refs, wanted, strict=False):
+            for left, right in zip(each.left, each.right, strict=True):
+                for i, j in pairs(len(left)):
+                    plgpu.wgmma(ref, left[i], right[j])
+        if meanwhile is not None:
+            refs[-1][...] = meanwhile()
 
-    inits = tuple(plgpu.ACC.init(zeros() if each.init is None else each.init) for each in wanted)
-    return list(written(cast(Any, pl.run_state(run))(inits)))
+    inits = [
+        plgpu.ACC.init(zeros(each.right[0][0].shape[1]) if each.init is None else each.init) for each in wanted
+    ]
+    results = cast(Any, pl.run_state(run))((*inits, *([] if meanwhile is None else [zeros()])))
+    return list(written(results))
 
 
 def _interpreted(wanted: Product) -> Any:
-    """The interpreter has no wgmma with an operand in registers."""
-    total = jnp.zeros((CHUNK, CHUNK), jnp.float32) if wanted.init is None else wanted.init
+    """Return a sum of products for the interpreter, which has no wgmma with an operand in registers."""
+    total = zeros(wanted.right[0][0].shape[1]) if wanted.init is None else wanted.init
     for left, right in zip(wanted.left, wanted.right, strict=True):
         for i, j in pairs(len(left)):
             rows = right[j][...].astype(jnp.float32)
-            total = total + jnp.dot(left[i].astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
+            total = total + jnp.dot(left[i][...].astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
     plgpu.commit_smem()  # as wgmma reads: ordered before copies that follow
     return total
 
@@ -127,15 +129,20 @@ def store_transposed(ref: Any, x: Any, num: Any, *, interpret: bool) -> None:
 
 
 def _places() -> Any:
-    """Yield the index of each register of a thread, its row, the columns' number for the thread that has the first ones,
-    and what this thread's are further.
+    """Yield the index of each register of a thread, its row, its columns if the thread had the first ones of eight, and
+    how far on they are.
     """
     first_row, quarter = row_and_quarter()
-    ahead = arith.muli(quarter, const_i32(2))
+    ahead = _opaque(arith.muli(quarter, const_i32(2)))
     for matrix in range(CHUNK // 8):
         for half in range(2):
             columns = [8 * matrix + i for i in range(2)]
             yield at(matrix, half), arith.addi(first_row, const_i32(8 * half)), columns, ahead
+
+
+def _opaque(value: Any) -> Any:
+    """Return a number of which LLVM knows nothing: it would compute places ahead of a loop, in registers of their own."""
+    return llvm.inline_asm(value.type, [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
 def _load_transposed(_: Any, ref: Any, last: Any) -> Any:

@@ -29,7 +29,6 @@ from pallas_kernels.recurrent_chunks.device import (
     LAYOUT,
     TILES,
     Product,
-    begin,
     load_transposed,
     pairs,
     products,
@@ -77,14 +76,16 @@ class Plan(NamedTuple):
 class Vectors(NamedTuple):
     """Indices of what a chunk has for each of its tokens, in the order of `_vectors`."""
 
-    coarse: int = 0
-    rest: int = 1
-    since: int = 2
-    until: int = 3
-    beta: int = 4
+    since: int = 0
+    until: int = 1
+    beta: int = 2
+    coarse: int = 3
+    rest: int = 4
 
 
 _OF = Vectors()
+_NUM_SCANNED = 3
+"""The second kernel needs the first ones."""
 
 
 def why_not(key_size: int, value_size: int) -> str | None:
@@ -147,7 +148,7 @@ def _vectors(tokens: Tokens, plan: Plan, ends: Int[Array, " N"]) -> Float[Array,
     coarse, rest = (jnp.cumsum(x, axis=-1) for x in (coarse, log_decay - coarse))
     since = jnp.exp(coarse + rest)
     until = jnp.exp((coarse[..., -1:] - coarse) + (rest[..., -1:] - rest))
-    return jnp.stack([coarse, rest, since, until, chunked(tokens.beta)], axis=2)
+    return jnp.stack([since, until, chunked(tokens.beta), coarse, rest], axis=2)
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
@@ -162,7 +163,7 @@ def _call(
     solved, scores = _solve(q, k, vectors, plan, problem)
     out, after = jax.new_ref(jnp.zeros_like(tokens.v)), jax.new_ref(states)  # changed in place by the kernel
     operands = (q, k, tokens.v, vectors, scores, plan.rows, out, after, *([solved] if problem.corrects else []))
-    boxes = (problem.stages, 2, problem.num_terms, problem.parts, CHUNK, CHUNK)
+    boxes = (problem.stages, problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
     num_tiles = 1 + problem.corrects
 
     def body(*refs: Any) -> None:
@@ -176,7 +177,8 @@ def _call(
         scratch_types=(
             _views(boxes),
             plgpu.SMEM((problem.stages, num_tiles, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
-            plgpu.SMEM((problem.stages, *vectors.shape[2:]), jnp.float32),
+            plgpu.SMEM((1, problem.parts, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
+            plgpu.SMEM((problem.stages, _NUM_SCANNED, CHUNK), jnp.float32),
             plgpu.Barrier(
                 num_barriers=problem.stages, num_arrivals=1 + (2 * problem.parts + num_tiles) * problem.num_terms
             ),
@@ -194,12 +196,18 @@ def _views(shape: tuple[int, ...], *others: Any) -> Any:
     return plgpu.RefUnion(*views, *others)
 
 
-def _copy_tokens(problem: Problem, source: Any, token: Any, head: Any, boxes: Any, full: Any) -> None:
-    """Copy a chunk of queries or keys. Behind the last token TMA fills in zeros."""
+def _copy_tokens(problem: Problem, k: Any, q: Any, token: Any, head: Any, boxes: Any, full: Any) -> None:
+    """Copy a chunk of keys, and of queries behind them. Behind the last token TMA fills in zeros."""
     for term in range(problem.num_terms):
         for part in range(problem.parts):
             columns = pl.ds(part * CHUNK, CHUNK)
-            plgpu.copy_gmem_to_smem(source.at[term, pl.ds(token, CHUNK), head, columns], boxes.at[term, part], full)
+            for index, source in enumerate((k, q)):
+                target = boxes.at[term, part, pl.ds(index * CHUNK, CHUNK)]
+                plgpu.copy_gmem_to_smem(source.at[term, pl.ds(token, CHUNK), head, columns], target, full)
+
+
+_KEYS, _QUERIES = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
+"""Rows of such a copy."""
 
 
 def _of_rows(x: Any) -> Any:
@@ -221,7 +229,7 @@ def _load(ref: Any, axis: int) -> Any:
 def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> tuple[Array, Array]:
     num_chunks, num_heads = vectors.shape[:2]
     shape = jax.ShapeDtypeStruct((num_chunks, num_heads, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16)
-    boxes = (2, problem.num_terms, problem.parts, CHUNK, CHUNK)
+    boxes = (problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
     work = plgpu.SMEM((3, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES)
 
     def body(q: Any, k: Any, vectors: Any, starts: Any, num_chunks: Any, solved: Any, scores: Any, *smem: Any) -> None:
@@ -246,10 +254,10 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
     chunk, head = lax.axis_index("chunk"), lax.axis_index("head")
     token, key_head = starts[chunk], lax.div(head, _int(problem.group_size))
     boxes = tiles if problem.interpret else boxes  # in which views do not alias
-    for index, source in enumerate((q, k)):
-        _copy_tokens(problem, source, token, key_head, boxes.at[index], full)
+    _copy_tokens(problem, k, q, token, key_head, boxes, full)
     of_chunk = vectors.at[chunk, head]
-    between = sum(_of_rows(_load(of_chunk.at[i], 1)) - _of_columns(_load(of_chunk.at[i], 0)) for i in (_OF.coarse, _OF.rest))
+    decayed = [of_chunk.at[index] for index in (_OF.coarse, _OF.rest)]
+    between = sum(_of_rows(_load(each, 1)) - _of_columns(_load(each, 0)) for each in decayed)
     row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(axis)) for axis in (1, 0))
 
     def where(of_row: Any, of_column: Any, compare: Any, x: Any, other: Any = 0.0) -> Any:
@@ -259,13 +267,13 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
     between = where(row, column, operator.ge, jnp.exp(between))
     plgpu.barrier_wait(full)
 
-    def with_keys(index: int) -> Any:
+    def with_keys(rows: Any) -> Any:
         """Return the products of queries or keys with keys."""
 
         def run(acc: Any) -> Any:
             for i, j in pairs(problem.num_terms):
                 for part in range(problem.parts):
-                    plgpu.wgmma(acc, tiles.at[index, i, part], tiles.at[1, j, part].transpose((1, 0)))
+                    plgpu.wgmma(acc, tiles.at[i, part, rows], tiles.at[j, part, _KEYS].transpose((1, 0)))
             return written(acc[...])
 
         return pl.run_scoped(run, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
@@ -282,10 +290,10 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(work.at[index], target.at[chunk, head])
 
-    read = with_keys(0) * between
+    read = with_keys(_QUERIES) * between
     if problem.corrects:
         beta = _load(of_chunk.at[_OF.beta], 1)
-        system = where(row, column, operator.gt, with_keys(1) * between * _of_rows(beta))
+        system = where(row, column, operator.gt, with_keys(_KEYS) * between * _of_rows(beta))
     plgpu.commit_smem()  # all warps have read what is overwritten next
     put(2, read)
     give(2, scores)
@@ -320,9 +328,11 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
 # The second kernel.
 
 
-def _scan_kernel(problem, q, k, v, vectors, scores, rows, out, states, solved, tiles, boxes, of_chunk, vector_boxes, full):
+def _scan_kernel(
+    problem, q, k, v, vectors, scores, rows, out, states, solved, tiles, boxes, of_chunk, held, vector_boxes, full
+):
     num_slots, _, group_size, _, _ = states.shape
-    interpret, terms = problem.interpret, range(problem.num_terms)
+    interpret, terms, parts = problem.interpret, range(problem.num_terms), range(problem.parts)
     boxes = tiles if interpret else boxes  # in which views do not alias
     row, head = lax.axis_index("row"), lax.axis_index("head")
     h, g = lax.div(head, _int(group_size)), lax.rem(head, _int(group_size))
@@ -331,21 +341,20 @@ def _scan_kernel(problem, q, k, v, vectors, scores, rows, out, states, solved, t
 
     def copy(i: Any) -> None:
         stage = lax.rem(i, _int(problem.stages))
-        for index, source in enumerate((q, k)):
-            _copy_tokens(problem, source, token + i * CHUNK, h, boxes.at[stage, index], full.at[stage])
+        _copy_tokens(problem, k, q, token + i * CHUNK, h, boxes.at[stage], full.at[stage])
         for index, source in enumerate((scores, solved)[: 1 + problem.corrects]):
             for term in terms:
                 target = of_chunk.at[stage, index, term]
                 plgpu.copy_gmem_to_smem(source.at[first + i, head, term], target, full.at[stage])
-        plgpu.copy_gmem_to_smem(vectors.at[first + i, head], vector_boxes.at[stage], full.at[stage])
+        source = vectors.at[first + i, head, pl.ds(0, _NUM_SCANNED)]
+        plgpu.copy_gmem_to_smem(source, vector_boxes.at[stage], full.at[stage])
 
     def one_chunk(i: Any, state: Any) -> Any:
         stage = lax.rem(i, _int(problem.stages))
         left = lax.min(num_tokens - i * CHUNK, _int(CHUNK))
         here = pl.ds(token + i * CHUNK, CHUNK)
-
-        def transposed(index: int) -> list[Any]:
-            return [[tiles.at[stage, index, term, p].transpose((1, 0)) for term in terms] for p in range(problem.parts)]
+        # Always 0, of which LLVM knows nothing: it would keep places that are the same in all turns in registers.
+        zero = lax.div(left, _int(CHUNK + 1))
 
         def of_tokens(index: int) -> list[Any]:
             return [[of_chunk.at[stage, index, term].transpose((1, 0)) for term in terms]]
@@ -357,47 +366,45 @@ def _scan_kernel(problem, q, k, v, vectors, scores, rows, out, states, solved, t
             return load_transposed(v.at[here, h, g, part], left - 1, interpret=interpret)
 
         plgpu.barrier_wait(full.at[stage])
-        of_state = [split(x, problem.num_terms) for x in state]
-        if not problem.corrects:
-            new = scaled(values(), _OF.beta)
-            [old] = products(Product(of_state, transposed(0)), interpret=interpret)
-        elif interpret:
-            known, old = products(*(Product(of_state, transposed(index)) for index in (1, 0)), interpret=True)
-            new = split(values() - scaled(known, _OF.since), problem.num_terms)
-        else:
-
-            def read_state(known: Any, old: Any) -> Any:
-                begin(known, of_state, transposed(1))
-                new = values()
-                new = new - scaled(written(known[...]), _OF.since)
-                begin(old, of_state, transposed(0))
-                new = split(new, problem.num_terms)
-                return new, written(old[...])
-
-            accumulator = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
-            new, old = pl.run_scoped(read_state, accumulator, accumulator)
+        rows_read = pl.ds(0, 2 * CHUNK) if problem.corrects else _QUERIES
+        rows_read = [[tiles.at[stage, term, p, rows_read].transpose((1, 0)) for term in terms] for p in parts]
+        of_state = Product([[held.at[zero, p, term] for term in terms] for p in parts], rows_read)
+        old, new = products(of_state, interpret=interpret, meanwhile=values)
         if problem.corrects:
+            known, old = old[:, :CHUNK], old[:, CHUNK:]
+            new = split(new - scaled(known, _OF.since), problem.num_terms)
             [new] = products(Product([new], of_tokens(1)), interpret=interpret)
+        else:
+            new = scaled(new, _OF.beta)
         read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
-        total = vector_boxes[stage, _OF.since, CHUNK - 1]
-        writing = [split(scaled(new, _OF.until), problem.num_terms)]
+        result, new = products(read, interpret=interpret, meanwhile=lambda: scaled(new, _OF.until))
+        total, writing = vector_boxes[stage, _OF.since, CHUNK - 1], [split(new, problem.num_terms)]
         writes = (
-            Product(writing, [[tiles.at[stage, 1, term, p] for term in terms]], x * total) for p, x in enumerate(state)
+            Product(writing, [[tiles.at[stage, term, p, _KEYS] for term in terms]], x * total)
+            for p, x in enumerate(state)
         )
-        result, *state = products(read, *writes, interpret=interpret)
-        store_transposed(out.at[here, h, g, part], result, left, interpret=interpret)
-        plgpu.commit_smem()  # all warps have read the chunk
+        state = products(*writes, interpret=interpret)
+        put(state, zero)  # and all warps have read the chunk
         pl.when(i + problem.stages < num_chunks)(lambda: copy(i + problem.stages))
+        store_transposed(out.at[here, h, g, part], result, left, interpret=interpret)
         return tuple(state)
+
+    def put(state: Any, zero: Any = 0) -> None:
+        """Write the terms of the state into shared memory."""
+        for p, x in enumerate(state):
+            for i, term in enumerate(split(x, problem.num_terms)):
+                held[zero, p, i] = term
+        plgpu.commit_smem()
 
     @pl.when(num_chunks > 0)
     def _() -> None:
         for i in range(problem.stages):
             pl.when(_int(i) < num_chunks)(lambda i=i: copy(_int(i)))
         place = states.at[lax.min(slot, _int(num_slots - 1)), h, g]
-        places = [place.at[pl.ds(p * CHUNK, CHUNK), part] for p in range(problem.parts)]
+        places = [place.at[pl.ds(p * CHUNK, CHUNK), part] for p in parts]
         old = [load_transposed(each, _int(CHUNK - 1), interpret=interpret) for each in places]
         state = tuple(jnp.where(begins != 0, zeros(), x) for x in old)  # an old state may have anything
+        put(state)
         state = lax.fori_loop(_int(0), num_chunks, one_chunk, state)
 
         @pl.when(slot < num_slots)
