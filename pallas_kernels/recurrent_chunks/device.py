@@ -87,9 +87,7 @@ def products(*wanted: Product, interpret: bool, meanwhile: Callable[[], Any] | N
         if meanwhile is not None:
             refs[-1][...] = meanwhile()
 
-    inits = [
-        plgpu.ACC.init(zeros(each.right[0][0].shape[1]) if each.init is None else each.init) for each in wanted
-    ]
+    inits = [plgpu.ACC.init(zeros(each.right[0][0].shape[1]) if each.init is None else each.init) for each in wanted]
     results = cast(Any, pl.run_state(run))((*inits, *([] if meanwhile is None else [zeros()])))
     return list(written(results))
 
@@ -141,7 +139,7 @@ def _places() -> Any:
 
 
 def _opaque(value: Any) -> Any:
-    """Return a number of which LLVM knows nothing: it would compute places ahead of a loop, in registers of their own."""
+    """Return a number of which LLVM knows nothing: it would keep what is computed from it in registers in a loop."""
     return llvm.inline_asm(value.type, [value], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 

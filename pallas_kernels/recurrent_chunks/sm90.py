@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import BY_LANES
+from pallas_kernels.ragged_prefill_attention.device import clear_rows
 from pallas_kernels.recurrent_chunks.device import (
     CHUNK,
     LAYOUT,
@@ -42,6 +43,11 @@ from pallas_kernels.recurrent_step import Tokens
 MIN_LOG_DECAY = -88.0
 """Logarithm of a decay that leaves nothing: of the least number that float32 has with all its digits."""
 
+MAX_BYTES = 2**28
+"""Bytes of inverses and scores that are in memory at once, whatever the number of a step's tokens."""
+
+# Accesses to shared memory are ordered by barriers of this code.
+_PARAMETERS = dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True)
 _int = jnp.int32
 
 
@@ -64,10 +70,10 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The chunks of a step's rows, one row after the other."""
+    """Chunks of a step's rows, one row after the other: those of one turn."""
 
-    starts: Int[Array, " N"]
-    """First token of each chunk."""
+    chunks: Int[Array, "2 N"]
+    """First token of each chunk, and the number of its tokens, 0 for none."""
     num_chunks: Int[Array, " 1"]
     rows: Int[Array, "6 B"]
     """Of each row: its first chunk, how many it has, its first token, how many it has, its slot, whether it begins."""
@@ -95,53 +101,72 @@ def why_not(key_size: int, value_size: int) -> str | None:
     return f"keys must be 64 or 128 and values a multiple of 64, got {key_size} and {value_size}"
 
 
+# Jitted, so that the layers of a model use one trace and one compilation.
+@functools.partial(jax.jit, static_argnames=("corrects", "num_terms", "stages", "max_bytes", "interpret"))
 def recurrent_chunks_sm90(
     tokens: Tokens,
     states: Float[Array, "S H G K V"],
     slots: Int[Array, " B"],
     query_starts: Int[Array, " B+1"],
-    begins: Any,
+    begins: Bool[Array, " B"],
     first_row: Int[Array, ""],
     num_rows: Int[Array, ""],
     *,
     corrects: bool,
     num_terms: int = 2,
     stages: int = 2,
+    max_bytes: int = MAX_BYTES,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """Return the outputs of the rows from `first_row` on, zeros for other tokens, and the states after them."""
-    num_tokens, _, key_size = tokens.k.shape
-    if (reason := why_not(key_size, tokens.v.shape[-1])) is not None:
+    num_tokens, H, key_size = tokens.k.shape
+    G, V = tokens.v.shape[2:]
+    if (reason := why_not(key_size, V)) is not None:
         raise NotImplementedError(reason)
-    group_size = tokens.v.shape[2]
-    problem = Problem(group_size, key_size, corrects, num_terms, stages, interpret)
+    problem = Problem(G, key_size, corrects, num_terms, stages, interpret)
+    q, k = (split_by_xla(x, num_terms) for x in (tokens.q, tokens.k))
+    # A copy takes that many tokens at least.
+    q, k = (jnp.pad(x, ((0, 0), (0, max(0, CHUNK - num_tokens)), (0, 0), (0, 0))) for x in (q, k))
+    # Of so many chunks at most: each row ends with one that may have less than 64 tokens.
+    max_chunks = min(num_tokens, num_tokens // CHUNK + len(slots))
+    at_once = min(max_chunks, max(1, max_bytes // ((1 + corrects) * H * G * num_terms * CHUNK**2 * 2)))
     starts, ends = query_starts[:-1], query_starts[1:]
     index = jnp.arange(len(slots), dtype=jnp.int32)
-    is_there = (index >= first_row) & (index < num_rows)
-    lengths = jnp.where(is_there, ends - starts, 0)
+    lengths = jnp.where((index >= first_row) & (index < num_rows), ends - starts, 0)
     counts = (lengths + CHUNK - 1) // CHUNK
     counted = jnp.cumsum(counts)
-    rows = jnp.stack([counted - counts, counts, starts, lengths, slots, begins.astype(jnp.int32)])
-    # Of so many chunks at most: each row ends with one that may have less than 64 tokens.
-    number = jnp.arange(min(num_tokens, num_tokens // CHUNK + len(slots)), dtype=jnp.int32)
-    row = jnp.searchsorted(counted, number, side="right", method="compare_all")
-    row = jnp.minimum(row, len(counts) - 1)
-    first = starts[row] + (number - rows[0, row]) * CHUNK
-    plan = Plan(jnp.where(number < counted[-1], first, 0), counted[-1:], rows)
-    vectors = _vectors(tokens, plan, jnp.where(number < counted[-1], ends[row], 0))
-    return _call(tokens, states, plan, vectors, problem=problem)
+
+    def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = counted - counts
+        here = jnp.maximum(first, index * at_once)
+        num_here = jnp.maximum(jnp.minimum(counted, (index + 1) * at_once) - here, 0)
+        skipped = (here - first) * CHUNK
+        begins_here = (begins & (skipped == 0)).astype(jnp.int32)
+        rows = jnp.stack([here - index * at_once, num_here, starts + skipped, lengths - skipped, slots, begins_here])
+        number = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        row = jnp.searchsorted(counted, number, side="right", method="compare_all")
+        row = jnp.minimum(row, len(counts) - 1)
+        token = starts[row] + (number - first[row]) * CHUNK
+        length = jnp.where(number < counted[-1], jnp.minimum(ends[row] - token, CHUNK), 0)
+        plan = Plan(jnp.stack([token, length]), (counted[-1:] - index * at_once), rows)
+        return _turn(q, k, tokens.v, _vectors(tokens, plan), plan, carry, problem)
+
+    carry = jnp.zeros_like(tokens.v), states
+    if at_once == max_chunks:
+        return turn(jnp.int32(0), carry)
+    return lax.fori_loop(0, (counted[-1] + at_once - 1) // at_once, turn, carry)
 
 
-def _vectors(tokens: Tokens, plan: Plan, ends: Int[Array, " N"]) -> Float[Array, "N heads 5 C"]:
+def _vectors(tokens: Tokens, plan: Plan) -> Float[Array, "N heads 5 C"]:
     """Return `Vectors`. Logarithms of products over a chunk are two summands: sums of the first are exact, those of the
     second small, so that strong decays round off none of the weak ones.
     """
-    token = plan.starts[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    is_in = token < ends[:, None]
+    starts, lengths = plan.chunks
+    within = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    token = jnp.where(within < lengths[:, None], starts[:, None] + within, len(tokens.v))
 
     def chunked(x: Float[Array, "T H G"]) -> Float[Array, "N heads C"]:
-        x = x.reshape(len(x), -1).at[jnp.where(is_in, token, len(x))].get(mode="fill", fill_value=0)
-        return jnp.moveaxis(x, 1, 2)
+        return jnp.moveaxis(x.reshape(len(x), -1).at[token].get(mode="fill", fill_value=0), 1, 2)
 
     log_decay = jnp.maximum(chunked(tokens.log_decay), MIN_LOG_DECAY)
     coarse = jnp.round(log_decay * 256) / 256
@@ -151,24 +176,21 @@ def _vectors(tokens: Tokens, plan: Plan, ends: Int[Array, " N"]) -> Float[Array,
     return jnp.stack([since, until, chunked(tokens.beta), coarse, rest], axis=2)
 
 
-# Jitted, so that the layers of a model use one trace and one compilation.
-@functools.partial(jax.jit, static_argnames="problem")
-def _call(
-    tokens: Tokens, states: Array, plan: Plan, vectors: Array, *, problem: Problem
+def _turn(
+    q: Array, k: Array, v: Array, vectors: Array, plan: Plan, carry: tuple[Array, Array], problem: Problem
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
-    num_tokens, H, G, V = tokens.v.shape
-    q, k = (split_by_xla(x, problem.num_terms) for x in (tokens.q, tokens.k))
-    # A copy takes that many tokens at least.
-    q, k = (jnp.pad(x, ((0, 0), (0, max(0, CHUNK - num_tokens)), (0, 0), (0, 0))) for x in (q, k))
-    solved, scores = _solve(q, k, vectors, plan, problem)
-    out, after = jax.new_ref(jnp.zeros_like(tokens.v)), jax.new_ref(states)  # changed in place by the kernel
-    operands = (q, k, tokens.v, vectors, scores, plan.rows, out, after, *([solved] if problem.corrects else []))
+    """Return outputs and states after the chunks of a turn."""
+    H, G, V = v.shape[1:]
+    scores, *solved = _solve(q, k, vectors, plan, problem)
+    out, states = map(jax.new_ref, carry)  # changed in place by the kernel
+    operands = (q, k, v, vectors, plan.rows, out, states, scores, *solved)
     boxes = (problem.stages, problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
     num_tiles = 1 + problem.corrects
 
     def body(*refs: Any) -> None:
-        inputs, (tiles, *others) = refs[: len(operands)], refs[len(operands) :]
-        _scan_kernel(problem, *inputs, *([] if problem.corrects else [None]), *tiles, *others)
+        inputs, ((tiles, boxes), *others) = refs[: len(operands)], refs[len(operands) :]
+        boxes = tiles if problem.interpret else boxes  # in which views do not alias
+        _scan_kernel(problem, *inputs[:7], inputs[7:], tiles, boxes, *others)
 
     plgpu.kernel(
         body,
@@ -185,9 +207,9 @@ def _call(
         ),
         grid=(len(plan.rows[0]), H * G, V // CHUNK),
         grid_names=("row", "head", "part"),
-        compiler_params=dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True),
+        compiler_params=_PARAMETERS,
     )(*operands)
-    return jax.freeze(out), jax.freeze(after)
+    return jax.freeze(out), jax.freeze(states)
 
 
 def _views(shape: tuple[int, ...], *others: Any) -> Any:
@@ -226,35 +248,47 @@ def _load(ref: Any, axis: int) -> Any:
 # The first kernel.
 
 
-def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> tuple[Array, Array]:
+def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> list[Array]:
+    """Return the scores of each chunk, and the solution of its system if there is one."""
     num_chunks, num_heads = vectors.shape[:2]
     shape = jax.ShapeDtypeStruct((num_chunks, num_heads, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16)
     boxes = (problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
     work = plgpu.SMEM((3, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES)
 
-    def body(q: Any, k: Any, vectors: Any, starts: Any, num_chunks: Any, solved: Any, scores: Any, *smem: Any) -> None:
-        (tiles, boxes, work), full = smem
+    def body(q: Any, k: Any, vectors: Any, chunks: Any, num_chunks: Any, *others: Any) -> None:
+        *results, (tiles, boxes, work), full = others
+        boxes = tiles if problem.interpret else boxes  # in which views do not alias
 
         @pl.when(lax.axis_index("chunk") < num_chunks[0])
         def _() -> None:
-            _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, work, full)
+            _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, full)
 
     return plgpu.kernel(
         body,
         kernel_name="recurrent_chunks_solve",
-        out_type=(shape, shape),
+        out_type=[shape] * (1 + problem.corrects),
         scratch_types=(_views(boxes, work), plgpu.Barrier(num_arrivals=2 * problem.num_terms * problem.parts)),
         grid=(num_chunks, num_heads),
         grid_names=("chunk", "head"),
-        compiler_params=dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True),
-    )(q, k, vectors, plan.starts, plan.num_chunks)
+        compiler_params=_PARAMETERS,
+    )(q, k, vectors, plan.chunks, plan.num_chunks)
 
 
-def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, work, full):
+def _clear_keys(problem: Problem, tiles: Any, num: Any) -> None:
+    """Write zeros over what a chunk has copied of the next row's keys, which may be NaN."""
+
+    @pl.when(num < CHUNK)
+    def _() -> None:
+        for term in range(problem.num_terms):
+            for part in range(problem.parts):
+                clear_rows(tiles.at[term, part, _KEYS], num, interpret=problem.interpret)
+        plgpu.commit_smem()
+
+
+def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, full):
     chunk, head = lax.axis_index("chunk"), lax.axis_index("head")
-    token, key_head = starts[chunk], lax.div(head, _int(problem.group_size))
-    boxes = tiles if problem.interpret else boxes  # in which views do not alias
-    _copy_tokens(problem, k, q, token, key_head, boxes, full)
+    key_head = lax.div(head, _int(problem.group_size))
+    _copy_tokens(problem, k, q, chunks[0, chunk], key_head, boxes, full)
     of_chunk = vectors.at[chunk, head]
     decayed = [of_chunk.at[index] for index in (_OF.coarse, _OF.rest)]
     between = sum(_of_rows(_load(each, 1)) - _of_columns(_load(each, 0)) for each in decayed)
@@ -266,6 +300,7 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
 
     between = where(row, column, operator.ge, jnp.exp(between))
     plgpu.barrier_wait(full)
+    _clear_keys(problem, tiles, chunks[1, chunk])
 
     def with_keys(rows: Any) -> Any:
         """Return the products of queries or keys with keys."""
@@ -296,7 +331,7 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
         system = where(row, column, operator.gt, with_keys(_KEYS) * between * _of_rows(beta))
     plgpu.commit_smem()  # all warps have read what is overwritten next
     put(2, read)
-    give(2, scores)
+    give(2, results[0])
     if problem.corrects:
         put(1, system)
 
@@ -321,7 +356,7 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
             inverse = times(split(-corner, problem.num_terms), 0, inverse)
             plgpu.commit_smem()  # all warps have read the old one
         put(0, inverse * _of_columns(_load(of_chunk.at[_OF.beta], 0)))
-        give(0, solved)
+        give(0, results[1])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -329,11 +364,10 @@ def _solve_kernel(problem, q, k, vectors, starts, solved, scores, tiles, boxes, 
 
 
 def _scan_kernel(
-    problem, q, k, v, vectors, scores, rows, out, states, solved, tiles, boxes, of_chunk, held, vector_boxes, full
+    problem, q, k, v, vectors, rows, out, states, chunk_tiles, tiles, boxes, of_chunk, held, vector_boxes, full
 ):
     num_slots, _, group_size, _, _ = states.shape
     interpret, terms, parts = problem.interpret, range(problem.num_terms), range(problem.parts)
-    boxes = tiles if interpret else boxes  # in which views do not alias
     row, head = lax.axis_index("row"), lax.axis_index("head")
     h, g = lax.div(head, _int(group_size)), lax.rem(head, _int(group_size))
     part = pl.ds(lax.axis_index("part") * CHUNK, CHUNK)
@@ -342,7 +376,7 @@ def _scan_kernel(
     def copy(i: Any) -> None:
         stage = lax.rem(i, _int(problem.stages))
         _copy_tokens(problem, k, q, token + i * CHUNK, h, boxes.at[stage], full.at[stage])
-        for index, source in enumerate((scores, solved)[: 1 + problem.corrects]):
+        for index, source in enumerate(chunk_tiles):
             for term in terms:
                 target = of_chunk.at[stage, index, term]
                 plgpu.copy_gmem_to_smem(source.at[first + i, head, term], target, full.at[stage])
@@ -366,6 +400,7 @@ def _scan_kernel(
             return load_transposed(v.at[here, h, g, part], left - 1, interpret=interpret)
 
         plgpu.barrier_wait(full.at[stage])
+        _clear_keys(problem, tiles.at[stage], left)
         rows_read = pl.ds(0, 2 * CHUNK) if problem.corrects else _QUERIES
         rows_read = [[tiles.at[stage, term, p, rows_read].transpose((1, 0)) for term in terms] for p in parts]
         of_state = Product([[held.at[zero, p, term] for term in terms] for p in parts], rows_read)
@@ -377,8 +412,8 @@ def _scan_kernel(
         else:
             new = scaled(new, _OF.beta)
         read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
-        result, new = products(read, interpret=interpret, meanwhile=lambda: scaled(new, _OF.until))
-        total, writing = vector_boxes[stage, _OF.since, CHUNK - 1], [split(new, problem.num_terms)]
+        result, fading = products(read, interpret=interpret, meanwhile=functools.partial(scaled, new, _OF.until))
+        total, writing = vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading, problem.num_terms)]
         writes = (
             Product(writing, [[tiles.at[stage, term, p, _KEYS] for term in terms]], x * total)
             for p, x in enumerate(state)
