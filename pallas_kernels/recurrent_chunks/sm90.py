@@ -410,7 +410,7 @@ def _scan_kernel(
             new = split(new - scaled(known, _OF.since), problem.num_terms)
             [new] = products(Product([new], of_tokens(1)), interpret=interpret)
         else:
-            new = scaled(new, _OF.beta)
+            new = written(scaled(new, _OF.beta))  # or LLVM would keep both factors for the terms
         read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
         result, fading = products(read, interpret=interpret, meanwhile=functools.partial(scaled, new, _OF.until))
         total, writing = vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading, problem.num_terms)]
