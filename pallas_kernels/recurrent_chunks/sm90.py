@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import BY_LANES
 from pallas_kernels.ragged_prefill_attention.device import clear_rows
+from pallas_kernels.recurrent_chunks.decays import decayed
 from pallas_kernels.recurrent_chunks.device import (
     CHUNK,
     LAYOUT,
@@ -39,9 +40,6 @@ from pallas_kernels.recurrent_chunks.device import (
     zeros,
 )
 from pallas_kernels.recurrent_step import Tokens
-
-MIN_LOG_DECAY = -88.0
-"""Logarithm of a decay that leaves nothing: of the least number that float32 has with all its digits."""
 
 MAX_BYTES = 2**28
 """Bytes of inverses and scores that are in memory at once, whatever the number of a step's tokens."""
@@ -118,7 +116,7 @@ def recurrent_chunks_sm90(
     max_bytes: int = MAX_BYTES,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
-    """Return the outputs of the rows from `first_row` on, zeros for other tokens, and the states after them."""
+    """See `recurrent_chunks`; `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks."""
     num_tokens, H, key_size = tokens.k.shape
     G, V = tokens.v.shape[2:]
     if (reason := why_not(key_size, V)) is not None:
@@ -158,9 +156,7 @@ def recurrent_chunks_sm90(
 
 
 def _vectors(tokens: Tokens, plan: Plan) -> Float[Array, "N heads 5 C"]:
-    """Return `Vectors`. Logarithms of products over a chunk are two summands: sums of the first are exact, those of the
-    second small, so that strong decays round off none of the weak ones.
-    """
+    """Return `Vectors`."""
     starts, lengths = plan.chunks
     within = jnp.arange(CHUNK, dtype=jnp.int32)[None]
     token = jnp.where(within < lengths[:, None], starts[:, None] + within, len(tokens.v))
@@ -168,9 +164,7 @@ def _vectors(tokens: Tokens, plan: Plan) -> Float[Array, "N heads 5 C"]:
     def chunked(x: Float[Array, "T H G"]) -> Float[Array, "N heads C"]:
         return jnp.moveaxis(x.reshape(len(x), -1).at[token].get(mode="fill", fill_value=0), 1, 2)
 
-    log_decay = jnp.maximum(chunked(tokens.log_decay), MIN_LOG_DECAY)
-    coarse = jnp.round(log_decay * 256) / 256
-    coarse, rest = (jnp.cumsum(x, axis=-1) for x in (coarse, log_decay - coarse))
+    coarse, rest = decayed(chunked(tokens.log_decay))
     since = jnp.exp(coarse + rest)
     until = jnp.exp((coarse[..., -1:] - coarse) + (rest[..., -1:] - rest))
     return jnp.stack([since, until, chunked(tokens.beta), coarse, rest], axis=2)
@@ -290,8 +284,8 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
     key_head = lax.div(head, _int(problem.group_size))
     _copy_tokens(problem, k, q, chunks[0, chunk], key_head, boxes, full)
     of_chunk = vectors.at[chunk, head]
-    decayed = [of_chunk.at[index] for index in (_OF.coarse, _OF.rest)]
-    between = sum(_of_rows(_load(each, 1)) - _of_columns(_load(each, 0)) for each in decayed)
+    logarithms = [of_chunk.at[index] for index in (_OF.coarse, _OF.rest)]
+    between = sum(_of_rows(_load(each, 1)) - _of_columns(_load(each, 0)) for each in logarithms)
     row, column = (plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(axis)) for axis in (1, 0))
 
     def where(of_row: Any, of_column: Any, compare: Any, x: Any, other: Any = 0.0) -> Any:

@@ -1,4 +1,4 @@
-"""Chunks of a recurrence by the Hopper kernels equal one token after the other, interpreted; compiled for an H200, too."""
+"""Chunks of a recurrence by the Hopper kernels equal one token after the other, interpreted; compiled for an H200."""
 
 import functools
 
@@ -67,3 +67,34 @@ def test_chunks_equal_one_token_after_the_other(capsys, shape, has_turns, correc
     out, states = interpret(capsys, run, *case, jnp.int32(1), jnp.int32(len(LENGTHS)))
     for got, want in zip((out, states), expected(*case, corrects=corrects), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "corrects"),
+    quick_first([((16, 2, 128, 128), True), ((8, 16, 128, 64), False), ((4, 1, 64, 64), True)], 2),
+)
+def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
+    num_tokens, num_rows, (H, G, K, V) = 8192, 256, shape
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    keys, rates = array((num_tokens, H, K)), array((num_tokens, H, G))
+    tokens, states = Tokens(keys, keys, array((num_tokens, H, G, V)), rates, rates), array((270, *shape))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    rows = (jax.ShapeDtypeStruct(size, jnp.int32) for size in ((num_rows,), (num_rows + 1,)))
+    rows = (*rows, jax.ShapeDtypeStruct((num_rows,), jnp.bool), number, number)
+
+    def layers(states, *rows):
+        first, states = recurrent_chunks_sm90(rows[0], states, *rows[1:], corrects=corrects)
+        return first, recurrent_chunks_sm90(rows[0], states, *rows[1:], corrects=corrects)
+
+    program = compile_for_h200(layers, states, tokens, *rows, donate_argnums=(0,))
+    assert program.spill_bytes == 0
+    assert program.copies_of(states.shape) == []
+    assert len(program.kernels) == 2
+    assert program.temp_bytes < 1.2 * MAX_BYTES + 8 * num_tokens * H * (2 * K + G * V)
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(128, 80), (256, 64), (96, 64)])
+def test_what_the_kernels_cannot_do(key_size, value_size):
+    assert f"got {key_size} and {value_size}" in why_not(key_size, value_size)
+    with pytest.raises(NotImplementedError, match=f"got {key_size} and {value_size}"):
+        recurrent_chunks_sm90(*make_case((1, 1, key_size, value_size), ()), 1, 2, corrects=True)
