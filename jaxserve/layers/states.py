@@ -149,6 +149,7 @@ class States(NamedTuple):
                 corrects=block.corrects,
                 is_decode_only=is_decode_only,
                 implementation="xla" if part.kernel == Kernel.XLA else "sm90",
+                chunks="sm90" if part.kernel == Kernel.RECURRENT_CHUNKS else "xla",
             )
             out = weights.output(out, tokens)
             return out.reshape(*mixed[0].shape[:2], -1), States(windows, matrix)
