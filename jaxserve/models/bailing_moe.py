@@ -44,29 +44,29 @@ class Config(mixture.Config):
 
     has_unit_head: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS | (SECOND if _is_second(fields) else {}))
-        for name, value in REQUIRED.items():
-            hf_config.require(fields, name, value)
-        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
-        shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", shape["expert_size"])
-        return cls(
-            **shape,
-            qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
-            head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
-            has_unit_head=hf_config.flag(fields, "norm_head"),
-            shared_expert_size=shared_size * hf_config.integer(fields, "num_shared_experts", minimum=0),
-            routing=_routing(fields),
-            has_selection_bias=hf_config.flag(fields, "moe_router_enable_expert_bias"),
-            rope=hf_rope.rope(fields, partial_rotary_factor=1.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    for name, value in REQUIRED.items():
+        hf_config.require(fields, name, value)
+    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
+    shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", shape["expert_size"])
+    return Config(
+        **shape,
+        qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
+        head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
+        has_unit_head=hf_config.flag(fields, "norm_head"),
+        shared_expert_size=shared_size * hf_config.integer(fields, "num_shared_experts", minimum=0),
+        routing=_routing(fields),
+        has_selection_bias=hf_config.flag(fields, "moe_router_enable_expert_bias"),
+        rope=hf_rope.rope(fields, partial_rotary_factor=1.0),
+    )
 
 
-def _is_second(fields: dict[str, Any]) -> bool:
-    """Return true for the second generation, whose checkpoints have the first one's `model_type`, too."""
-    return fields.get("model_type") == "bailing_moe_v2" or fields.get("architectures") == ["BailingMoeV2ForCausalLM"]
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the second generation, whose checkpoints have the first one's `model_type`, too."""
+    if fields.get("model_type") == "bailing_moe_v2" or fields.get("architectures") == ["BailingMoeV2ForCausalLM"]:
+        return fields | {name: value for name, value in SECOND.items() if fields.get(name) is None}
+    return fields
 
 
 def _routing(fields: dict[str, Any]) -> Routing:
@@ -99,4 +99,4 @@ NAMES = Names(
     k_norm="key_layernorm",
     experts=ExpertNames(shared="shared_experts", selection_bias="gate.expert_bias"),
 )
-FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, revise=_revise, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)

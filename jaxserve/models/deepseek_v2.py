@@ -36,7 +36,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "moe_intermediate_size": 1407,
     "num_experts": 64,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,17 +63,15 @@ class Config:
     routing: Routing
     rope: Rope
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **common(fields),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            is_interleaved=True,
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            routing=_routing(fields),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return Config(
+        **common(fields),
+        mlp_bias=hf_config.flag(fields, "mlp_bias"),
+        is_interleaved=True,
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        routing=_routing(fields),
+    )
 
 
 def common(fields: dict[str, Any]) -> dict[str, Any]:
@@ -134,4 +131,4 @@ def names(config: Config) -> Names:
     return Names(experts=ExpertNames(shared="shared_experts"), is_interleaved=config.is_interleaved)
 
 
-FAMILY = Family(Config=Config, layers=layers, names=names, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=names, doc=__doc__)

@@ -3,7 +3,6 @@
 The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
-import dataclasses
 import functools
 from dataclasses import replace
 from typing import Any
@@ -36,24 +35,16 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "rope_interleave": True,
     "num_experts": 256,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(deepseek_v2.Config):
-    """The shape of one DeepSeek V3."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **deepseek_v2.common(fields),
-            mlp_bias=False,
-            is_interleaved=hf_config.flag(fields, "rope_interleave"),
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            routing=routing(fields),
-        )
+def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
+    return deepseek_v2.Config(
+        **deepseek_v2.common(fields),
+        mlp_bias=False,
+        is_interleaved=hf_config.flag(fields, "rope_interleave"),
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        routing=routing(fields),
+    )
 
 
 def routing(fields: dict[str, Any]) -> Routing:
@@ -80,7 +71,8 @@ def routing(fields: dict[str, Any]) -> Routing:
 
 FAMILY = replace(
     deepseek_v2.FAMILY,
-    Config=Config,
+    defaults=DEFAULTS,
+    read=_read,
     layers=functools.partial(deepseek_v2.layers, has_selection_bias=True),
     doc=__doc__,
 )

@@ -2,7 +2,6 @@
 softmax scores and a bias, shared ones; rotation of neighbouring pairs.
 """
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -33,36 +32,28 @@ DEFAULTS: dict[str, Any] = {
     "moe_layer_interval": 1,
     "moe_norm_min": 1e-12,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 MAX_NORM_MIN = 1e-6
 """Least sum of a token's weights that `moe_norm_min` may name; sums that small do not occur."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one ERNIE 4.5 with experts."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
-        if (least := hf_config.number(fields, "moe_norm_min")) > MAX_NORM_MIN:
-            raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}, got {least:g}")
-        fields |= {
-            "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
-            "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
-        }
-        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": _sparse_layers(fields)}
-        return cls(
-            **shape | mixture.read_biases(fields, "use_bias"),
-            mlp_bias=hf_config.flag(fields, "use_bias"),
-            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
-            routing=mixture.read_routing(fields, is_normalized=True),
-            has_selection_bias=True,
-            rope=hf_rope.rope(fields, theta=500_000.0),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    if (least := hf_config.number(fields, "moe_norm_min")) > MAX_NORM_MIN:
+        raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}, got {least:g}")
+    fields |= {
+        "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
+        "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
+    }
+    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": _sparse_layers(fields)}
+    return mixture.Config(
+        **shape | mixture.read_biases(fields, "use_bias"),
+        mlp_bias=hf_config.flag(fields, "use_bias"),
+        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
+        routing=mixture.read_routing(fields, is_normalized=True),
+        has_selection_bias=True,
+        rope=hf_rope.rope(fields, theta=500_000.0),
+    )
 
 
 def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -74,7 +65,7 @@ def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
     return tuple(start <= index <= end and (index + 1) % step == 0 for index in range(num_layers))
 
 
-def amend(specs: Params, config: Config) -> Params:
+def amend(specs: Params, config: mixture.Config) -> Params:
     """Declare the bias of the LM head, and that of the choice as it is stored: as one row."""
     for layer in specs["layers"]:
         if (bias := layer["mlp"].get("selection_bias")) is not None:
@@ -88,4 +79,6 @@ NAMES = Names(
     is_interleaved=True,
     experts=ExpertNames(shared="shared_experts", selection_bias="moe_statics.e_score_correction_bias"),
 )
-FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(
+    mixture.Config, DEFAULTS, _read, aliases=ALIASES, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__
+)

@@ -3,7 +3,6 @@
 The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
-import dataclasses
 from typing import Any
 
 from jaxserve.layers.names import ExpertNames, Names
@@ -29,28 +28,20 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one GLM 4.5."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
-        return cls(
-            **shape,
-            qkv_bias=hf_config.flag(fields, "attention_bias"),
-            head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
-            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
-            routing=deepseek_v3.routing(fields),
-            has_selection_bias=True,
-            rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
+    return mixture.Config(
+        **shape,
+        qkv_bias=hf_config.flag(fields, "attention_bias"),
+        head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
+        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
+        routing=deepseek_v3.routing(fields),
+        has_selection_bias=True,
+        rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
+    )
 
 
 NAMES = Names(experts=ExpertNames(shared="shared_experts"))
-FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, doc=__doc__)
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=NAMES, doc=__doc__)

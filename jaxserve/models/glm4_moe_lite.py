@@ -3,7 +3,6 @@
 The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -33,24 +32,18 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-05,
     "rope_interleave": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(deepseek_v3.Config):
-    """The shape of one GLM 4.7 Flash."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"head_dim": "qk_rope_head_dim"})
-        return cls(
-            **deepseek_v2.common(fields),
-            mlp_bias=False,
-            is_interleaved=hf_config.flag(fields, "rope_interleave"),
-            sparse_layers=hf_config.sparse_layers_by_type(fields),
-            routing=deepseek_v3.routing(fields),
-        )
+def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
+    return deepseek_v2.Config(
+        **deepseek_v2.common(fields),
+        mlp_bias=False,
+        is_interleaved=hf_config.flag(fields, "rope_interleave"),
+        sparse_layers=hf_config.sparse_layers_by_type(fields),
+        routing=deepseek_v3.routing(fields),
+    )
 
 
-FAMILY = replace(deepseek_v3.FAMILY, Config=Config, doc=__doc__)
+FAMILY = replace(
+    deepseek_v3.FAMILY, defaults=DEFAULTS, read=_read, aliases={"head_dim": "qk_rope_head_dim"}, doc=__doc__
+)

@@ -50,7 +50,6 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": True,
     "num_experts": 128,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +62,26 @@ class Config(DecoderConfig):
     swiglu_limit: float
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "hidden_act", "silu")
-        width = hf_config.integer(fields, "intermediate_size")
-        if width > MAX_WIDTH:  # the order of its rows is listed explicitly
-            raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
-        window = hf_config.optional_integer(fields, "sliding_window")
-        says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
-        positions = {"rope_parameters": YARN} if says_nothing else {}
-        return read_config(
-            cls,
-            fields,
-            sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                scores="softmax_of_chosen",
-            ),
-            rope=hf_rope.rope(fields | positions, theta=150_000.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "hidden_act", "silu")
+    width = hf_config.integer(fields, "intermediate_size")
+    if width > MAX_WIDTH:  # the order of its rows is listed explicitly
+        raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
+    window = hf_config.optional_integer(fields, "sliding_window")
+    says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
+    positions = {"rope_parameters": YARN} if says_nothing else {}
+    return read_config(
+        Config,
+        fields,
+        sliding_windows=hf_config.periodic_windows(fields, window, period=2),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            scores="softmax_of_chosen",
+        ),
+        rope=hf_rope.rope(fields | positions, theta=150_000.0),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -156,4 +153,4 @@ def _moe_specs(prefix: str, config: Config) -> Params:
     }
 
 
-FAMILY = Family(Config=Config, layers=layers, amend=amend, doc=__doc__, features=("sinks",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, amend=amend, doc=__doc__, features=("sinks",))

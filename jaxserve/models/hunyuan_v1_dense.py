@@ -22,7 +22,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {"attention_head_dim": "head_dim"}
 NAMES = Names(q_norm="query_layernorm", k_norm="key_layernorm")
@@ -34,11 +33,9 @@ class Config(DecoderConfig):
 
     attention_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        return cls(**read(fields))
+
+def _read(fields: dict[str, Any]) -> Config:
+    return Config(**read(fields))
 
 
 def read(fields: dict[str, Any]) -> dict[str, Any]:
@@ -82,4 +79,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(config.layer, mixer=attention(config)),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(
+    Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",)
+)

@@ -30,7 +30,6 @@ DEFAULTS: dict[str, Any] = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 """Names of fields in published checkpoints."""
@@ -47,14 +46,6 @@ class Config(DecoderConfig):
     width: int
     conv_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
-        shape: dict[str, Any] = read(fields)
-        shape["intermediate_size"] = _inner_size(fields)
-        return cls(**shape)
-
     @property
     def hybrid_layers(self) -> tuple[Layer, ...]:
         """The layers, dense."""
@@ -63,6 +54,12 @@ class Config(DecoderConfig):
         attending = replace(self.layer, mixer=attention)
         convolving = replace(self.layer, mixer=convolution, mixer_name="conv")
         return tuple(attending if attends else convolving for attends in self.attends)
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    shape: dict[str, Any] = read(fields)
+    shape["intermediate_size"] = _inner_size(fields)
+    return Config(**shape)
 
 
 def read(fields: dict[str, Any]) -> dict[str, Any]:
@@ -114,4 +111,4 @@ NAMES = Names(
     down="w2",
 )
 FEATURES = ("QK norm", "gated short convolutions")
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=FEATURES)
+FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, layers=layers, names=NAMES, doc=__doc__, features=FEATURES)

@@ -31,7 +31,6 @@ DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,18 +42,16 @@ class Config(lfm2.Config):
     routing: Routing
     has_selection_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"tie_embedding": "tie_word_embeddings"})
-        scale = hf_config.number(fields, "routed_scaling_factor")
-        return cls(
-            **lfm2.read(fields | {"full_attn_idxs": None}),
-            num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
-            has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    scale = hf_config.number(fields, "routed_scaling_factor")
+    return Config(
+        **lfm2.read(fields | {"full_attn_idxs": None}),
+        num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
+        expert_size=hf_config.integer(fields, "moe_intermediate_size"),
+        routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
+        has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -72,4 +69,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = replace(lfm2.NAMES, experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="expert_bias"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=lfm2.FEATURES)
+FAMILY = Family(
+    Config,
+    DEFAULTS,
+    _read,
+    aliases={"tie_embedding": "tie_word_embeddings"},
+    layers=layers,
+    names=NAMES,
+    doc=__doc__,
+    features=lfm2.FEATURES,
+)

@@ -28,7 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "use_conv_bias": True,
     "hidden_act": "silu",
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 HYBRID_DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 128000,
@@ -58,22 +57,20 @@ class Config:
     mixer: Mamba2
     max_position_embeddings: int = MAX_CONTEXT
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        config = cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            mixer=mixer(fields, OWN_NAMES, eps="layer_norm_epsilon"),
-        )
-        inner = hf_config.integer(fields, "expand") * config.hidden_size
-        if inner != config.mixer.num_heads * config.mixer.head_size:
-            raise CheckpointError(f"config.json: expand times hidden_size ({inner}) is not num_heads times head_dim")
-        return config
+
+def _read(fields: dict[str, Any]) -> Config:
+    config = Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hf_config.integer(fields, "hidden_size"),
+        num_layers=hf_config.integer(fields, "num_hidden_layers"),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        mixer=mixer(fields, OWN_NAMES, eps="layer_norm_epsilon"),
+    )
+    inner = hf_config.integer(fields, "expand") * config.hidden_size
+    if inner != config.mixer.num_heads * config.mixer.head_size:
+        raise CheckpointError(f"config.json: expand times hidden_size ({inner}) is not num_heads times head_dim")
+    return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,4 +167,4 @@ NAMES = Names(
     attention="mixer",
     attention_norm="norm",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))

@@ -22,7 +22,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "num_experts_per_tok": 2,
     "num_experts": 8,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,20 +31,18 @@ class Config(DecoderConfig):
     sliding_window: int | None
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls,
-            fields,
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=True,
-            ),
-            rope=hf_rope.rope(fields, theta=1e6),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config,
+        fields,
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            is_normalized=True,
+        ),
+        rope=hf_rope.rope(fields, theta=1e6),
+    )
 
 
 def attention(config: Config) -> Attention:
@@ -60,4 +57,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)

@@ -46,7 +46,6 @@ DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "layer_norm_epsilon": 1e-05,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 ALIASES = {
     "mamba_n_groups": "n_groups",
@@ -90,27 +89,6 @@ class Config(DecoderConfig):
     mlp_bias: bool
     experts: Experts | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        old_names = {"attention_head_dim": "head_dim"}
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES, old_names=old_names)
-        for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
-            hf_config.require(fields, name, value)
-        blocks = _blocks(fields)
-        fields |= {
-            "num_hidden_layers": sum(_mixes(kind) for kind in blocks),
-            "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
-            "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
-        }
-        return read_config(
-            cls,
-            fields,
-            blocks=blocks,
-            mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
-            experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
-        )
-
     @property
     def routing(self) -> Routing | None:
         """How a token's experts are chosen, None if there are none."""
@@ -122,6 +100,24 @@ class Config(DecoderConfig):
         mixers = [index for index, kind in enumerate(self.blocks) if _mixes(kind)]
         has_more = [index + 1 < len(self.blocks) and not _mixes(self.blocks[index + 1]) for index in mixers]
         return tuple((index, index + 1 if more else None) for index, more in zip(mixers, has_more, strict=True))
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
+        hf_config.require(fields, name, value)
+    blocks = _blocks(fields)
+    fields |= {
+        "num_hidden_layers": sum(_mixes(kind) for kind in blocks),
+        "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
+        "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
+    }
+    return read_config(
+        Config,
+        fields,
+        blocks=blocks,
+        mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
+        experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
+    )
 
 
 def _mixes(kind: str) -> bool:
@@ -204,7 +200,11 @@ NAMES = replace(
     experts=ExpertNames(shared="shared_experts"),
 )
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
+    aliases=ALIASES,
+    old_names={"attention_head_dim": "head_dim"},
     layers=layers,
     names=NAMES,
     amend=number_blocks,

@@ -2,7 +2,6 @@
 all.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxserve.errors import CheckpointError
@@ -27,26 +26,18 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "num_experts": 60,
     "qkv_bias": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Qwen 2 with experts."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-        return cls(
-            **mixture.read(fields) | shape,
-            qkv_bias=hf_config.flag(fields, "qkv_bias"),
-            shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-            has_shared_gate=True,
-            routing=mixture.read_routing(fields),
-            rope=hf_rope.rope(fields),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
+    return mixture.Config(
+        **mixture.read(fields) | shape,
+        qkv_bias=hf_config.flag(fields, "qkv_bias"),
+        shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        routing=mixture.read_routing(fields),
+        rope=hf_rope.rope(fields),
+    )
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -62,4 +53,4 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return hf_config.windows_by_type(fields, window, default)
 
 
-FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__)
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__)

@@ -1,6 +1,5 @@
 """Qwen 3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen 3 with experts in all layers or some of them."""
 
-import dataclasses
 from typing import Any
 
 from jaxserve.models import hf_config, hf_rope, mixture
@@ -20,24 +19,16 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "num_experts_per_tok": 8,
     "num_experts": 128,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Qwen 3 with experts."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-        return cls(
-            **mixture.read(fields) | mixture.read_biases(fields) | shape,
-            head_norm="shared",
-            routing=mixture.read_routing(fields),
-            rope=hf_rope.rope(fields),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
+    return mixture.Config(
+        **mixture.read(fields) | mixture.read_biases(fields) | shape,
+        head_norm="shared",
+        routing=mixture.read_routing(fields),
+        rope=hf_rope.rope(fields),
+    )
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -47,4 +38,4 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 
-FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__, features=("QK norm",))

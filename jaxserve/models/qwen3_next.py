@@ -42,7 +42,6 @@ DEFAULTS: dict[str, Any] = DELTA_DEFAULTS | {
     "num_experts": 512,
     "norm_topk_prob": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 DELTA_NET = "linear_attention"
 """The kind of layers with the gated delta rule in `layer_types`."""
@@ -105,22 +104,6 @@ class Config(HybridConfig):
     shared_expert_size: int
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **cls.hybrid_fields(fields),
-            sparse_layers=hf_config.sparse_layers(fields),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-            ),
-        )
-
     @property
     def experts(self) -> Experts:
         """The experts of a layer, with a gated one that is shared."""
@@ -131,6 +114,20 @@ class Config(HybridConfig):
             shared=replace(self.feed_forward, size=self.shared_expert_size),
             has_shared_gate=True,
         )
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    return Config(
+        **Config.hybrid_fields(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
+        expert_size=hf_config.integer(fields, "moe_intermediate_size"),
+        shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            is_normalized=hf_config.flag(fields, "norm_topk_prob"),
+        ),
+    )
 
 
 def attending_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -161,4 +158,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return config.hybrid(tuple(config.experts if sparse else config.feed_forward for sparse in config.sparse_layers))
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule"))
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule")
+)

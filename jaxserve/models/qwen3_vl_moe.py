@@ -1,6 +1,5 @@
 """Text of Qwen3-VL with experts (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with a layer's experts in one tensor."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +22,14 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 FIXED: dict[str, Any] = {"norm_topk_prob": True, "use_sliding_window": False}
 """Fields of Qwen 3 with experts that this family does not read."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(qwen3_moe.Config):
-    """The shape of one."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        return cls(**vars(qwen3_moe.Config.from_hf(DEFAULTS | given | FIXED)))
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None} | FIXED
 
 
 NAMES = Names(experts=ExpertNames(fused=("experts.gate_up_proj", "experts.down_proj"), is_transposed=True))
-FAMILY = replace(qwen3_moe.FAMILY, Config=Config, names=NAMES, doc=__doc__)
+FAMILY = replace(qwen3_moe.FAMILY, defaults=qwen3_moe.DEFAULTS | DEFAULTS, revise=_revise, names=NAMES, doc=__doc__)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, llama
+from jaxserve.models import llama
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 155136,
@@ -18,7 +18,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 524288,
     "attention_bias": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,6 @@ class Config(llama.Config):
 
     attention_out_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields)
-
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
@@ -40,4 +33,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, layers=layers, doc=__doc__)

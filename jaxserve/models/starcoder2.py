@@ -24,7 +24,6 @@ DEFAULTS: dict[str, Any] = {
     "use_bias": True,
     "tie_word_embeddings": True,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +33,11 @@ class Config(DecoderConfig):
     bias: bool
     sliding_window: int | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -57,4 +54,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (layer,) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)

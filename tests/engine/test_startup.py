@@ -47,7 +47,7 @@ def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
 
 def test_weights_of_every_step_and_of_experts():
     family = get_family(QWEN3_30B_A3B)
-    config = family.Config.from_hf(QWEN3_30B_A3B)
+    config = family.config(QWEN3_30B_A3B)
     experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 32 + 2 * 4) * 128 * 2048
     rest = 151_936 * 2048 + 48 * 128 * 2048

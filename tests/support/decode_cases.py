@@ -57,7 +57,7 @@ def make_cache(pools):
 def make_model(model_type, **changes):
     fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     return family, config, make_params(family, config)
 
 
