@@ -13,7 +13,8 @@ from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.serving.options import ServingOptions
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
+from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
+from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.bench.shapes import LLAMA_100M, write_config
 from jaxserve.config import DType
 
 SHAPE: dict[str, Any] = LLAMA_100M | {

@@ -15,7 +15,7 @@ from engine_harness import GOLDENS, Model, request, run
 from few_sizes import every_size
 from waiting import PATIENCE, wait_until
 
-from jaxserve.bench.workloads import QWEN3_30B_A3B
+from jaxserve.bench.shapes import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import device, report, sizing, startup
 from jaxserve.engine.client import EngineInfo

@@ -9,7 +9,7 @@ from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.layers.cache import parts_of
 from jaxserve.layers.layouts import rounded_to

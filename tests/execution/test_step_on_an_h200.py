@@ -8,7 +8,7 @@ import jax
 import pytest
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
 from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs

@@ -9,7 +9,7 @@ import pytest
 from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.layers import activations, mlp
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.context import StepContext

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from paged import empty_cache, make_batch
 
-from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
+from jaxserve.bench.shapes import DEEPSEEK_V2_LITE
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.latent_attention import LatentAttention, LatentHeads, PagedLatent

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.workloads import LLAMA_100M
+from jaxserve.bench.shapes import LLAMA_100M
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.layouts import layouts
 from jaxserve.layers.peers import abstract_peers
