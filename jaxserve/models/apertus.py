@@ -23,13 +23,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }
 
 DEFAULT_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 12_000_000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0
+}  # fmt: skip
 """The rotation of a config without one."""
 
 

@@ -10,13 +10,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "hidden_size": 2560,
-    "intermediate_size": 18432,
-    "hidden_act": "relu2",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-}
+    "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-05
+}  # fmt: skip
 
 
 def layers(config: llama.Config) -> tuple[Layer, ...]:

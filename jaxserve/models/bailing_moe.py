@@ -16,14 +16,9 @@ from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "num_shared_experts": 0,
-    "rope_theta": 600_000.0,
-}
+    "hidden_act": "silu", "rms_norm_eps": 1e-06, "first_k_dense_replace": 0, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "num_shared_experts": 0, "rope_theta": 600_000.0
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits. Sizes have no defaults."""
 
 SECOND = {

@@ -31,13 +31,9 @@ NAMES = Names(
 )
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 250880,
-    "hidden_size": 64,
-    "n_layer": 2,
-    "n_head": 8,
-    "layer_norm_epsilon": 1e-05,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-05,
+    "tie_word_embeddings": True
+}  # fmt: skip
 
 ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 

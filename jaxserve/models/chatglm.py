@@ -9,17 +9,10 @@ from jaxserve.models import hf_config, hf_rope, seed_oss
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "num_layers": 28,
-    "padded_vocab_size": 65024,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 13696,
-    "kv_channels": 128,
-    "num_attention_heads": 32,
-    "seq_length": 2048,
-    "layernorm_epsilon": 1e-05,
-    "multi_query_group_num": 1,
-    "rope_ratio": 1.0,
-}
+    "num_layers": 28, "padded_vocab_size": 65024, "hidden_size": 4096, "ffn_hidden_size": 13696, "kv_channels": 128,
+    "num_attention_heads": 32, "seq_length": 2048, "layernorm_epsilon": 1e-05, "multi_query_group_num": 1,
+    "rope_ratio": 1.0
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits."""
 
 REQUIRED = {

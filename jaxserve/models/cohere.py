@@ -17,17 +17,10 @@ from jaxserve.models.family import Family, logits
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "logit_scale": 0.0625,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "logit_scale": 0.0625,
+    "num_hidden_layers": 40, "num_attention_heads": 64, "hidden_act": "silu", "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-05, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,21 +21,11 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 102400,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "first_k_dense_replace": 0,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "n_shared_experts": 2,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
-    "v_head_dim": 128,
-    "moe_intermediate_size": 1407,
-    "num_experts": 64,
-}
+    "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "n_shared_experts": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0, "topk_method": "greedy", "v_head_dim": 128, "moe_intermediate_size": 1407,
+    "num_experts": 64
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

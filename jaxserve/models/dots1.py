@@ -7,20 +7,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 152064,
-    "hidden_size": 4608,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 2048,
-    "routed_scaling_factor": 1.0,
-    "sliding_window": 4096,
-    "max_window_layers": 62,
-}
+    "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_hidden_layers": 62, "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048, "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62
+}  # fmt: skip
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:

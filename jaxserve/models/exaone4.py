@@ -14,13 +14,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 102400,
-    "intermediate_size": 16384,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-05,
-    "sliding_window": 4096,
-}
+    "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05, "sliding_window": 4096
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

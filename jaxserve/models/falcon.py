@@ -20,17 +20,10 @@ from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65024,
-    "hidden_size": 4544,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "layer_norm_epsilon": 1e-05,
-    "multi_query": True,
-    "parallel_attn": True,
-    "max_position_embeddings": 2048,
-    "activation": "gelu",
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+    "layer_norm_epsilon": 1e-05, "multi_query": True, "parallel_attn": True, "max_position_embeddings": 2048,
+    "activation": "gelu", "tie_word_embeddings": True
+}  # fmt: skip
 
 OLD_NAMES = {
     "n_embed": "hidden_size",

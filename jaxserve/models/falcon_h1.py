@@ -15,20 +15,11 @@ from jaxserve.models import bamba, granite, hf_config, mamba2
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {
-    "max_position_embeddings": 8192,
-    "mamba_d_ssm": 1024,
-    "mamba_norm_before_gate": True,
-    "mamba_rms_norm": False,
-    "lm_head_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "mlp_multipliers": [1.0, 1.0],
-    "key_multiplier": 1.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 1.0,
-    "ssm_multipliers": [1.0] * 5,
-    "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0,
-}
+    "max_position_embeddings": 8192, "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
+    "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0], "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_multipliers": [1.0] * 5,
+    "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,23 +30,12 @@ from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-    "vocab_size_per_layer_input": 262144,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
-}
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": True, "sliding_window": 512, "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0
+}  # fmt: skip
 
 OVERRIDES = "overrides of layers"
 """The name of `per_layer_config`, which no other family reads, among the fields."""

@@ -11,23 +11,11 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151552,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "moe_intermediate_size": 1408,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "num_experts": 128,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-}
+    "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True
+}  # fmt: skip
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:

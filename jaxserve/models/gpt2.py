@@ -17,16 +17,10 @@ from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-    "scale_attn_weights": True,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "scale_attn_weights": True,
+    "tie_word_embeddings": True
+}  # fmt: skip
 
 ALIASES = {
     "hidden_size": "n_embd",

@@ -14,17 +14,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-05,
-    "use_parallel_residual": True,
-    "attention_bias": True,
-}
+    "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+    "intermediate_size": 24576, "hidden_act": "gelu", "max_position_embeddings": 2048, "layer_norm_eps": 1e-05,
+    "use_parallel_residual": True, "attention_bias": True
+}  # fmt: skip
 
 ALIASES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """Names of this family outside of rope_parameters, where transformers does not read the others'."""

@@ -23,33 +23,17 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096
+}  # fmt: skip
 """Scaling of rotary positions if config.json has none."""
 
 DEFAULTS: dict[str, Any] = {
-    "num_hidden_layers": 36,
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "head_dim": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "sliding_window": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-    "num_experts": 128,
-}
+    "num_hidden_layers": 36, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0, "attention_bias": True, "num_experts": 128
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,9 @@ from jaxserve.models import gpt2, hf_config, phi
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50400,
-    "n_positions": 2048,
-    "n_embd": 4096,
-    "n_layer": 28,
-    "n_head": 16,
-    "rotary_dim": 64,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-}
+    "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05
+}  # fmt: skip
 
 
 def _read(fields: dict[str, Any]) -> DecoderConfig:

@@ -16,14 +16,9 @@ from jaxserve.models.family import Family, logits
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-}
+    "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 128512,
-    "intermediate_size": 10240,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-05,
-}
+    "vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05
+}  # fmt: skip
 
 ALIASES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
 

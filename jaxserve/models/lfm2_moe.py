@@ -13,24 +13,11 @@ from jaxserve.models import hf_config, lfm2, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 7168,
-    "moe_intermediate_size": 1792,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-    "conv_L_cache": 3,
-    "num_dense_layers": 2,
-    "num_experts_per_tok": 4,
-    "num_experts": 32,
-    "use_expert_bias": True,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-}
+    "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
+    "norm_eps": 1e-05, "tie_word_embeddings": True, "conv_L_cache": 3, "num_dense_layers": 2, "num_experts_per_tok": 4,
+    "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,33 +15,16 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = {
-    "num_heads": 128,
-    "head_dim": 64,
-    "vocab_size": 32768,
-    "hidden_size": 4096,
-    "state_size": 128,
-    "num_hidden_layers": 64,
-    "layer_norm_epsilon": 1e-05,
-    "expand": 2,
-    "conv_kernel": 4,
-    "n_groups": 8,
-    "use_conv_bias": True,
-    "hidden_act": "silu",
-}
+    "num_heads": 128, "head_dim": 64, "vocab_size": 32768, "hidden_size": 4096, "state_size": 128,
+    "num_hidden_layers": 64, "layer_norm_epsilon": 1e-05, "expand": 2, "conv_kernel": 4, "n_groups": 8,
+    "use_conv_bias": True, "hidden_act": "silu"
+}  # fmt: skip
 
 HYBRID_DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 128000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
+    "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True
+}  # fmt: skip
 """Defaults of IBM's and TII's hybrids."""
 
 

@@ -14,19 +14,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 98304,
-    "hidden_size": 2304,
-    "intermediate_size": 7168,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "sliding_window": 1024,
-    "moe_intermediate_size": 896,
-    "num_experts_per_tok": 8,
-    "num_experts": 64,
-    "norm_topk_prob": True,
-}
+    "vocab_size": 98304, "hidden_size": 2304, "intermediate_size": 7168, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 1024,
+    "moe_intermediate_size": 896, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

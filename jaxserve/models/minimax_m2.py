@@ -11,17 +11,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 200064,
-    "hidden_size": 3072,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 196608,
-    "num_experts_per_tok": 8,
-    "num_experts": 256,
-}
+    "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608,
+    "num_experts_per_tok": 8, "num_experts": 256
+}  # fmt: skip
 
 FULL_ATTENTION = 1
 """The kind of a layer's attention in `attn_type_list`; others are those of MiniMax-01."""

@@ -14,14 +14,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 2,
-    "num_experts": 8,
-}
+    "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "num_experts_per_tok": 2, "num_experts": 8
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

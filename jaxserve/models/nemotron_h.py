@@ -21,40 +21,18 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "intermediate_size": 21504,
-    "mlp_hidden_act": "relu2",
-    "ssm_state_size": 128,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "mamba_hidden_act": "silu",
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "layer_norm_epsilon": 1e-05,
-}
+    "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2", "ssm_state_size": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4,
+    "use_conv_bias": True, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "layer_norm_epsilon": 1e-05
+}  # fmt: skip
 
 ALIASES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_dt_limit": "time_step_limit",
-    "mamba_conv_bias": "use_conv_bias",
-    "layer_types": "layers_block_type",
-    "num_local_experts": "n_routed_experts",
-}
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias", "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"
+}  # fmt: skip
 """Other names of fields, as in transformers."""
 
 MAMBA_NAMES = replace(

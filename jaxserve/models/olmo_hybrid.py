@@ -14,14 +14,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 100352,
-    "hidden_size": 3840,
-    "intermediate_size": 11008,
-    "num_attention_heads": 30,
-    "max_position_embeddings": 65536,
-    "linear_conv_kernel_dim": 4,
-    "linear_allow_neg_eigval": True,
-}
+    "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_attention_heads": 30,
+    "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True
+}  # fmt: skip
 
 OUTPUT_NORM_EPS = 1e-5
 """The epsilon of the norms of heads with the gated delta rule, whatever a config specifies for all other norms."""

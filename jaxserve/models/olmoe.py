@@ -6,17 +6,10 @@ from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50304,
-    "hidden_size": 2048,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 8,
-    "num_experts": 64,
-}
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+    "num_experts_per_tok": 8, "num_experts": 64
+}  # fmt: skip
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:

@@ -22,18 +22,10 @@ FIRST_POSITION = 2
 NORM_EPS = 1e-5
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "do_layer_norm_before": True,
-    "num_attention_heads": 12,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
+    "do_layer_norm_before": True, "num_attention_heads": 12, "activation_function": "relu", "enable_bias": True,
+    "layer_norm_elementwise_affine": True, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 51200,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "hidden_act": "gelu_new",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-05,
-}
+    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "hidden_act": "gelu_new", "max_position_embeddings": 2048, "layer_norm_eps": 1e-05
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

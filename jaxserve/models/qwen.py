@@ -8,21 +8,11 @@ from jaxserve.models import hf_config, hf_rope, seed_oss
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "kv_channels": 128,
-    "max_position_embeddings": 8192,
-    "layer_norm_epsilon": 1e-06,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 1.0,
-    "scale_attn_weights": True,
-    "use_dynamic_ntk": True,
-    "use_logn_attn": True,
-    "no_bias": True,
-}
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "kv_channels": 128, "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-06,
+    "rotary_emb_base": 10000, "rotary_pct": 1.0, "scale_attn_weights": True, "use_dynamic_ntk": True,
+    "use_logn_attn": True, "no_bias": True
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits."""
 
 REQUIRED = {

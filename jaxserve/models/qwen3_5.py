@@ -10,13 +10,9 @@ from jaxserve.models import qwen3_next
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = qwen3_next.DELTA_DEFAULTS | {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4
+}  # fmt: skip
 
 DELTA_NAMES = DeltaNames(qkvz=("in_proj_qkv", "in_proj_z"), rates=("in_proj_b", "in_proj_a"))
 

@@ -9,15 +9,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 155136,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 80,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 524288,
-    "attention_bias": True,
-}
+    "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,16 +14,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50304,
-    "intermediate_size": 6912,
-    "hidden_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "layer_norm_eps": 1e-05,
-}
+    "vocab_size": 50304, "intermediate_size": 6912, "hidden_size": 2560, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 4096,
+    "layer_norm_eps": 1e-05
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
