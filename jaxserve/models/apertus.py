@@ -12,7 +12,7 @@ from jaxserve.layers.mlp import XIELU
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 131072,
@@ -39,15 +39,8 @@ class Config(DecoderConfig):
 def _read(fields: dict[str, Any]) -> Config:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         fields["rope_parameters"] = DEFAULT_ROPE
-    is_learned = fields["hidden_act"] == "xielu"
-    shape: dict[str, Any] = hf_config.as_llama(fields | ({"hidden_act": "silu"} if is_learned else {}))
-    if is_learned:
-        shape["activation"] = "xielu"
-    return Config(
-        **shape,
-        attention_bias=hf_config.flag(fields, "attention_bias"),
-        rope=hf_rope.rope(fields, theta=12_000_000.0),
-    )
+    activation = "xielu" if fields["hidden_act"] == "xielu" else hf_config.activation(fields)
+    return read_config(Config, fields, activation=activation, rope=hf_rope.rope(fields, theta=12_000_000.0))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

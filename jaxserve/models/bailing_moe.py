@@ -14,6 +14,7 @@ from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
 from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-06, "first_k_dense_replace": 0, "norm_topk_prob": True,
@@ -43,10 +44,12 @@ class Config(mixture.Config):
 def _read(fields: dict[str, Any]) -> Config:
     for name, value in REQUIRED.items():
         hf_config.require(fields, name, value)
-    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
-    shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", shape["expert_size"])
-    return Config(
-        **shape,
+    expert_size = hf_config.integer(fields, "moe_intermediate_size")
+    shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", expert_size)
+    return read_config(
+        Config,
+        fields,
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
         qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
         head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
         has_unit_head=hf_config.flag(fields, "norm_head"),

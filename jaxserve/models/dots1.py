@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxserve.models import deepseek_v3, glm4_moe, hf_config, hf_rope, mixture
+from jaxserve.models import deepseek_v3, glm4_moe, hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "moe_intermediate_size": 1408,
@@ -14,19 +14,16 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    shape: dict[str, Any] = mixture.read(fields)
-    return mixture.Config(
-        **shape
-        | mixture.read_biases(fields)
-        | {
-            "sliding_windows": hf_config.layer_windows(fields | {"use_sliding_window": True}),
-            "sparse_layers": hf_config.sparse_layers_after_dense(fields),
-        },
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sliding_windows=hf_config.layer_windows(fields | {"use_sliding_window": True}),
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
         head_norm="shared",
-        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts"),
+        shared_expert_size=mixture.shared_size(fields, "n_shared_experts"),
         routing=deepseek_v3.routing(fields),
         has_selection_bias=True,
-        rope=hf_rope.rope(fields),
     )
 
 

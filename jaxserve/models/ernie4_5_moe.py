@@ -11,6 +11,7 @@ from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
@@ -32,11 +33,13 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
         "num_local_experts": hf_config.integer(fields, "moe_num_experts"),
         "num_experts_per_tok": hf_config.integer(fields, "moe_k"),
     }
-    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": _sparse_layers(fields)}
-    return mixture.Config(
-        **shape | mixture.read_biases(fields, "use_bias"),
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields, "use_bias"),
+        sparse_layers=_sparse_layers(fields),
         mlp_bias=hf_config.flag(fields, "use_bias"),
-        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "moe_num_shared_experts", minimum=0),
+        shared_expert_size=mixture.shared_size(fields, "moe_num_shared_experts", minimum=0),
         routing=mixture.read_routing(fields, is_normalized=True),
         has_selection_bias=True,
         rope=hf_rope.rope(fields, theta=500_000.0),

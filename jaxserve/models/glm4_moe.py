@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
@@ -19,12 +19,13 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
-    return mixture.Config(
-        **shape,
+    return read_config(
+        mixture.Config,
+        fields,
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
         qkv_bias=hf_config.flag(fields, "attention_bias"),
         head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
-        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
+        shared_expert_size=mixture.shared_size(fields, "n_shared_experts", 0, minimum=0),
         routing=deepseek_v3.routing(fields),
         has_selection_bias=True,
         rope=hf_rope.rope(fields, partial_rotary_factor=0.5),

@@ -14,7 +14,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 290943,
@@ -35,18 +35,17 @@ class Config(DecoderConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return Config(**read(fields))
+    check(fields)
+    return read_config(Config, fields, rope=rope(fields))
 
 
-def read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read what Hunyuan's models with experts have, too, from fields that have their defaults."""
+def check(fields: dict[str, Any]) -> None:
+    """Raise CheckpointError, naming the field, for what neither these models nor those with experts support."""
     for name, value in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("use_rotary_pos_emb", True)):
         hf_config.require(fields, name, value)
-    attention_bias = hf_config.flag(fields, "attention_bias")
-    return hf_config.as_llama(fields) | {"attention_bias": attention_bias, "rope": _rope(fields)}
 
 
-def _rope(fields: dict[str, Any]) -> Rope:
+def rope(fields: dict[str, Any]) -> Rope:
     """Read the rotation, whose base a field `alpha` of rope_type "dynamic" stretches once for all lengths of texts."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     scaling = fields.get(name)

@@ -12,6 +12,7 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames
 from jaxserve.models import hf_config, hunyuan_v1_dense
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = hunyuan_v1_dense.DEFAULTS | {"num_experts": 1, "moe_topk": 1}
 
@@ -38,8 +39,11 @@ def _read(fields: dict[str, Any]) -> Config:
     for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
         hf_config.require(fields, name, value)
     size = hf_config.integer(fields, "intermediate_size")
-    return Config(
-        **hunyuan_v1_dense.read(fields),
+    hunyuan_v1_dense.check(fields)
+    return read_config(
+        Config,
+        fields,
+        rope=hunyuan_v1_dense.rope(fields),
         routing=Routing(
             num_experts=hf_config.num_experts(fields, per_token_name=per_token_name),
             num_experts_per_token=hf_config.integer(fields, per_token_name),

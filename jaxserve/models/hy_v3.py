@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 120832, "intermediate_size": 13312, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -24,13 +24,15 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 def _read(fields: dict[str, Any]) -> mixture.Config:
     for name in ALWAYS:
         hf_config.require(fields, name, True)
-    shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_by_type(fields)}
     scale = hf_config.number(fields, "router_scaling_factor")
-    return mixture.Config(
-        **shape | mixture.read_biases(fields),
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sparse_layers=hf_config.sparse_layers_by_type(fields),
         mlp_bias=hf_config.flag(fields, "mlp_bias"),
         head_norm="shared",
-        shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "num_shared_experts"),
+        shared_expert_size=mixture.shared_size(fields, "num_shared_experts"),
         routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True, scale=scale),
         has_selection_bias=True,
         rope=hf_rope.rope(fields, theta=11_158_840.0),

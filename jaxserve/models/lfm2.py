@@ -14,6 +14,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.short_conv import ShortConvolution
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -48,20 +49,18 @@ class Config(DecoderConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    shape: dict[str, Any] = read(fields)
-    shape["intermediate_size"] = _inner_size(fields)
-    return Config(**shape)
+    return read_config(Config, fields, **own_fields(fields), intermediate_size=_inner_size(fields))
 
 
-def read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields that both families have."""
+def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of their own that both families have."""
     for name, value in (("hidden_act", "silu"), ("block_use_swiglu", True), ("use_pos_enc", True)):
         hf_config.require(fields, name, value)
-    as_llama = hf_config.as_llama(fields | {"hidden_act": "silu", "rms_norm_eps": fields["norm_eps"]})
-    return as_llama | {
+    return {
+        "activation": "silu",
+        "norm_eps": hf_config.number(fields, "norm_eps"),
         "attends": _attending_layers(fields),
         "width": hf_config.integer(fields, "conv_L_cache", minimum=2),
-        "conv_bias": hf_config.flag(fields, "conv_bias"),
         "rope": hf_rope.rope(fields, theta=1_000_000.0),
     }
 

@@ -11,6 +11,7 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames
 from jaxserve.models import hf_config, lfm2, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
@@ -32,10 +33,11 @@ class Config(lfm2.Config):
 
 def _read(fields: dict[str, Any]) -> Config:
     scale = hf_config.number(fields, "routed_scaling_factor")
-    return Config(
-        **lfm2.read(fields | {"full_attn_idxs": None}),
+    return read_config(
+        Config,
+        fields,
+        **lfm2.own_fields(fields | {"full_attn_idxs": None}),
         num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
-        expert_size=hf_config.integer(fields, "moe_intermediate_size"),
         routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
         has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
     )

@@ -15,6 +15,7 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
@@ -63,10 +64,10 @@ def _read(fields: dict[str, Any]) -> Config:
         original_context=hf_config.integer(fields, "floor_scale"),
         offset=1,
     )
-    dense: dict[str, Any] = {"intermediate_size": hf_config.integer(fields, "intermediate_size_mlp")}
-    return Config(
-        **hf_config.as_llama(fields) | dense,
-        attention_bias=hf_config.flag(fields, "attention_bias"),
+    return read_config(
+        Config,
+        fields,
+        intermediate_size=hf_config.integer(fields, "intermediate_size_mlp"),
         rotates=rotates,
         chunk_sizes=chunk_sizes,
         sparse_layers=_sparse_layers(fields),

@@ -11,7 +11,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 98304, "hidden_size": 2304, "intermediate_size": 7168, "num_hidden_layers": 28,
@@ -34,12 +34,12 @@ def _read(fields: dict[str, Any]) -> Config:
     size = hf_config.head_dim(fields)
     rope, local_rope = hf_rope.ropes_by_type(fields, size=size, theta=500_000.0, local_theta=None)
     window = hf_config.optional_integer(fields, "sliding_window")
-    shape: dict[str, Any] = {
-        "sliding_windows": hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
-        "sparse_layers": hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None}, first=0),
-    }
-    return Config(
-        **mixture.read(fields) | mixture.read_biases(fields) | shape,
+    return read_config(
+        Config,
+        fields,
+        **mixture.read_biases(fields),
+        sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
+        sparse_layers=hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None}, first=0),
         head_norm="shared",
         routing=mixture.read_routing(fields),
         rope=rope,

@@ -8,7 +8,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
@@ -35,8 +35,10 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
         raise CheckpointError(f"config.json: attn_type_list must be of {FULL_ATTENTION} only, got {kinds!r:.100}")
     rotated = hf_config.optional_integer(fields, "rotary_dim")
     size = hf_config.head_dim(fields)
-    return mixture.Config(
-        **mixture.read(fields, "intermediate_size"),
+    return read_config(
+        mixture.Config,
+        fields,
+        expert_size=hf_config.integer(fields, "intermediate_size"),
         head_norm="joint",
         routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True),
         has_selection_bias=True,

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jaxserve.models import hf_config, hf_rope, mixture
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
@@ -14,11 +15,13 @@ DEFAULTS: dict[str, Any] = {
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
     hf_config.require(fields, "clip_qkv", None)
-    return mixture.Config(
-        **mixture.read(fields, "intermediate_size") | mixture.read_biases(fields),
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        expert_size=hf_config.integer(fields, "intermediate_size"),
         head_norm="joint",
         routing=mixture.read_routing(fields),
-        rope=hf_rope.rope(fields),
     )
 
 

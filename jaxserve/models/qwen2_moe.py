@@ -5,9 +5,9 @@ all.
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import hf_config, hf_rope, mixture
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
@@ -18,14 +18,15 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-    return mixture.Config(
-        **mixture.read(fields) | shape,
+    return read_config(
+        mixture.Config,
+        fields,
+        sliding_windows=_windows(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
         qkv_bias=hf_config.flag(fields, "qkv_bias"),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
         has_shared_gate=True,
         routing=mixture.read_routing(fields),
-        rope=hf_rope.rope(fields),
     )
 
 

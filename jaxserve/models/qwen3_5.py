@@ -8,6 +8,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import DeltaNames, Names
 from jaxserve.models import qwen3_next
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = qwen3_next.DELTA_DEFAULTS | {
     "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
@@ -18,7 +19,7 @@ DELTA_NAMES = DeltaNames(qkvz=("in_proj_qkv", "in_proj_z"), rates=("in_proj_b", 
 
 
 def _read(fields: dict[str, Any]) -> qwen3_next.HybridConfig:
-    return qwen3_next.HybridConfig(**qwen3_next.HybridConfig.hybrid_fields(fields))
+    return read_config(qwen3_next.HybridConfig, fields, **qwen3_next.HybridConfig.hybrid_fields(fields))
 
 
 def layers(config: qwen3_next.HybridConfig) -> tuple[Layer, ...]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxserve.models import hf_config, hf_rope, mixture
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
@@ -14,12 +14,14 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-    return mixture.Config(
-        **mixture.read(fields) | mixture.read_biases(fields) | shape,
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sliding_windows=_windows(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
         head_norm="shared",
         routing=mixture.read_routing(fields),
-        rope=hf_rope.rope(fields),
     )
 
 

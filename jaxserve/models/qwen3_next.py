@@ -15,6 +15,7 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DELTA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "head_dim": 256,
@@ -41,10 +42,9 @@ class HybridConfig(DecoderConfig):
 
     @staticmethod
     def hybrid_fields(fields: dict[str, Any]) -> dict[str, Any]:
-        """Read the fields that all families with such layers have in common."""
+        """Read the fields of their own that all families with such layers have in common."""
         hf_config.require(fields, "use_sliding_window", False)
-        return hf_config.as_llama(fields) | {
-            "attention_bias": hf_config.flag(fields, "attention_bias"),
+        return {
             "attends": attending_layers(fields),
             "delta_heads": delta_heads(fields),
             "rope": hf_rope.rope(fields, partial_rotary_factor=0.25),
@@ -101,10 +101,11 @@ class Config(HybridConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return Config(
+    return read_config(
+        Config,
+        fields,
         **Config.hybrid_fields(fields),
         sparse_layers=hf_config.sparse_layers(fields),
-        expert_size=hf_config.integer(fields, "moe_intermediate_size"),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
         routing=Routing(
             num_experts=hf_config.num_experts(fields),
