@@ -28,6 +28,9 @@ ENGINE_FIELDS = (
 )
 """The engine's options that decide what a step is, and how much of it fits."""
 
+STAGES = "pipeline_parallel_size"
+"""The option of plans alone: programs of several stages are not compiled ahead."""
+
 
 def add_plan(plan: Parser) -> None:
     """Add the flags of `jaxserve plan`."""
@@ -47,6 +50,7 @@ def add_plan(plan: Parser) -> None:
         "decode (few, the default), the same for each way to split (splits), all that the engine has, which takes "
         "minutes, or none: sizes are computed",
     )
+    add_config_flags(plan, EngineConfig, only=(STAGES,))
     add("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -120,7 +124,7 @@ def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
     """Open the options, and the name of the model or the shape, whose config.json is in a folder until the end."""
     if (args.model is None) == (args.shape is None):
         raise ConfigError("name a MODEL or a --shape, one of them")
-    options = given(args, ENGINE_FIELDS)
+    options = given(args, (*ENGINE_FIELDS, STAGES))
     if args.shape is None:
         yield EngineConfig(model=args.model, **options), args.model
         return

@@ -12,6 +12,7 @@ from jaxserve.engine.device import choose_kernels
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import PlainDecode
 from jaxserve.gpus import GPUS, find_gpu
+from jaxserve.inspect.bubble import simulate
 from jaxserve.planning import absent, times
 from jaxserve.planning.ahead import compile_ahead, may_be_shipped
 from jaxserve.planning.measured import MEASURED, Batches
@@ -181,7 +182,42 @@ def test_splits_are_ranked(tmp_path):
     assert [(split.tensor_parallel_size, split.fits) for split in plan.splits][-1] == (1, False)
     rates = [split.output_tokens_per_second for split in plan.splits if split.fits]
     assert rates == sorted(rates, reverse=True)
-    assert {split.tensor_parallel_size * split.replicas for split in plan.splits} == {8}
+    sizes = {(split.tensor_parallel_size, split.pipeline_parallel_size): split for split in plan.splits}
+    assert {tensor * stages * split.replicas for (tensor, stages), split in sizes.items()} == {8}
+    assert {(2, 4), (1, 2)} < {size for size, split in sizes.items() if split.fits}
+    assert all(split.fits for (_, stages), split in sizes.items() if stages > 1)
+
+
+@pytest.mark.parametrize(("shape", "more"), [("llama-3-8b", 0), ("gemma-3-4b", 1)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_hold_their_layers(tmp_path, shape, more, stages):
+    """All stages together have the model's weights and KV; a tied embedding is on the first and on the last one."""
+    whole = absent_engine(shape, tmp_path)
+    engine = absent_engine(shape, tmp_path, pipeline_parallel_size=stages)
+    sizes = sizes_of(engine)
+    parts = sizes.stages
+    layers = [layer for part in parts for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+    assert layers == list(range(whole.model.num_layers))
+    tied = more * whole.model.head_bytes
+    assert sum(part.weight_bytes for part in parts) == pytest.approx(sizes_of(whole).weight_bytes + tied, rel=1e-3)
+    assert sum(part.kv_bytes for part in parts) == engine.info(sizes.num_blocks).kv_cache_bytes
+    assert sizes.weight_bytes == max(part.weight_bytes for part in parts)
+    assert all(part.weight_bytes + part.kv_bytes + sizes.step_bytes < sizes.usable_bytes for part in parts)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 64, 255])
+def test_stages_are_timed_and_wait_as_simulated(tmp_path, num_requests):
+    engine = absent_engine("llama-3-8b", tmp_path, pipeline_parallel_size=4)
+    info = engine.info(engine.num_blocks)
+    speed = speed_of(engine, info, LOAD, num_requests=num_requests)
+    in_flight = min(num_requests, 4)
+    assert speed.bubble == pytest.approx(simulate(speed.stage_ms, num_in_flight=in_flight), abs=0.02)
+    assert speed.step_ms >= max(sum(speed.stage_ms), in_flight * max(speed.stage_ms))
+    assert speed.step_error >= times.UNLIKE_ANY
+    one = absent_engine("llama-3-8b", tmp_path)
+    alone = speed_of(one, one.info(one.num_blocks), LOAD, num_requests=1)
+    if num_requests == 1:
+        assert speed.step_ms == pytest.approx(alone.step_ms, rel=0.1)  # no faster than without stages
 
 
 def test_a_head_count_that_does_not_divide_is_a_row_of_the_table(tmp_path):
