@@ -69,6 +69,7 @@ def add_commands(parser: Parser) -> None:
         metavar="TOKENS",
         help="draft, and accept by chance so many tokens a step on average; the text is not the model's",
     )
+    _flag(batch, "--save-json", type=pathlib.Path, metavar="FILE", help="write what `jaxserve plan --measured` reads")
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -296,7 +297,16 @@ def _latency(args: argparse.Namespace) -> None:
         if args.beside:
             print(latency.beside(config, batches, quantizations=args.beside))
             return
-        print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+        report = latency.run(
+            config,
+            batches,
+            peer=peer,
+            bandwidth=bandwidth,
+            profile=args.profile,
+            shape_name=args.shape,
+            save_json=args.save_json,
+        )
+        print(report)
 
 
 def _full_load(args: argparse.Namespace) -> None:
