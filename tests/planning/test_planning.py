@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from jaxserve import cli
+from jaxserve.bench.latency import LatencyRun, TimedBatch
 from jaxserve.bench.workloads import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
@@ -60,6 +63,51 @@ def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
         "auto", engine.plan.devices.first, engine.plan.builder.model.dtype
     )
     assert engine.plan.devices.description == GPUS[device].kind
+
+
+def measured_8b(path, **changes):
+    """Write what `bench latency` saves of the 8B shape on that H100; return the path."""
+    fields = {
+        "shape": "llama-3-8b",
+        "engine": EngineConfig(model="a folder that is gone"),
+        "device": "NVIDIA H100 80GB HBM3",
+        "num_blocks": 27_744,
+        "kv_cache_bytes": 58_183_385_088,
+        "weight_bytes": LLAMA_8B_BYTES,
+        "bytes_in_use": 74_393_579_008,
+        "batches": [TimedBatch(num_requests=64, input_len=1024, output_len=32, prefill=1.437, per_token=0.01826)],
+    }
+    path.write_bytes(msgspec.json.encode(LatencyRun(**fields | changes)))
+    return str(path)
+
+
+def test_a_plan_beside_a_measurement(tmp_path, capsys):
+    """Sizes agree with what the engine reported; a step of twice the time that is planned is an error of a half."""
+    saved = measured_8b(tmp_path / "run.json")
+    assert cli.main(["plan", "--device", "h100", "--compile", "none", "--measured", saved, saved]) == 0
+    title, _, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert title.startswith("llama-3-8b, bfloat16 on NVIDIA H100")
+    found = {row.split("  ")[0]: row.split() for row in rows}
+    assert found["KV blocks"][-3:] == ["27,744", "27,744", "+0.00%"]
+    assert found["weights, bytes"][-1] == found["KV cache, bytes"][-1] == "+0.00%"
+    assert abs(float(found["in use on a device, bytes"][-1].rstrip("%"))) < 0.01
+    *_, measured, error, stated = found["64 x 1024, 32: a token, ms"]
+    assert (measured, stated) == ("18.26", "+-4%")
+    assert float(error.rstrip("%")) == pytest.approx(-50, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "said"),
+    [
+        (["--device", "h200"], {}, "measured on NVIDIA H100 80GB HBM3, not on NVIDIA H200"),
+        (["--device", "h100", "-tp", "2"], {}, "leave both out"),
+        (["--device", "h100"], {"num_blocks": "many"}, "no run of `jaxserve bench latency` in"),
+    ],
+)
+def test_measurements_that_cannot_be_compared(tmp_path, capsys, flags, changes, said):
+    saved = measured_8b(tmp_path / "run.json", **changes)
+    assert cli.main(["plan", *flags, "--compile", "none", "--measured", saved]) == 1
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
