@@ -284,6 +284,14 @@ def _host(args: argparse.Namespace) -> None:
 
 
 def _latency(args: argparse.Namespace) -> None:
+    of_one = {
+        "--peer": args.peer,
+        "--bandwidth": args.bandwidth,
+        "--profile": args.profile,
+        "--save-json": args.save_json,
+    }
+    if args.beside and (unused := [flag for flag, value in of_one.items() if value]):
+        args.parser.error(f"{', '.join(unused)}: not with --beside")
     peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
     batches = [BatchShape.parse(text) for text in args.batches or ()]
     batches = batches or [BatchShape(row.B, row.i, row.o) for row in peer] or [BatchShape(1, 128, 128)]

@@ -299,6 +299,7 @@ def test_workloads_need_no_categories(tmp_path):
     ("flags", "complaint"),
     [
         ("full-load --settings 8:1:1 --bandwidth 0", "--bandwidth: must be a positive number, got 0"),
+        ("latency --beside int8 --profile --save-json x", "--profile, --save-json: not with --beside"),
         ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
         ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
         ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),
