@@ -171,6 +171,12 @@ MESHES = (
     {"pipe": 2},
     {"pipe": 2, "tensor": 2},
     {"pipe": 2, "expert": 2},
+    {"data": 2},
+    {"data": 8},
+    {"data": 2, "expert": 4},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"pipe": 2, "data": 2, "expert": 2},
 )
 """The columns of the table. Stages are those of an engine, all others pass a sequence through the layers."""
 
