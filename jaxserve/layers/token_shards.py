@@ -82,7 +82,8 @@ def over_shards(run: Callable[..., tuple[Array, Any]], params: dict[str, Any], x
 
     def on_shard(params: dict[str, Any], x: Array, batch: Any, cache: Any) -> tuple[Array, Any]:
         x, cache = run(params, x, batch, cache)
-        return tokens.gather(x), cache
+        with jax.named_scope("residual_stream"):
+            return tokens.gather(x), cache
 
     island = jax.shard_map(
         on_shard,

@@ -89,21 +89,21 @@ def test_the_tensor_axis_splits_the_weights(monkeypatch):
     engine.runner.close()
 
 
+RECURRENT = str(GOLDENS / "qwen3_5_biases")
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 
 
 @pytest.mark.parametrize(
     ("axes", "options", "message"),
     [
-        ({"data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
-        ({"data": 2, "tensor": 2}, {}, "'data' of 2, 'tensor' of 2, .* named 'tensor': 'data' would repeat all"),
-        ({"model": 1}, {}, "mesh has the axes 'model' of 1, but what splits this model are axes named 'tensor'$"),
-        ({"model": 3}, {}, "'model' of 3, .* named 'tensor': 'model' would .* the nearest is one axis 'tensor' of 3"),
+        ({"model": 1}, {}, "the axes 'model' of 1, but what splits this model are axes named 'data' and 'tensor'$"),
+        ({"model": 3}, {}, "'model' of 3, .* 'data' and 'tensor': 'model' .* the nearest is one axis 'tensor' of 3"),
+        ({"data": 2}, {"model": RECURRENT}, "'data' of 2, but tokens of a model with layers that keep a state cannot be"),
         ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
         ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
         ({"tensor": 2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* give the mesh an axis 'pipe'"),
-        ({"pipe": 2, "data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
+        ({"data": 2}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'data' of 2"),
         ({"pipe": 3}, {}, "pipeline_parallel_size is 3, but this model has 2 layers, of which each stage needs one"),
         ({"pipe": 2}, DRAFTS, "speculative_config: stages of a pipeline verify no drafts"),
         (None, {"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "is 3 and .* is 4, 12 devices, but there are"),
