@@ -4,6 +4,7 @@ A field is also a command-line flag (`max_num_seqs` is `--max-num-seqs`), with `
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -224,6 +225,12 @@ class EngineConfig:
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
     )
+    watchdog_timeout: float = _option(
+        300.0,
+        "execution",
+        "seconds in which a step's results must come, compilation not counted: after that the engine is taken to hang, "
+        "and has died; 0: no limit",
+    )
     dequantize: bool | None = _option(
         None,
         "quantization",
@@ -293,6 +300,8 @@ class EngineConfig:
             yield f"max_cached_states must be in [0, {MAX_COUNT}], got {self.max_cached_states}"
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+        if not 0.0 <= self.watchdog_timeout < math.inf:
+            yield f"watchdog_timeout must be at least 0 and finite, got {self.watchdog_timeout}"
         if not -1 <= self.max_logprobs <= MAX_COUNT:
             yield f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}"
         try:

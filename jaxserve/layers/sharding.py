@@ -112,9 +112,9 @@ def check_mesh(
     if idle or not splitting.intersection(mesh.axis_names):
         raise ConfigError(
             f"mesh has the axes {_described(mesh)}, but what splits this model are axes named "
-            f"{_and(names)}" + (f": {_and(idle)} would repeat all of its work" if idle else "") + (
-                f"; the nearest is one axis 'tensor' of {mesh.size}" if mesh.size > 1 else ""
-            )
+            f"{_and(names)}"
+            + (f": {_and(idle)} would repeat all of its work" if idle else "")
+            + (f"; the nearest is one axis 'tensor' of {mesh.size}" if mesh.size > 1 else "")
         )
     sized = mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1)
     if tensor_parallel_size not in (1, sized):

@@ -98,7 +98,11 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
     [
         ({"model": 1}, {}, "the axes 'model' of 1, but what splits this model are axes named 'data' and 'tensor'$"),
         ({"model": 3}, {}, "'model' of 3, .* 'data' and 'tensor': 'model' .* the nearest is one axis 'tensor' of 3"),
-        ({"data": 2}, {"model": RECURRENT}, "'data' of 2, but tokens of a model with layers that keep a state cannot be"),
+        (
+            {"data": 2},
+            {"model": RECURRENT},
+            "'data' of 2, but tokens of a model with layers that keep a state cannot be",
+        ),
         ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
         ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
