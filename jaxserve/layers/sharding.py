@@ -104,7 +104,7 @@ def check_mesh(
         splitting.discard("expert")
     if mesh.shape.get(DATA, 1) > 1 and not OF_STATES.isdisjoint(used_axes):
         raise ConfigError(
-            f"mesh has the axes {_described(mesh)}, but tokens of a model with layers that keep a state cannot be split "
+            f"mesh has the axes {_described(mesh)}, but tokens of a model whose layers keep a state cannot be split "
             f"over {DATA!r}: make it an axis 'tensor' of {mesh.size}, or take several engines, by --data-parallel-size"
         )
     names = sorted(splitting)

@@ -356,7 +356,7 @@ def test_a_step_that_never_ends(monkeypatch):
     client.submit([request("one", [1, 2], 4), request("two", [3], 4)], outputs.put)
     assert {output.finish_reason for output in outputs.get(timeout=PATIENCE)} == {"error"}
     assert not client.is_alive()
-    with pytest.raises(EngineDead, match="a step has not ended for 0.5 s, the limit by watchdog_timeout"):
+    with pytest.raises(EngineDead, match=r"a step has not ended for 0\.5 s, the limit by watchdog_timeout"):
         client.submit([request("after", [1], 2)], outputs.put)
     client.close()  # waits for nothing
     is_back.set()

@@ -101,7 +101,7 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
         (
             {"data": 2},
             {"model": RECURRENT},
-            "'data' of 2, but tokens of a model with layers that keep a state cannot be",
+            "'data' of 2, but tokens of a model whose layers keep a state cannot",
         ),
         ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
