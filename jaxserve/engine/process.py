@@ -113,7 +113,10 @@ class EngineServer:
             self._send_stats()
         is_alive = self._client.is_alive()
         if not is_alive:
-            self._on_death(self._reason())
+            reason = self._reason()
+            for peer in self._peers.values():
+                peer.send(wire.Died(reason))  # those without requests have not heard of it
+            self._on_death(reason)
         self._client.close()
         for peer in self._peers.values():
             peer.close(linger_seconds=0 if is_alive else LINGER_SECONDS)

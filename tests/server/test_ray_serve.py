@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -98,7 +97,5 @@ def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             again = [await ask() for _ in range(4)]
             assert [answer.json()["choices"][0]["text"] for answer in again] == [text] * 4
 
-    started = time.monotonic()
     with running(tmp_path / "log") as (cluster, url):
         asyncio.run(run(cluster, url))
-    assert time.monotonic() - started < PATIENCE

@@ -241,6 +241,8 @@ def test_engines_behind_one_server_and_the_death_of_one(start, how):
             assert 0 < len(failed) < len(ended), ended
             reason = "a bug in the engine" if how == "hangs" else "the engine has stopped"
             assert all(reason in str(answer) for answer in failed)
+            if how == "hangs":
+                await asyncio.to_thread(server.read_log_until, "engine . has given up: the engine has stopped: a bug")
             answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
             assert answers == [(200, "aaa", None)] * 8
             await asyncio.to_thread(server.read_log_until, "engine . is there again")
