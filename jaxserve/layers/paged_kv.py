@@ -54,8 +54,8 @@ class PagedKV(Pages):
             tokens = batch.tokens
             if tokens is not None:
                 qkv = tokens.of_all(qkv, splits_heads=splits_heads)
-            if splits_heads:
-                scales, scores = jax.tree.map(tokens.own_heads, (scales, scores))
+                if splits_heads:
+                    scales, scores = jax.tree.map(tokens.own_heads, (scales, scores))
             q, pages = rope_and_write_kv(
                 qkv,
                 cache,
@@ -101,8 +101,8 @@ class PagedKV(Pages):
             tokens = batch.tokens
             if tokens is not None:
                 q = tokens.of_all(q, splits_heads=splits_heads)
-            if splits_heads:
-                scores = jax.tree.map(tokens.own_heads, scores)
+                if splits_heads:
+                    scores = jax.tree.map(tokens.own_heads, scores)
             out = attend_over_pages(q, cache, batch, scores, kernels=kernels)
             return out if tokens is None else tokens.of_own(out, splits_heads=splits_heads)
 

@@ -85,7 +85,7 @@ def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             assert streamed.headers["content-type"].startswith("text/event-stream")
             assert streamed.text.count("data: ") > 30
             prompts = [f"{number} is a number" for number in range(24)]
-            asked = [asyncio.create_task(ask(prompt=prompt, max_tokens=200)) for prompt in prompts]
+            asked = [asyncio.create_task(ask(prompt=prompt)) for prompt in prompts]
             await asyncio.sleep(0.2)
             cluster.stdin.write("kill\n")
             cluster.stdin.flush()
