@@ -131,16 +131,18 @@ def test_meshes_that_fit():
         engine.runner.close()
 
 
-@pytest.mark.parametrize("num_stages", quick_first([1, 2]))
-def test_tokens_of_whole_experts_are_counted(num_stages):
+OF_EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    quick_first([(OF_EXPERTS, None), (OF_EXPERTS | {"pipeline_parallel_size": 2}, None), ({}, {"data": 2})]),
+)
+def test_tokens_of_whole_experts_are_counted(options, axes):
     """By an engine that has four of eight experts on each of two devices of a stage."""
-    options = {
-        "model": str(GOLDENS / "qwen3_moe_normalised"),
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": num_stages,
-        "enable_expert_parallel": True,
-    }
-    engine, _ = startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
+    config = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"), **options)
+    mesh = None if axes is None else mesh_of(**axes)
+    engine, _ = startup.start_engine(config, mesh=mesh, progress=False)
     try:
         experts = engine.runner.states[0]["params"]["layers"][0]["mlp"]["experts"]
         assert [len(shard.data) for shard in experts["down"].values.addressable_shards] == [4, 4]
