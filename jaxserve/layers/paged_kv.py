@@ -14,7 +14,6 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
-from jaxserve.layers.rope import Rotation
 from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
@@ -31,7 +30,7 @@ class PagedKV(Pages):
         batch: Batch,
         scores: Scores,
         *,
-        rotation: Rotation | None,
+        rotation: tuple[Float[Array, "N half"], Float[Array, "N half"]] | None,
         head_norms: HeadNorms | None,
         chunk_size: int | None = None,
         scales: Float[Array, "K 2"] | None = None,
@@ -45,7 +44,7 @@ class PagedKV(Pages):
         token.
 
         Heads that are split over a mesh axis stay split: every device writes and reads its own KV heads, and nothing is
-        exchanged, but for tokens that are split over "data".
+        exchanged, but for tokens that are split over "data": `rotation` is that of all N tokens of the step.
         """
 
         def on_local_heads(
