@@ -163,8 +163,8 @@ def _phi_moe_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Phi-3.5 MoE, which has a factor of rotated vectors for either list of factors; a file has
     one for both.
     """
-    fields = _phi3_fields(file) | routing_fields(file) | {"lm_head_bias": "output.bias" in file.tensors}
-    rope = fields["rope_parameters"]
+    fields: dict[str, Any] = _phi3_fields(file) | routing_fields(file) | {"lm_head_bias": "output.bias" in file.tensors}
+    rope: dict[str, Any] = fields["rope_parameters"]
     if rope.get("rope_type") == "longrope":
         rope |= dict.fromkeys(("short_mscale", "long_mscale"), rope.pop("attention_factor", 1.0))
     return fields
