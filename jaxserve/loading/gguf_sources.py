@@ -228,6 +228,8 @@ def _undo(file: GGUFFile, name: str) -> tuple[Callable[..., np.ndarray] | None, 
         case "falcon" | "bloom" | "gptneox", "attn_qkv":
             num_heads, num_kv_heads = head_counts(file)
             return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads), True
+        case architecture, "attn_qkv" if architecture in PAIRS_OF_ROWS:
+            return functools.partial(_each_to_halves, head_counts=head_counts(file)), True
         case architecture, "attn_q" | "attn_k" if architecture in PAIRS_OF_ROWS:
             return functools.partial(_to_halves, num_heads=head_counts(file)[module == "attn_k"]), True
         case "glm4", "attn_q" | "attn_k" if any(get(file, "rope.dimension_sections", ())):
@@ -273,6 +275,15 @@ def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:
     """Reorder the rows of each head from (pair, half) to (half, pair)."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _each_to_halves(tensor: np.ndarray, *, head_counts: tuple[int, int]) -> np.ndarray:
+    """Reorder the rows of q and of k, which come before those of v, as `_to_halves` does."""
+    num_heads, num_kv_heads = head_counts
+    heads = tensor.reshape(num_heads + 2 * num_kv_heads, -1, *tensor.shape[1:])
+    rotated = heads[: num_heads + num_kv_heads]
+    turned = _to_halves(rotated.reshape(-1, *tensor.shape[1:]), num_heads=len(rotated)).reshape(rotated.shape)
+    return np.concatenate([turned, heads[len(rotated) :]]).reshape(tensor.shape)
 
 
 def _to_pairs(tensor: np.ndarray, *, num_heads: int, rotated: int) -> np.ndarray:

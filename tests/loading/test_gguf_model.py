@@ -231,6 +231,13 @@ def test_config_and_weights_of_random_safetensors(tmp_path, name):
     whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
 
+    keys, converted = dict(metadata), gguf_files.convert_recorded(metadata, tensors)
+    for layer in range(fields["num_hidden_layers"]):  # as with --fuse-qkv of the converter
+        parts = [converted.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        converted[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+    gguf_files.write(tmp_path / "fused.gguf", keys.pop("general.architecture"), keys, converted)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused.gguf")[0], params)
+
 
 @pytest.mark.parametrize("name", FIELDS_COMPARED)
 def test_config_and_weights_of_the_safetensors(tmp_path, name):
