@@ -85,6 +85,7 @@ class StepBuilder:
             verifying=self.model.verifying_buckets,
             keeps_tokens=self.model.keeps_tokens,
             num_stages=len(self.models),
+            has_states=self.model.layout.num_states > 0,
             keeps_states=self.model.num_kept_states > 0,
         )
         self._paths: dict[tuple[int, Bucket, bool], ProgramPaths] = {}
