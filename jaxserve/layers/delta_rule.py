@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.recurrent_step import Implementation, Tokens, recurrent_step
 
@@ -93,51 +93,6 @@ def recurrence(
         return turn(jnp.int32(0), (out, states))
     num_turns = (rows.num_decode_rows + num_at_once - 1) // num_at_once
     return jax.lax.fori_loop(0, num_turns, turn, (out, states))
-
-
-def of_rows(tokens: Tokens, num_rows: int) -> Tokens:
-    """Return the tokens of rows with equally many of them by row: [T, ...] as [B, Q, ...]."""
-    return Tokens(*(x.reshape(num_rows, -1, *x.shape[1:]) for x in tokens))
-
-
-def steps(
-    tokens: Tokens,
-    states: Float[Array, "S H G K V"],
-    slots: Int[Array, " B"],
-    counts: Int[Array, " B"],
-    begins: Bool[Array, " B"],
-    *,
-    corrects: bool,
-    implementation: Implementation,
-) -> tuple[Float[Array, "B Q H G V"], Float[Array, "S H G K V"]]:
-    """Return the outputs of the first `counts` of each row's tokens [B, Q, ...], one after the other, and the states of
-    all slots after them. The outputs of others are finite and mean nothing.
-    """
-    outs = []
-    for column in range(tokens.q.shape[1]):
-        some = Tokens(*(x[:, column] for x in tokens))
-        here = jnp.where(column < counts, slots, len(states))
-        first = begins if column == 0 else jnp.zeros_like(begins)
-        out, states = recurrent_step(some, states, here, first, corrects=corrects, implementation=implementation)
-        outs.append(out)
-    return jnp.stack(outs, axis=1), states
-
-
-def columns(
-    tokens: Tokens,
-    states: Float[Array, "S H G K V"],
-    rows: Rows,
-    *,
-    corrects: bool,
-    implementation: Implementation,
-) -> Float[Array, "T H G V"]:
-    """Return each token's output, of rows with equally many tokens. The states of slots do not change."""
-    num_rows = len(rows.slots)
-    held = states.at[rows.slots].get(mode="fill", fill_value=0)
-    by_row, counts = of_rows(tokens, num_rows), jnp.full(num_rows, len(tokens.q), jnp.int32)
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    out, _ = steps(by_row, held, row, counts, rows.begins, corrects=corrects, implementation=implementation)
-    return out.reshape(len(tokens.q), *out.shape[2:])
 
 
 def _chunks(tokens: Tokens, states: Array, rows: Rows, *, corrects: bool) -> tuple[Array, Array]:

@@ -18,16 +18,13 @@ from jaxserve.layers.delta_rule import (
     Rows,
     behind_windows,
     causal_convolution,
-    columns,
     convolution,
     last_inputs,
-    of_rows,
     recurrence,
-    steps,
 )
 from jaxserve.layers.parts import recurrence_part
 from jaxserve.layers.sharding import partition_spec, partition_specs
-from pallas_kernels.recurrent_step import Tokens
+from pallas_kernels.recurrent_step import Tokens, recurrent_step
 
 
 class Dim(NamedTuple):
@@ -66,10 +63,11 @@ class StateSpec:
 
     def unsettled(self, num_rows: int, num_columns: int, *, mesh: Mesh | AbstractMesh) -> "Unsettled":
         """Return the shapes of what a step that verifies drafts leaves for `settled`."""
-        rows, columns, tokens = Dim(num_rows), Dim(num_columns), None
+        rows, tokens = Dim(num_rows), None
         if self.matrix is not None:
             H, G, K, V = self.matrix
-            key, value, rate = (_array(mesh, rows, columns, *dims) for dims in ((H, K), (H, G, V), (H, G)))
+            flat = Dim(num_rows * num_columns)
+            key, value, rate = (_array(mesh, flat, *dims) for dims in ((H, K), (H, G, V), (H, G)))
             tokens = Tokens(q=key, k=key, v=value, log_decay=rate, beta=rate)
         inputs = tuple(_array(mesh, rows, Dim(self.width - 1 + num_columns), *dims) for dims in self.channels)
         return Unsettled(inputs, tokens, self.corrects)
@@ -134,7 +132,7 @@ class Unsettled:
     inputs: tuple[Float[Array, " B W-1+Q N *channels"], ...]
     """Of each convolution, those of the tokens before and of the row's own."""
     tokens: Tokens | None
-    """What the recurrence reads, with the axes B and Q in place of one."""
+    """What the recurrence reads, of T = B * Q tokens."""
     corrects: bool = flax.struct.field(pytree_node=False, default=False)
     """Static: see `Recurrent`."""
 
@@ -188,14 +186,13 @@ class States(NamedTuple):
                 assert matrix is not None
                 tokens = block.tokens(mixed, projected, weights)
                 if verifies:
-                    out = columns(tokens, matrix, rows, **static)
+                    out, _ = recurrent_step(tokens, matrix, rows.slots, rows.begins, **static, changes=False)
                 else:
                     out, matrix = recurrence(tokens, matrix, rows, **static, is_decode_only=is_decode_only)
                 out = weights.output(out, tokens)
                 out = out.reshape(*mixed[0].shape[:2], -1)
             if not verifies:
                 return out, States(windows, matrix)
-            tokens = tokens and of_rows(tokens, len(rows.slots))
             return out, state._replace(unsettled=Unsettled(windows, tokens, corrects))
 
         context.choose("convolution" if block is None else "recurrence", part)
@@ -224,7 +221,7 @@ class States(NamedTuple):
         tokens: Any = None
         if self.matrix is not None:
             h, g = specs.matrix[1:3]
-            on: list[Any] = [PartitionSpec(None, None, h), PartitionSpec(None, None, h, g)]
+            on: list[Any] = [PartitionSpec(None, h), PartitionSpec(None, h, g)]
             tokens = Tokens(*(on[0], on[0], on[1], on[1], on[1]))
         return specs._replace(unsettled=Unsettled(specs.windows, tokens, corrects))
 
@@ -254,7 +251,7 @@ class States(NamedTuple):
             if unsettled.tokens is not None:
                 assert matrix is not None
                 static: Any = {"corrects": unsettled.corrects, "implementation": implementation}
-                _, matrix = steps(unsettled.tokens, matrix, slots, counts, begins, **static)
+                _, matrix = recurrent_step(unsettled.tokens, matrix, slots, begins, counts, **static)
             return States(windows, matrix)
 
         arguments = self, unsettled, slots, counts, begins
