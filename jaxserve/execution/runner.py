@@ -219,10 +219,11 @@ class Runner:
                 zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
             )
         of_stages = [[program] for program in step.stages] + [step.of_last_stage]
-        return max(
+        largest = max(
             memory_of_step({program: compiled[program] for program in programs}, state_bytes=model.state_bytes)
             for model, programs in zip(self.builder.models, of_stages, strict=True)
         )
+        return max(largest, self.model.state_bytes + self.model.unsettled_bytes)
 
     def set_params(self, params: Any) -> None:
         """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""

@@ -273,6 +273,12 @@ class StepModel:
             return ()
         return tuple(spec.unsettled(bucket.num_rows, bucket.num_columns, mesh=self.mesh) for spec in self._state_specs)
 
+    @property
+    def unsettled_bytes(self) -> int:
+        """Bytes on a device that the largest step of drafts needs for these."""
+        of_steps = (jax.tree.leaves(self.unsettled(bucket)) for bucket in self.verifying_buckets)
+        return max((sum(map(shard_bytes, leaves)) for leaves in of_steps), default=0)
+
     def packed(self, bucket: Bucket) -> Any:
         """Return the shape of a packed plan."""
         return self.array((bucket.packed_size,), jnp.int32)
