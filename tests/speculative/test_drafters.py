@@ -266,6 +266,7 @@ def from_files(folder, kind):
     fields, options = TARGET, {"model": str(folder), "method": None}
     if kind.endswith("mtp"):
         fields = load_config(GOLDENS / {"mtp": "glm4_moe_qk_norm", "qwen3_next_mtp": "qwen3_next_biases"}[kind])
+        fields |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14}  # for two devices
         options = {"method": kind}
     family = get_family(fields)
     specs = family.param_specs(family.Config.from_hf(fields))
