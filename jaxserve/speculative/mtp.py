@@ -113,7 +113,7 @@ class MTP(Drafter):
                 "mtp_use_dedicated_embeddings is true"
             )
         family = get_family(target)
-        return cls(speculation.num_drafts, form, family, family.Config.from_hf(target), context)
+        return cls(speculation.num_drafts, form, family, family.config(target), context)
 
     @property
     @override

@@ -269,7 +269,7 @@ def from_files(folder, kind):
         fields |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14}  # for two devices
         options = {"method": kind}
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     if kind.endswith("mtp"):
         specs = {"model": specs, "further": make_drafter(parse_speculation(options), fields, None, context=96).specs()}
     model = write_random(folder, fields, specs)
