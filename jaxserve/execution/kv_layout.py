@@ -151,7 +151,8 @@ def kv_layout_with(
     for group, window in enumerate(layout.windows):
         if window is None or all(other is not None and other <= window for other in needed):
             return layout, group
-    return kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len), 0
+    layout = kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len)
+    return dataclasses.replace(layout, windows=(None,)), 0  # also where no layer of the model has anything of tokens
 
 
 def _of_tokens(spec: CacheSpec) -> bool:
