@@ -1,19 +1,22 @@
 """The flags of `jaxserve bench ...`, one function per benchmark."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
-from jaxserve.bench.serving.options import ServingOptions
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
+from jaxserve.bench.served import served, write_tokenizer
+from jaxserve.bench.serving.options import CURVE_FIELDS, ServingOptions
+from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
+from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
@@ -21,8 +24,6 @@ from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.speculation import with_acceptance
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
-_SERVING_FIELDS = tuple(field.name for field in dataclasses.fields(ServingOptions))
-_ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 def add_commands(parser: Parser) -> None:
@@ -67,6 +68,7 @@ def add_commands(parser: Parser) -> None:
         metavar="TOKENS",
         help="draft, and accept by chance so many tokens a step on average; the text is not the model's",
     )
+    _flag(batch, "--save-json", type=pathlib.Path, metavar="FILE", help="write what `jaxserve plan --measured` reads")
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -151,7 +153,7 @@ def add_commands(parser: Parser) -> None:
     _add_number(cost, "--seconds", 10, "how long to measure")
     _add_number(cost, "--num-probes", 100, "short requests, with and without the load", at_least=2)
     _add_number(cost, "--api-workers", 1, "processes of the API side")
-    _flag(cost, "--chat", action="store_true", help="stream chats instead of completions")
+    _flag(cost, "--chat", dest="is_chat", action="store_true", help="stream chats instead of completions")
 
     masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
     _flag(
@@ -163,7 +165,7 @@ def add_commands(parser: Parser) -> None:
     _add_number(masks, "--seed", 0, "seed of the texts", at_least=0)
 
     reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
-    _flag(reading, "--syntax", nargs="+", default=(), metavar="NAME", help="default: all of them")
+    _flag(reading, "--syntax", dest="names", nargs="+", default=(), metavar="NAME", help="default: all of them")
     _add_number(reading, "--num-characters", 32000, "characters of each input")
 
     serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
@@ -180,6 +182,34 @@ def add_commands(parser: Parser) -> None:
         help="objectives, such as ttft:200 tpot:50 e2e:5000",
     )
     serving.add_known_flags(vllm_flags.BENCH_FLAGS)
+
+    curve = add("load-curve", "what clients see at shares of a server's capacity, as a table and a picture", _curve)
+    add_config_flags(curve, ServingOptions, only=CURVE_FIELDS)
+    _add_shape(curve)
+    _add_number(curve, "--at-once", 256, "requests that are kept running to measure the capacity")
+    _flag(
+        curve, "--loads", type=_positive, nargs="+", default=(0.25, 0.5, 0.75, 0.9), metavar="X", help="of the capacity"
+    )
+    _flag(curve, "--seconds", type=_positive, default=10.0, metavar="S", help="length of each run; default: 10")
+    _flag(
+        curve, "--trace", metavar="FILE", help="also the arrivals and lengths of Azure's (.csv) or Mooncake's (.jsonl)"
+    )
+    _flag(
+        curve,
+        "--levels",
+        nargs="+",
+        default=("ttft:200,tpot:25", "ttft:1000,tpot:50"),
+        metavar="NAME:MS,...",
+        help="service levels, for goodput; default: ttft:200,tpot:25 and ttft:1000,tpot:50",
+    )
+    _flag(curve, "--draw", type=pathlib.Path, metavar="FILE", help="draw what --save-json wrote, and measure nothing")
+    _flag(
+        curve,
+        "--serve",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="start `jaxserve serve` with all arguments that follow (of a --shape: but the model), in place of --url",
+    )
 
 
 def _flag(parser: Parser, *names: str, **options: Any) -> None:
@@ -202,9 +232,7 @@ def _add_shape(parser: Parser) -> None:
 
 
 def _add_bandwidth(parser: Parser) -> None:
-    _flag(
-        parser, "--bandwidth", type=_bandwidth, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
-    )
+    _flag(parser, "--bandwidth", type=_positive, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)")
 
 
 def _add_beside(parser: Parser, text: str) -> None:
@@ -224,7 +252,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def _bandwidth(text: str) -> float:
+def _positive(text: str) -> float:
     if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
@@ -250,11 +278,18 @@ def _throughput(args: argparse.Namespace) -> None:
 
 
 def _host(args: argparse.Namespace) -> None:
-    report = host.run(LLAMA_HOST, num_requests=args.num_requests, input_len=args.input_len, num_steps=args.num_steps)
-    print(report)
+    print(host.run(LLAMA_HOST, **given(args, host.run)))
 
 
 def _latency(args: argparse.Namespace) -> None:
+    of_one = {
+        "--peer": args.peer,
+        "--bandwidth": args.bandwidth,
+        "--profile": args.profile,
+        "--save-json": args.save_json,
+    }
+    if args.beside and (unused := [flag for flag, value in of_one.items() if value]):
+        args.parser.error(f"{', '.join(unused)}: not with --beside")
     peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
     batches = [BatchShape.parse(text) for text in args.batches or ()]
     batches = batches or [BatchShape(row.B, row.i, row.o) for row in peer] or [BatchShape(1, 128, 128)]
@@ -268,7 +303,16 @@ def _latency(args: argparse.Namespace) -> None:
         if args.beside:
             print(latency.beside(config, batches, quantizations=args.beside))
             return
-        print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+        report = latency.run(
+            config,
+            batches,
+            peer=peer,
+            bandwidth=bandwidth,
+            profile=args.profile,
+            shape_name=args.shape,
+            save_json=args.save_json,
+        )
+        print(report)
 
 
 def _full_load(args: argparse.Namespace) -> None:
@@ -290,7 +334,7 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
     """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`, and
     that of an EAGLE-3 head for it, if one is wanted.
     """
-    given_config = given(args, _ENGINE_FIELDS)
+    given_config = given(args, EngineConfig)
     if args.shape:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
@@ -303,20 +347,13 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
 
 
 def _start(args: argparse.Namespace) -> None:
-    print(start.run(args.model, install=args.install))
+    print(start.run(**given(args, start.run)))
 
 
 def _server(args: argparse.Namespace) -> None:
     from jaxserve.bench import server_cost  # imported late: it starts a server, which is too heavy for `--help`
 
-    load = server_cost.Load(
-        num_streams=args.num_streams,
-        step_seconds=1 / args.tokens_per_second,
-        seconds=args.seconds,
-        num_probes=args.num_probes,
-        is_chat=args.chat,
-        api_workers=args.api_workers,
-    )
+    load = server_cost.Load(**given(args, server_cost.Load), step_seconds=1 / args.tokens_per_second)
     print(server_cost.report(load, server_cost.run(load)))
 
 
@@ -324,35 +361,23 @@ def _grammar(args: argparse.Namespace) -> None:
     from jaxserve.bench import grammar_cost  # imported late: llguidance and a tokenizer are too heavy for `--help`
     from jaxserve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
-    report = grammar_cost.run(
-        tokenizer, grammar=args.grammar, num_requests=args.num_requests, num_steps=args.num_steps, seed=args.seed
-    )
-    print(report)
+    args.tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
+    print(grammar_cost.run(**given(args, grammar_cost.run)))
 
 
 def _parsing(args: argparse.Namespace) -> None:
     from jaxserve.bench import parsing_cost  # imported late: the server is too heavy for `--help`
 
-    print(parsing_cost.run(names=args.syntax, num_characters=args.num_characters))
+    print(parsing_cost.run(**given(args, parsing_cost.run)))
 
 
 def _load(args: argparse.Namespace) -> None:
-    report = load.run(
-        args.size,
-        stored=args.stored,
-        dtype=args.dtype,
-        folder=args.folder,
-        num_runs=args.num_runs,
-        with_orbax=args.with_orbax,
-    )
-    print(report)
+    print(load.run(**given(args, load.run)))
 
 
 def _bits_per_byte(args: argparse.Namespace) -> None:
-    config = EngineConfig(**given(args, _ENGINE_FIELDS))
-    report = bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv)
-    print(report)
+    config = EngineConfig(**given(args, EngineConfig))
+    print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv))
 
 
 def _speculation(args: argparse.Namespace) -> None:
@@ -361,25 +386,57 @@ def _speculation(args: argparse.Namespace) -> None:
     of_workloads = {"--category": args.category, "--beside": args.beside, "--temperature": args.temperature}
     if args.synthetic_acceptance and (unused := [flag for flag, value in of_workloads.items() if value]):
         args.parser.error(f"{', '.join(unused)}: only for a --workload")
-    options: dict[str, Any] = {"output_len": args.output_len, "at_once": args.at_once, "num_pairs": args.num_pairs}
     with tempfile.TemporaryDirectory() as folder:
         config = _config_of_batches(args, folder)
         if args.synthetic_acceptance:
-            lengths = args.synthetic_acceptance
-            print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
+            options = given(args, speculation.by_chance)
+            print(speculation.by_chance(config, lengths=args.synthetic_acceptance, **options))
             return
-        chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
         configs = [config, *(dataclasses.replace(config, speculative_config=fields) for fields in args.beside)]
         for each in configs:
-            print(speculation.of_workload(each, workload=args.workload, **chosen, **options), end="\n\n")
+            print(speculation.of_workload(each, **given(args, speculation.of_workload)), end="\n\n")
+
+
+@contextlib.contextmanager
+def _needs_bench() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
+
+
+def _curve(args: argparse.Namespace) -> int:
+    with _needs_bench():
+        from jaxserve.bench.serving import curve
+        from jaxserve.bench.serving.summary import parse_slos
+    if args.draw is not None:
+        curve.draw(args.draw, ServingOptions(**given(args, CURVE_FIELDS)).save_plot)
+        return 0
+    levels = [parse_slos(level.split(",")) for level in args.levels]
+    chosen = curve.CurveOptions(
+        loads=args.loads, seconds=args.seconds, levels=levels, trace=args.trace, at_once=args.at_once
+    )
+    options: dict[str, Any] = given(args, CURVE_FIELDS)
+    if args.shape is None and args.serve is None:
+        return curve.run(ServingOptions(**options), chosen)
+    if "url" in options:
+        args.parser.error("--url, and --shape or --serve, exclude each other")
+    with tempfile.TemporaryDirectory() as name:
+        folder, serve = pathlib.Path(name), args.serve or []
+        if args.shape is not None:
+            model = write_config(folder / "model", SHAPES[args.shape])
+            write_tokenizer(model, SHAPES[args.shape]["vocab_size"])
+            serve = [str(model), "--load-format", "dummy", *serve]
+            options.setdefault("tokenizer", str(model))
+        load = ServingOptions(**options)
+        with served(serve, log=folder / "log") as url:
+            return curve.run(dataclasses.replace(load, url=url), chosen)
 
 
 def _serving(args: argparse.Namespace) -> int:
-    try:
+    with _needs_bench():
         from jaxserve.bench.serving.run import run
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
-    options: dict[str, Any] = given(args, _SERVING_FIELDS)
+    options: dict[str, Any] = given(args, ServingOptions)
     if args.served_model_name is not None:
         options = {"tokenizer": options.get("model")} | options | {"model": args.served_model_name}
     if args.host is not None or args.port is not None:

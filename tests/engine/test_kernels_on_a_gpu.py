@@ -6,7 +6,7 @@ import jax
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.bench.shapes import LLAMA_100M, write_config
 from jaxserve.execution.programs import model
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
@@ -71,6 +71,16 @@ SHAPES = {
         "global_head_dim": 256,
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 1000,
+    },
+    "heads beyond kernels": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 40,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
     },
     "delta rule": {
         "model_type": "qwen3_next",

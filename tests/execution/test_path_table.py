@@ -9,7 +9,7 @@ from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.layers.cache import parts_of
 from jaxserve.layers.layouts import rounded_to
@@ -36,7 +36,7 @@ def make_builder(fields, *, num_devices=1, scheme=None, without="", **sizes):
     schemes = {}
     if scheme is not None:
         family = get_family(fields)
-        schemes = rounded_to(family.param_specs(family.Config.from_hf(fields)), SCHEMES.get(scheme, scheme))
+        schemes = rounded_to(family.param_specs(family.config(fields)), SCHEMES.get(scheme, scheme))
     schemes = {name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)}
     mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
     return StepBuilder(make_spec(fields, schemes=schemes, **FEW_SIZES | sizes), mesh)
@@ -89,6 +89,7 @@ def test_keys_of_layers():
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),
         (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
+        (LLAMA | {"head_dim": 512}, {}, "attention: XLA (head_dim must be a multiple of 16 up to 256, got 512)"),
         (
             LLAMA,
             {"kv_cache_dtype": "fp8"},
@@ -111,6 +112,12 @@ def test_keys_of_layers():
             "attention: XLA (the write of 8 bits needs multiples of 16, got head_dim 128 and 8 rotated pairs)",
         ),
         (STATES, {}, "recurrence: recurrent_step; "),
+        (STATES, {}, "recurrence: recurrent_step and recurrent_chunks"),
+        (
+            STATES | {"linear_value_head_dim": 96},
+            {},
+            "recurrence: recurrent_step and XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)",
+        ),
         (
             STATES | {"linear_value_head_dim": 24},
             {},
@@ -171,7 +178,7 @@ def test_every_model_has_a_table_of_paths(golden):
     family = get_family(fields)
     lines = make_builder(fields, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64).describe_paths()
     assert lines[0].startswith("decode of 1 ")
-    layers = family.layers(family.Config.from_hf(fields))
+    layers = family.layers(family.config(fields))
     attends = not all(part.keeps_state for layer in layers for part in parts_of(layer.mixer.cache_spec))
     assert all((line.count("LM head: "), line.count("attention: ")) == (1, attends) for line in lines)
     for reason in {layer.why_not_fused for layer in layers} - {None}:

@@ -8,7 +8,7 @@ import jax
 import pytest
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
 from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
@@ -263,6 +263,20 @@ def test_states_stay_where_they_are(num_devices):
 
 
 @pytest.mark.slow
+def test_states_are_advanced_by_accepted_drafts_where_they_are():
+    """One kernel reads the states of rows for all of their tokens, one changes them behind the draw."""
+    fields = {"model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": 4}).up_to(20)
+    builder = make_builder(fields | {"mlp_only_layers": [0]}, speculation=options)
+    bucket = next(one for one in builder.model.verifying_buckets if one.num_columns == 5)
+    program = compile_program(builder, PlainDecode(bucket))
+    assert program.spill_bytes == 0
+    assert program.copies_of((256, 16, 2, 128, 128)) == []
+    assert [kernel.name for kernel in program.kernels].count("recurrent_step") == 2
+    assert program.temp_bytes < 2**24
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "rounds_heads"), [(decode_of(256), False), (forward_of_8192_tokens, True)])
 def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer; it
@@ -272,7 +286,7 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     fields = LLAMA_3_8B | {"num_hidden_layers": num_layers}
     family = get_family(fields)
     scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     builder = make_builder(fields, schemes=dict.fromkeys(rounded_to(specs, Scheme(codes="fp8")), scheme))
     program = compile_program(builder, make(builder))
     assert program.spill_bytes == 0
@@ -297,7 +311,7 @@ def test_steps_with_codes_of_experts(held, num_tokens):
     """The codes are read where they are: nothing of the size of an expert's weights is written."""
     fields, scheme = HELD[held]
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     schemes = {name: scheme for name in rounded_to(specs, scheme) if "experts" in name or held == "fp8"}
     builder = make_builder(fields, schemes=schemes)
     bucket = bucket_of(builder, num_tokens)
@@ -326,7 +340,7 @@ def test_prompts_with_codes_of_matrices(scheme, num_devices):
     """Each device multiplies by its codes where they are, also by those with minimums."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
     family = get_family(fields)
-    schemes = dict.fromkeys(rounded_to(family.param_specs(family.Config.from_hf(fields)), scheme), scheme)
+    schemes = dict.fromkeys(rounded_to(family.param_specs(family.config(fields)), scheme), scheme)
     builder = make_builder(fields, num_devices, schemes=schemes)
     program = compile_program(builder, forward_of_512_tokens(builder))
     assert program.spill_bytes == 0

@@ -38,7 +38,7 @@ LLAMA = {
 def load(path):
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     return (
         load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False),
@@ -63,7 +63,7 @@ def random_llama():
 
 def random_tensors(fields):
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     rng = np.random.default_rng(3)
     return {
         name: rng.normal(size=shape).astype(np.float32)
@@ -106,6 +106,15 @@ def test_logits_of_the_safetensors(tmp_path, name):
     assert golden_error(full_logits(golden), golden) < 1e-5
 
 
+ALTERED = {
+    "baichuan_alibi": {"vocab_size": 125696, "num_hidden_layers": 40, "hidden_size": 32, "norm_head": None},
+    "baichuan_rotated": {"vocab_size": 64000, "norm_head": None},
+    "bailing_moe_unit_head": {"first_k_dense_replace": 0, "norm_head": False, "use_qkv_bias": False},
+    "mellum_windows": {"mlp_layer_types": ["sparse"] * 3},
+    "qwen3_vl_moe_some_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [], "norm_topk_prob": True},
+}
+"""Goldens with options that llama.cpp does not have, and the fields changed for it; their weights are random."""
+
 FIELDS_COMPARED = {
     "deepseek_v2_greedy": {},
     "deepseek_v2_groups": {"deepseek2.expert_gating_func": 1},
@@ -124,7 +133,8 @@ FIELDS_COMPARED = {
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
-    **gguf_files.RECORDED,
+    **{name: keys for name, keys in gguf_files.RECORDED.items() if name not in ALTERED},
+    "qwen_untied": gguf_files.RECORDED["qwen_untied"] | {"qwen.attention.key_length": 10},
     "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
@@ -164,6 +174,20 @@ UNSAID = {
     "ministral3_beyond_original": {"sliding_window": None},
     "nemotron_h_biases": NO_LIMIT,
     "nemotron_h_experts": NO_LIMIT | {"intermediate_size": None, "mlp_hidden_act": "relu2"},
+    "phimoe_long_equal_factors": {
+        "hidden_act": "silu",
+        "router_jitter_noise": 0.01,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 2.5, 6.0],
+            "long_factor": [1.0, 2.5, 6.0],
+            "short_mscale": 1.5,
+            "long_mscale": 1.5,
+        },
+    },
+    "qwen_untied": {"seq_length": 512},
     "qwen3_next_tied": {"hidden_act": "silu", "norm_topk_prob": True},
     "smollm3_windows": dict.fromkeys(("layer_types", "no_rope_layer_interval", "no_rope_layers", "use_sliding_window")),
     "deepseek_v2_greedy": {"hidden_act": "silu"},
@@ -195,6 +219,26 @@ def in_float32(value):
     return float(np.float32(value)) if isinstance(value, float) else value
 
 
+@pytest.mark.parametrize("name", ALTERED)
+def test_config_and_weights_of_random_safetensors(tmp_path, name):
+    fields = in_float32(load_config(GOLDENS / name)) | ALTERED[name]
+    tensors, metadata = random_tensors(fields), gguf_files.RECORDED[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=metadata)
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    assert config == family.Config.from_hf(fields)
+    whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
+
+    keys, converted = dict(metadata), gguf_files.convert_recorded(metadata, tensors)
+    for layer in range(fields["num_hidden_layers"]):  # as with --fuse-qkv of the converter
+        parts = [converted.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        converted[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+    gguf_files.write(tmp_path / "fused.gguf", keys.pop("general.architecture"), keys, converted)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused.gguf")[0], params)
+
+
 @pytest.mark.parametrize("name", FIELDS_COMPARED)
 def test_config_and_weights_of_the_safetensors(tmp_path, name):
     """A GGUF file cannot say everything, so that such a golden's logits are out of reach."""
@@ -206,7 +250,7 @@ def test_config_and_weights_of_the_safetensors(tmp_path, name):
     params, config, family, mesh = load(tmp_path / "m.gguf")
     epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
     fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | unsaid
-    assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
+    assert config == family.config(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
     whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
 
@@ -284,7 +328,7 @@ def test_linear_rope_and_biases(tmp_path):
     tensors = tensors_of(name)
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=rope)
     params, config, family, mesh = load(tmp_path / "m.gguf")
-    expected = family.Config.from_hf(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
+    expected = family.config(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
     assert config.rope == expected.rope
     whole = load_weights(GOLDENS / name, family.param_specs(expected), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
@@ -294,11 +338,11 @@ def test_linear_rope_and_biases(tmp_path):
 def test_rope_is_linear_unless_the_file_says_otherwise(tmp_path, key):
     embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata={f"llama.{key}": 4.0})
-    config = get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf"))
+    config = get_family(LLAMA).config(load_config(tmp_path / "m.gguf"))
     assert config.rope.scaling == LinearScaling(factor=4.0)
     plain = {f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=plain)
-    assert get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf")).rope.scaling is None
+    assert get_family(LLAMA).config(load_config(tmp_path / "m.gguf")).rope.scaling is None
 
 
 YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
@@ -320,8 +364,8 @@ def test_yarn(tmp_path, metadata, parameters):
     keys = YARN | {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=keys)
     rope = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | parameters}
-    config = get_family(LLAMA).Config
-    assert config.from_hf(load_config(tmp_path / "m.gguf")).rope == config.from_hf(LLAMA | rope).rope
+    read = get_family(LLAMA).config
+    assert read(load_config(tmp_path / "m.gguf")).rope == read(LLAMA | rope).rope
 
 
 def test_experts_are_quantized_together(tmp_path):

@@ -29,20 +29,20 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 def read(model_type, **changes):
     fields = FIELDS | {"model_type": model_type} | changes
-    return get_family(fields).Config.from_hf(fields)
+    return get_family(fields).config(fields)
 
 
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.name)
 def test_senseless_fields_are_named_or_not_read(path):
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
-    assert hash(config) == hash(family.Config.from_hf(fields))
+    config = family.config(fields)
+    assert hash(config) == hash(family.config(fields))
     complaints = {}
     for name, value in fields.items():
         senseless = -1 if isinstance(value, int | float) and not isinstance(value, bool) else "senseless"
         try:
-            assert family.Config.from_hf(fields | {name: senseless}) == config, f"{name} is not checked"
+            assert family.config(fields | {name: senseless}) == config, f"{name} is not checked"
         except CheckpointError as error:
             complaints[name] = str(error)
     vocabulary = "padded_vocab_size" if fields["model_type"] == "chatglm" else "vocab_size"
@@ -330,6 +330,12 @@ def test_which_layers_of_hybrids_attend_and_how_they_are_rotated():
     assert read_hybrid("olmo_hybrid", rope_parameters=None, rope_theta=None).rope is None
     assert read_hybrid("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}).rope is None
     assert read_hybrid("olmo_hybrid").rope == Rope(head_dim=16, theta=10000.0)
+
+
+def test_random_gains_of_gemma4_scale_scores_that_nothing_else_does():
+    config = read("gemma4_text", layer_types=[SLIDING, SLIDING, FULL], global_head_dim=16)
+    of_layers = FAMILIES["gemma4_text"].param_specs(config)["layers"]
+    assert [layer["attention"]["q_norm"].init_scale for layer in of_layers] == [12**-0.5, 12**-0.5, 0.25]
 
 
 def test_heads_of_gemma4_in_either_form():
