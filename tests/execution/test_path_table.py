@@ -112,12 +112,6 @@ def test_keys_of_layers():
             "attention: XLA (the write of 8 bits needs multiples of 16, got head_dim 128 and 8 rotated pairs)",
         ),
         (STATES, {}, "recurrence: recurrent_step; "),
-        (STATES, {}, "recurrence: recurrent_step and recurrent_chunks"),
-        (
-            STATES | {"linear_value_head_dim": 96},
-            {},
-            "recurrence: recurrent_step and XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)",
-        ),
         (
             STATES | {"linear_value_head_dim": 24},
             {},
@@ -169,6 +163,15 @@ def test_reasons_are_told_for_each_part(fields, options, text):
     first, *_ = make_builder(fields, **options).describe_paths()
     assert first.startswith("decode of 1 ")
     assert text in first
+
+
+@pytest.mark.parametrize(
+    ("value_size", "text"),
+    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
+)
+def test_prompts_of_layers_with_states(value_size, text):
+    paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()
+    assert any(f"recurrence: recurrent_step and {text}" in path for path in paths)
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
