@@ -159,7 +159,7 @@ def _load_transposed(_: Any, ref: Any, last: Any) -> Any:
         return loaded
 
     is_whole = arith.cmpi(arith.CmpIPredicate.sge, last, const_i32(CHUNK - 1))
-    branch = scf.IfOp(is_whole, [pair] * (CHUNK // 4), has_else=True)
+    branch = cast(Any, scf.IfOp(is_whole, [pair] * (CHUNK // 4), has_else=True))
     for block, of_whole in ((branch.then_block, True), (branch.else_block, False)):
         with ir.InsertionPoint(block):
             scf.yield_(load(of_whole))
@@ -183,7 +183,8 @@ def _store_transposed(_: Any, ref: Any, x: Any, num: Any) -> None:
                 with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, place, num)):
                     memref.store(value, ref, [as_index(place), as_index(row)])
 
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, num, const_i32(CHUNK)), has_else=True)
+    is_whole = arith.cmpi(arith.CmpIPredicate.sge, num, const_i32(CHUNK))
+    branch = cast(Any, scf.IfOp(is_whole, has_else=True))
     for block, of_whole in ((branch.then_block, True), (branch.else_block, False)):
         with ir.InsertionPoint(block):
             store(of_whole)

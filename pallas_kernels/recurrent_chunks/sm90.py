@@ -13,7 +13,7 @@ loads bring in shared memory, so that nothing that depends on the state waits fo
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,8 @@ class Problem(NamedTuple):
     """Number of bfloat16 matrices whose sum is a float32 one."""
     stages: int
     """Chunks that are in shared memory."""
+    rows_at_once: int
+    """Rows that have CTAs of their own. Each of these takes a row, then the one that is so many further."""
     interpret: bool
 
     @property
@@ -73,8 +75,10 @@ class Plan(NamedTuple):
     chunks: Int[Array, "2 N"]
     """First token of each chunk, and the number of its tokens, 0 for none."""
     num_chunks: Int[Array, " 1"]
-    rows: Int[Array, "6 B"]
-    """Of each row: its first chunk, how many it has, its first token, how many it has, its slot, whether it begins."""
+    rows: Int[Array, "5 B"]
+    """The first chunk of each row, its first token, how many tokens it has, its slot, whether it begins."""
+    span: Int[Array, " 2"]
+    """The first row with chunks, and the one after the last."""
 
 
 class Vectors(NamedTuple):
@@ -100,7 +104,9 @@ def why_not(key_size: int, value_size: int) -> str | None:
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
-@functools.partial(jax.jit, static_argnames=("corrects", "num_terms", "stages", "max_bytes", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("corrects", "num_terms", "stages", "rows_at_once", "max_bytes", "interpret")
+)
 def recurrent_chunks_sm90(
     tokens: Tokens,
     states: Float[Array, "S H G K V"],
@@ -113,6 +119,7 @@ def recurrent_chunks_sm90(
     corrects: bool,
     num_terms: int = 2,
     stages: int = 2,
+    rows_at_once: int = 16,
     max_bytes: int = MAX_BYTES,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
@@ -121,7 +128,7 @@ def recurrent_chunks_sm90(
     G, V = tokens.v.shape[2:]
     if (reason := why_not(key_size, V)) is not None:
         raise NotImplementedError(reason)
-    problem = Problem(G, key_size, corrects, num_terms, stages, interpret)
+    problem = Problem(G, key_size, corrects, num_terms, stages, min(rows_at_once, len(slots)), interpret)
     q, k = (split_by_xla(x, num_terms) for x in (tokens.q, tokens.k))
     # A copy takes that many tokens at least.
     q, k = (jnp.pad(x, ((0, 0), (0, max(0, CHUNK - num_tokens)), (0, 0), (0, 0))) for x in (q, k))
@@ -140,13 +147,14 @@ def recurrent_chunks_sm90(
         num_here = jnp.maximum(jnp.minimum(counted, (index + 1) * at_once) - here, 0)
         skipped = (here - first) * CHUNK
         begins_here = (begins & (skipped == 0)).astype(jnp.int32)
-        rows = jnp.stack([here - index * at_once, num_here, starts + skipped, lengths - skipped, slots, begins_here])
+        num_tokens_here = jnp.minimum(lengths - skipped, num_here * CHUNK)
+        rows = jnp.stack([here - index * at_once, starts + skipped, num_tokens_here, slots, begins_here])
         number = index * at_once + jnp.arange(at_once, dtype=jnp.int32)
         row = jnp.searchsorted(counted, number, side="right", method="compare_all")
         row = jnp.minimum(row, len(counts) - 1)
         token = starts[row] + (number - first[row]) * CHUNK
         length = jnp.where(number < counted[-1], jnp.minimum(ends[row] - token, CHUNK), 0)
-        plan = Plan(jnp.stack([token, length]), (counted[-1:] - index * at_once), rows)
+        plan = Plan(jnp.stack([token, length]), counted[-1:] - index * at_once, rows, jnp.stack([first_row, num_rows]))
         return _turn(q, k, tokens.v, _vectors(tokens, plan), plan, carry, problem)
 
     carry = jnp.zeros_like(tokens.v), states
@@ -176,15 +184,16 @@ def _turn(
     """Return outputs and states after the chunks of a turn."""
     H, G, V = v.shape[1:]
     scores, *solved = _solve(q, k, vectors, plan, problem)
-    out, states = map(jax.new_ref, carry)  # changed in place by the kernel
-    operands = (q, k, v, vectors, plan.rows, out, states, scores, *solved)
+    by_heads = (carry[0].reshape(-1, H * G, V), carry[1].reshape(len(carry[1]), H * G, -1, V))
+    out, states = map(jax.new_ref, by_heads)  # changed in place by the kernel
+    operands = (q, k, v.reshape(-1, H * G, V), vectors, plan.rows, plan.span, out, states, scores, *solved)
     boxes = (problem.stages, problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
     num_tiles = 1 + problem.corrects
 
     def body(*refs: Any) -> None:
         inputs, ((tiles, boxes), *others) = refs[: len(operands)], refs[len(operands) :]
         boxes = tiles if problem.interpret else boxes  # in which views do not alias
-        _scan_kernel(problem, *inputs[:7], inputs[7:], tiles, boxes, *others)
+        cast(Any, _scan_kernel)(problem, *inputs[:8], inputs[8:], tiles, boxes, *others)
 
     plgpu.kernel(
         body,
@@ -199,11 +208,11 @@ def _turn(
                 num_barriers=problem.stages, num_arrivals=1 + (2 * problem.parts + num_tiles) * problem.num_terms
             ),
         ),
-        grid=(len(plan.rows[0]), H * G, V // CHUNK),
+        grid=(problem.rows_at_once, H * G, V // CHUNK),
         grid_names=("row", "head", "part"),
         compiler_params=_PARAMETERS,
     )(*operands)
-    return jax.freeze(out), jax.freeze(states)
+    return jax.freeze(out).reshape(carry[0].shape), jax.freeze(states).reshape(carry[1].shape)
 
 
 def _views(shape: tuple[int, ...], *others: Any) -> Any:
@@ -319,7 +328,7 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(work.at[index], target.at[chunk, head])
 
-    read = with_keys(_QUERIES) * between
+    read, system = with_keys(_QUERIES) * between, None
     if problem.corrects:
         beta = _load(of_chunk.at[_OF.beta], 1)
         system = where(row, column, operator.gt, with_keys(_KEYS) * between * _of_rows(beta))
@@ -357,32 +366,53 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
 # The second kernel.
 
 
-def _scan_kernel(
-    problem, q, k, v, vectors, rows, out, states, chunk_tiles, tiles, boxes, of_chunk, held, vector_boxes, full
+def _zero(num_tokens: Any) -> Any:
+    """Return 0, given a number of tokens up to 64. LLVM does not see that: it would keep places that are the same in
+    all turns of a loop in registers.
+    """
+    return lax.div(num_tokens, _int(CHUNK + 1))
+
+
+def _scan_kernel(problem, q, k, v, vectors, rows, span, out, states, *others):
+    """Go through the chunks of some of the rows, of which the first and the one after the last are given."""
+
+    def one_row(row: Any) -> Any:
+        _scan_row(problem, q, k, v, vectors, rows, row, out, states, *others)
+        return row + problem.rows_at_once
+
+    lax.while_loop(lambda row: row < span[1], one_row, span[0] + lax.axis_index("row"))
+
+
+def _scan_row(
+    problem, q, k, v, vectors, rows, row, out, states, chunk_tiles, tiles, boxes, of_chunk, held, vector_boxes, full
 ):
-    num_slots, _, group_size, _, _ = states.shape
-    interpret, terms, parts = problem.interpret, range(problem.num_terms), range(problem.parts)
-    row, head = lax.axis_index("row"), lax.axis_index("head")
-    h, g = lax.div(head, _int(group_size)), lax.rem(head, _int(group_size))
+    num_slots = states.shape[0]
+    interpret, terms, parts = (problem.interpret, range(problem.num_terms), range(problem.parts))
+    head = lax.axis_index("head")
     part = pl.ds(lax.axis_index("part") * CHUNK, CHUNK)
-    first, num_chunks, token, num_tokens, slot, begins = (rows[i, row] for i in range(6))
+    first, token, num_tokens = (rows[i, row] for i in range(3))
+    end, token = token + num_tokens, token - first * CHUNK  # of a chunk 0
+
+    def is_there(i: Any) -> Any:
+        return token + i * CHUNK < end
 
     def copy(i: Any) -> None:
         stage = lax.rem(i, _int(problem.stages))
-        _copy_tokens(problem, k, q, token + i * CHUNK, h, boxes.at[stage], full.at[stage])
+        key_head = lax.div(head, _int(problem.group_size))
+        _copy_tokens(problem, k, q, token + i * CHUNK, key_head, boxes.at[stage], full.at[stage])
         for index, source in enumerate(chunk_tiles):
             for term in terms:
                 target = of_chunk.at[stage, index, term]
-                plgpu.copy_gmem_to_smem(source.at[first + i, head, term], target, full.at[stage])
-        source = vectors.at[first + i, head, pl.ds(0, _NUM_SCANNED)]
+                plgpu.copy_gmem_to_smem(source.at[i, head, term], target, full.at[stage])
+        source = vectors.at[i, head, pl.ds(0, _NUM_SCANNED)]
         plgpu.copy_gmem_to_smem(source, vector_boxes.at[stage], full.at[stage])
 
-    def one_chunk(i: Any, state: Any) -> Any:
+    def one_chunk(carry: Any) -> Any:
+        i, *state = carry
         stage = lax.rem(i, _int(problem.stages))
-        left = lax.min(num_tokens - i * CHUNK, _int(CHUNK))
+        left = lax.min(end - (token + i * CHUNK), _int(CHUNK))
         here = pl.ds(token + i * CHUNK, CHUNK)
-        # Always 0, of which LLVM knows nothing: it would keep places that are the same in all turns in registers.
-        zero = lax.div(left, _int(CHUNK + 1))
+        zero = _zero(left)
 
         def of_tokens(index: int) -> list[Any]:
             return [[of_chunk.at[stage, index, term].transpose((1, 0)) for term in terms]]
@@ -391,7 +421,7 @@ def _scan_kernel(
             return x * _of_columns(plgpu.load(vector_boxes.at[stage, index], layout=LAYOUT.reduce(0)))
 
         def values() -> Any:
-            return load_transposed(v.at[here, h, g, part], left - 1, interpret=interpret)
+            return load_transposed(v.at[here, head, part], left - 1, interpret=interpret)
 
         plgpu.barrier_wait(full.at[stage])
         _clear_keys(problem, tiles.at[stage], left)
@@ -407,36 +437,42 @@ def _scan_kernel(
             new = written(scaled(new, _OF.beta))  # or LLVM would keep both factors for the terms
         read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
         result, fading = products(read, interpret=interpret, meanwhile=functools.partial(scaled, new, _OF.until))
-        total, writing = vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading, problem.num_terms)]
+        total, writing = (vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading, problem.num_terms)])
         writes = (
             Product(writing, [[tiles.at[stage, term, p, _KEYS] for term in terms]], x * total)
             for p, x in enumerate(state)
         )
         state = products(*writes, interpret=interpret)
         put(state, zero)  # and all warps have read the chunk
-        pl.when(i + problem.stages < num_chunks)(lambda: copy(i + problem.stages))
-        store_transposed(out.at[here, h, g, part], result, left, interpret=interpret)
-        return tuple(state)
+        pl.when(is_there(i + problem.stages))(lambda: copy(i + problem.stages))
+        store_transposed(out.at[here, head, part], result, left, interpret=interpret)
+        return i + 1, *state
 
-    def put(state: Any, zero: Any = 0) -> None:
+    def put(state: Any, zero: Any) -> None:
         """Write the terms of the state into shared memory."""
         for p, x in enumerate(state):
             for i, term in enumerate(split(x, problem.num_terms)):
                 held[zero, p, i] = term
         plgpu.commit_smem()
 
-    @pl.when(num_chunks > 0)
+    def places() -> tuple[Any, list[Any]]:
+        """Return the row's slot and where its state is. Read where it is used: that is cheaper than registers."""
+        slot = rows[3, row]
+        place = states.at[lax.min(slot, _int(num_slots - 1)), head]
+        return slot, [place.at[pl.ds(p * CHUNK, CHUNK), part] for p in parts]
+
+    @pl.when(num_tokens > 0)
     def _() -> None:
         for i in range(problem.stages):
-            pl.when(_int(i) < num_chunks)(lambda i=i: copy(_int(i)))
-        place = states.at[lax.min(slot, _int(num_slots - 1)), h, g]
-        places = [place.at[pl.ds(p * CHUNK, CHUNK), part] for p in parts]
-        old = [load_transposed(each, _int(CHUNK - 1), interpret=interpret) for each in places]
-        state = tuple(jnp.where(begins != 0, zeros(), x) for x in old)  # an old state may have anything
-        put(state)
-        state = lax.fori_loop(_int(0), num_chunks, one_chunk, state)
+            pl.when(is_there(first + i))(lambda i=i: copy(first + i))
+        old = [load_transposed(each, _int(CHUNK - 1), interpret=interpret) for each in places()[1]]
+        begins = rows[4, row] != 0
+        state = tuple(jnp.where(begins, zeros(), x) for x in old)  # an old state may have anything
+        put(state, _zero(lax.min(num_tokens, _int(CHUNK))))
+        _, *state = lax.while_loop(lambda carry: is_there(carry[0]), one_chunk, (first, *state))
+        slot, targets = places()
 
         @pl.when(slot < num_slots)
         def _() -> None:
-            for each, x in zip(places, state, strict=True):
-                store_transposed(each, x, _int(CHUNK), interpret=interpret)
+            for target, x in zip(targets, state, strict=True):
+                store_transposed(target, x, _int(CHUNK), interpret=interpret)
