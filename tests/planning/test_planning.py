@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
 from jaxserve.errors import ConfigError, OutOfMemory
