@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import logging
-import math
 import os
 import sys
 import threading
@@ -84,12 +83,7 @@ class LocalEngineClient(EngineClient):
     """True if os.fork made this process from one with an engine: neither the engine nor jax works here."""
 
     def __init__(
-        self,
-        engine: Engine,
-        info: EngineInfo,
-        *,
-        max_num_waiting: int | None = None,
-        watchdog_timeout: float = math.inf,
+        self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None, watchdog_timeout: float = 0.0
     ):
         self.info = info
         self._engine = engine
@@ -112,7 +106,7 @@ class LocalEngineClient(EngineClient):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
-        if watchdog_timeout < math.inf:
+        if watchdog_timeout:
             threading.Thread(
                 target=self._watch, args=(watchdog_timeout,), name="jaxserve-watchdog", daemon=True
             ).start()

@@ -17,7 +17,7 @@ from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepConte
 from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, pool_dtype, why_not_pages
+from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -124,7 +124,12 @@ class PagedKV(Pages):
         context, num_columns = batch.context, max(1, batch.num_columns)
         why_not = self._why_not(x.dtype, num_queries=num_columns * num_queries, half=half)
         context.choose("attention", self._chosen(why_not, context))
-        return "xla" if why_not and self.scales is not None else context.kernels
+        return "xla" if why_not and self._may_be_xla else context.kernels
+
+    @property
+    def _may_be_xla(self) -> bool:
+        """True for pages of 8 bits and for large heads, as in Gemma 4: XLA attends where no kernel does."""
+        return self.scales is not None or self.k.shape[-1] > MAX_HEAD_DIM
 
     def _why_not(self, dtype: Any, *, num_queries: int, half: int) -> str | None:
         """Return why no kernel attends or writes with activations of `dtype`, `num_queries` a decoding row and KV head,
@@ -134,13 +139,11 @@ class PagedKV(Pages):
         return reason if reason or self.scales is None else why_not_codes(self.k.shape[-1], half)
 
     def _chosen(self, why_not: str | None, context: StepContext) -> Part:
-        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts; XLA takes pages of 8 bits
-        that kernels do not.
-        """
+        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts."""
         if context.kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
         if why_not is not None:
-            return Part(Kernel.NONE if self.scales is None else Kernel.XLA, why_not)
+            return Part(Kernel.XLA if self._may_be_xla else Kernel.NONE, why_not)
         return Part(Kernel.PAGED_ATTENTION if context.is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
