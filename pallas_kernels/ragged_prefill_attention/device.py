@@ -91,27 +91,6 @@ def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
     _inline(_store_rows, _REF, _LAYOUT, _SCALAR, _SCALAR, _SCALAR)(ref, x, *scalars)
 
 
-def tiling(num_columns: int) -> tuple[Any, Any]:
-    """Return the transforms of an array of 16-bit rows in shared memory for wgmma: tiles of 8 rows of up to 128
-    bytes.
-    """
-    swizzle = plgpu.find_swizzle(num_columns * 16)
-    # Any: pyright takes them for abstract classes.
-    return cast(Any, plgpu.TilingTransform)((8, swizzle // 2)), cast(Any, plgpu.SwizzleTransform)(swizzle)
-
-
-def clear_rows(ref, first, *, interpret: bool) -> None:
-    """Clear the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
-    if interpret:
-
-        def clear_row(row, _):
-            ref[row] = jnp.zeros(ref.shape[1:], ref.dtype)
-
-        lax.fori_loop(first, jnp.int32(ref.shape[0]), clear_row, None)
-        return
-    _inline(_clear_rows, plgpu.RefType(tiling(ref.shape[1])), _SCALAR)(ref, jnp.full((128,), first))
-
-
 def _inline(run: Callable[..., Any], *arg_types: Any, like: Any = None) -> Callable[..., Any]:
     """`run` among Pallas's operations; its result has the shape of `like`, in WGMMA layout."""
     out = None if like is None else plgpu.ShapeDtypeStruct(like.shape, like.dtype, layout=_LAYOUT)
@@ -173,31 +152,6 @@ def _widen(_, x):
     zeros = mgpu.FragmentedArray.splat(mgpu.c(0.0, x.mlir_dtype), shape=x.shape, layout=x.layout)
     registers = np.concatenate([x.registers, zeros.registers], axis=1)
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
-
-
-def _clear_rows(_, ref, first) -> None:
-    """Clear 16 bytes per lane. Swizzling does not move data between a tile's rows, so that zeros may ignore it."""
-    i32 = ir.IntegerType.get_signless(32)
-    [first] = first.registers.flat
-    num_tiles, num_parts, tile_rows, columns = ref.type.shape
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
-    lanes = columns // 8  # of a row
-    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
-    own_row, own_column = arith.divui(thread, c(lanes)), arith.muli(arith.remui(thread, c(lanes)), c(8))
-    tile, row = arith.divui(own_row, c(tile_rows)), arith.remui(own_row, c(tile_rows))
-    offset = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
-    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ref.type.element_type)
-    zeros = vector.broadcast(ir.VectorType.get((4,), i32), c(0))
-    for skipped in range(0, num_tiles * tile_rows, 128 // lanes):
-        is_in = arith.cmpi(arith.CmpIPredicate.sge, own_row, arith.subi(first, c(skipped)))
-        with mgpu.utils.when(is_in):
-            for part in range(num_parts):
-                start = (skipped * num_parts + part * tile_rows) * columns
-                pointer = mgpu.utils.getelementptr(own, [start], ref.type.element_type)
-                llvm.store(zeros, pointer, alignment=16)
 
 
 def _store_rows(_, ref, x, token, head, num_rows) -> None:

@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import vectors_of_8_bits
+from pallas_kernels.device.clearing import tiling
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
-from pallas_kernels.ragged_prefill_attention.device import tiling
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 

@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.clearing import clear_rows
 from pallas_kernels.device.registers import written
 from pallas_kernels.device.vectors_of_8_bits import convert
 from pallas_kernels.ragged_prefill_attention.device import (
-    clear_rows,
     mask_after,
     mask_window,
     reciprocal,

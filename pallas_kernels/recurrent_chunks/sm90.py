@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.device.clearing import clear_rows
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import BY_LANES
-from pallas_kernels.ragged_prefill_attention.device import clear_rows
 from pallas_kernels.recurrent_chunks.decays import decayed
 from pallas_kernels.recurrent_chunks.device import (
     CHUNK,

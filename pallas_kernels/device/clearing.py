@@ -1,0 +1,57 @@
+"""Rows of 16 bits in shared memory that are cleared: those behind the end of what was copied."""
+
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device.mlir import SCALAR, inline, splat
+from pallas_kernels.jax_internals import arith, ir, llvm, vector
+
+
+def tiling(num_columns: int) -> tuple[Any, Any]:
+    """Return the transforms of an array of 16-bit rows in shared memory for wgmma: tiles of 8 rows of up to 128
+    bytes.
+    """
+    swizzle = plgpu.find_swizzle(num_columns * 16)
+    # Any: pyright takes them for abstract classes.
+    return cast(Any, plgpu.TilingTransform)((8, swizzle // 2)), cast(Any, plgpu.SwizzleTransform)(swizzle)
+
+
+def clear_rows(ref, first, *, interpret: bool) -> None:
+    """Clear the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
+    if interpret:
+
+        def clear_row(row, _):
+            ref[row] = jnp.zeros(ref.shape[1:], ref.dtype)
+
+        lax.fori_loop(first, jnp.int32(ref.shape[0]), clear_row, None)
+        return
+    inline(_clear_rows, plgpu.RefType(tiling(ref.shape[1])), SCALAR)(ref, splat(first))
+
+
+def _clear_rows(_, ref, first) -> None:
+    """Clear 16 bytes per lane. Swizzling does not move data between a tile's rows, so that zeros may ignore it."""
+    i32 = ir.IntegerType.get_signless(32)
+    [first] = first.registers.flat
+    num_tiles, num_parts, tile_rows, columns = ref.type.shape
+
+    def c(value: int):
+        return mgpu.c(value, i32)
+
+    lanes = columns // 8  # of a row
+    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+    own_row, own_column = arith.divui(thread, c(lanes)), arith.muli(arith.remui(thread, c(lanes)), c(8))
+    tile, row = arith.divui(own_row, c(tile_rows)), arith.remui(own_row, c(tile_rows))
+    offset = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
+    own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ref.type.element_type)
+    zeros = vector.broadcast(ir.VectorType.get((4,), i32), c(0))
+    for skipped in range(0, num_tiles * tile_rows, 128 // lanes):
+        is_in = arith.cmpi(arith.CmpIPredicate.sge, own_row, arith.subi(first, c(skipped)))
+        with mgpu.utils.when(is_in):
+            for part in range(num_parts):
+                start = (skipped * num_parts + part * tile_rows) * columns
+                pointer = mgpu.utils.getelementptr(own, [start], ref.type.element_type)
+                llvm.store(zeros, pointer, alignment=16)
