@@ -19,8 +19,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/)
 #
 # Colab lends a T4, an L4 or an A100. What runs there? This notebook looks at the device, chooses a model that fits, loads
-# it by its name on the Hugging Face hub, and measures. Without a GPU it takes a small built-in model, so that every cell
-# runs anywhere.
+# it by its name on the Hugging Face hub, and measures. Without a GPU, or without the hub, it takes a small built-in model,
+# so that every cell runs anywhere. In Colab's menu, Runtime > Change runtime type chooses the GPU.
 
 # %%
 # On Colab, upload this notebook and the source as jaxserve.zip, or let SOURCE be "jaxserve[cuda12] @ git+https://..." with
@@ -32,10 +32,14 @@ if importlib.util.find_spec("jaxserve") is None:
     get_ipython().run_line_magic("pip", f"install -q '{SOURCE}'")
 
 # %%
+import os
 import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # before jax looks for a GPU, of which it takes 3/4 else
 
 import jax
 from jaxserve import LLM, SamplingParams, inspect
+from jaxserve.errors import StartupError
 
 device = jax.devices()[0]
 IS_GPU = device.platform == "gpu"
@@ -55,6 +59,9 @@ print(device.device_kind, f"- {memory / 2**30:.1f} GiB", "" if IS_GPU else "assu
 # The type is chosen by itself. Only Hopper GPUs have kernels of their own here; on others the same programs run in plain
 # XLA, which is slower, and quantized weights become 16-bit numbers when they are loaded. So on a T4 count two bytes a
 # parameter.
+#
+# The time to download counts, too: 8 billion parameters are 16 GB. To try a smaller model, or another one, put its name
+# first.
 
 # %%
 CANDIDATES = {  # parameters in billions
@@ -65,9 +72,8 @@ CANDIDATES = {  # parameters in billions
 }
 share = 0.7  # of the memory for weights; the rest is for KV and for steps
 fits = [name for name, billions in CANDIDATES.items() if 2e9 * billions < share * memory]
-MODEL = fits[0] if IS_GPU and fits else "scribe-2m"
-print("would fit:", ", ".join(fits) or "none of them")
-print("taken:", MODEL)
+BUILT_IN = "scribe-2m"  # needs no download
+print("would fit:", ", ".join(fits) or f"none of them, {BUILT_IN} is taken")
 
 # %% [markdown]
 # ## Load
@@ -77,12 +83,18 @@ print("taken:", MODEL)
 
 # %%
 start = time.perf_counter()
-if IS_GPU:
-    llm = LLM(MODEL, max_model_len=4096, max_num_seqs=32, max_num_batched_tokens=1024, warmup="background", progress=False)
-else:
-    llm = LLM(MODEL, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory=2**23, warmup="none",
-              progress=False)
-print(f"ready after {time.perf_counter() - start:.0f} s")
+for MODEL in [*fits[:1], BUILT_IN]:
+    IS_LARGE = MODEL != BUILT_IN
+    sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
+    small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 2**23}
+    try:
+        llm = LLM(MODEL, **(sizes if IS_LARGE else small), warmup="background" if IS_GPU else "none", progress=False)
+        break
+    except StartupError as error:
+        if not IS_LARGE:
+            raise
+        print(f"{MODEL} does not start, {BUILT_IN} is taken instead: {error}")
+print(f"{MODEL} is ready after {time.perf_counter() - start:.0f} s")
 
 # %% [markdown]
 # ## Where did the memory go?
@@ -97,12 +109,13 @@ inspect.weights(llm)
 # %% [markdown]
 # ## Ask
 #
-# A chat goes through the model's own template. Without `temperature` and the like, the values that the model's authors
-# recommend apply.
+# A chat goes through the model's own template; Qwen3's can leave out the thoughts. Without `temperature` and the like, the
+# values that the model's authors recommend apply.
 
 # %%
 [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue? One sentence."}],
-                    SamplingParams(max_tokens=200 if IS_GPU else 24, temperature=0), use_tqdm=False)
+                    SamplingParams(max_tokens=200 if IS_LARGE else 24, temperature=0),
+                    chat_template_kwargs={"enable_thinking": False}, use_tqdm=False)
 print(answer.outputs[0].text)
 
 # %% [markdown]
@@ -130,7 +143,9 @@ for count in (1, 8):
 # The roofline compares with what this very device reads and multiplies, measured here.
 
 # %%
-inspect.step(llm, rows=8, context=64, measure=True).roofline
+roofline = inspect.step(llm, rows=8, context=64, measure=True).roofline
+print(f"at least {1e3 * roofline.floor:.2f} ms a step, {1e3 * roofline.measured:.2f} ms measured")
+roofline
 
 # %% [markdown]
 # ## Which kernels ran?

@@ -1,18 +1,20 @@
 """The flags of `jaxserve bench ...`, one function per benchmark."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
-from jaxserve.bench.serving.options import ServingOptions
+from jaxserve.bench.served import served, write_tokenizer
+from jaxserve.bench.serving.options import CURVE_FIELDS, ServingOptions
 from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
 from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
@@ -66,6 +68,7 @@ def add_commands(parser: Parser) -> None:
         metavar="TOKENS",
         help="draft, and accept by chance so many tokens a step on average; the text is not the model's",
     )
+    _flag(batch, "--save-json", type=pathlib.Path, metavar="FILE", help="write what `jaxserve plan --measured` reads")
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
@@ -180,6 +183,34 @@ def add_commands(parser: Parser) -> None:
     )
     serving.add_known_flags(vllm_flags.BENCH_FLAGS)
 
+    curve = add("load-curve", "what clients see at shares of a server's capacity, as a table and a picture", _curve)
+    add_config_flags(curve, ServingOptions, only=CURVE_FIELDS)
+    _add_shape(curve)
+    _add_number(curve, "--at-once", 256, "requests that are kept running to measure the capacity")
+    _flag(
+        curve, "--loads", type=_positive, nargs="+", default=(0.25, 0.5, 0.75, 0.9), metavar="X", help="of the capacity"
+    )
+    _flag(curve, "--seconds", type=_positive, default=10.0, metavar="S", help="length of each run; default: 10")
+    _flag(
+        curve, "--trace", metavar="FILE", help="also the arrivals and lengths of Azure's (.csv) or Mooncake's (.jsonl)"
+    )
+    _flag(
+        curve,
+        "--levels",
+        nargs="+",
+        default=("ttft:200,tpot:25", "ttft:1000,tpot:50"),
+        metavar="NAME:MS,...",
+        help="service levels, for goodput; default: ttft:200,tpot:25 and ttft:1000,tpot:50",
+    )
+    _flag(curve, "--draw", type=pathlib.Path, metavar="FILE", help="draw what --save-json wrote, and measure nothing")
+    _flag(
+        curve,
+        "--serve",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="start `jaxserve serve` with all arguments that follow (of a --shape: but the model), in place of --url",
+    )
+
 
 def _flag(parser: Parser, *names: str, **options: Any) -> None:
     parser.add_flag("workload", *names, **options)
@@ -201,9 +232,7 @@ def _add_shape(parser: Parser) -> None:
 
 
 def _add_bandwidth(parser: Parser) -> None:
-    _flag(
-        parser, "--bandwidth", type=_bandwidth, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
-    )
+    _flag(parser, "--bandwidth", type=_positive, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)")
 
 
 def _add_beside(parser: Parser, text: str) -> None:
@@ -223,7 +252,7 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def _bandwidth(text: str) -> float:
+def _positive(text: str) -> float:
     if not 0 < (value := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
@@ -253,6 +282,14 @@ def _host(args: argparse.Namespace) -> None:
 
 
 def _latency(args: argparse.Namespace) -> None:
+    of_one = {
+        "--peer": args.peer,
+        "--bandwidth": args.bandwidth,
+        "--profile": args.profile,
+        "--save-json": args.save_json,
+    }
+    if args.beside and (unused := [flag for flag, value in of_one.items() if value]):
+        args.parser.error(f"{', '.join(unused)}: not with --beside")
     peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
     batches = [BatchShape.parse(text) for text in args.batches or ()]
     batches = batches or [BatchShape(row.B, row.i, row.o) for row in peer] or [BatchShape(1, 128, 128)]
@@ -266,7 +303,16 @@ def _latency(args: argparse.Namespace) -> None:
         if args.beside:
             print(latency.beside(config, batches, quantizations=args.beside))
             return
-        print(latency.run(config, batches, peer=peer, bandwidth=bandwidth, profile=args.profile))
+        report = latency.run(
+            config,
+            batches,
+            peer=peer,
+            bandwidth=bandwidth,
+            profile=args.profile,
+            shape_name=args.shape,
+            save_json=args.save_json,
+        )
+        print(report)
 
 
 def _full_load(args: argparse.Namespace) -> None:
@@ -351,11 +397,45 @@ def _speculation(args: argparse.Namespace) -> None:
             print(speculation.of_workload(each, **given(args, speculation.of_workload)), end="\n\n")
 
 
-def _serving(args: argparse.Namespace) -> int:
+@contextlib.contextmanager
+def _needs_bench() -> Iterator[None]:
     try:
-        from jaxserve.bench.serving.run import run
+        yield
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
+
+
+def _curve(args: argparse.Namespace) -> int:
+    with _needs_bench():
+        from jaxserve.bench.serving import curve
+        from jaxserve.bench.serving.summary import parse_slos
+    if args.draw is not None:
+        curve.draw(args.draw, ServingOptions(**given(args, CURVE_FIELDS)).save_plot)
+        return 0
+    levels = [parse_slos(level.split(",")) for level in args.levels]
+    chosen = curve.CurveOptions(
+        loads=args.loads, seconds=args.seconds, levels=levels, trace=args.trace, at_once=args.at_once
+    )
+    options: dict[str, Any] = given(args, CURVE_FIELDS)
+    if args.shape is None and args.serve is None:
+        return curve.run(ServingOptions(**options), chosen)
+    if "url" in options:
+        args.parser.error("--url, and --shape or --serve, exclude each other")
+    with tempfile.TemporaryDirectory() as name:
+        folder, serve = pathlib.Path(name), args.serve or []
+        if args.shape is not None:
+            model = write_config(folder / "model", SHAPES[args.shape])
+            write_tokenizer(model, SHAPES[args.shape]["vocab_size"])
+            serve = [str(model), "--load-format", "dummy", *serve]
+            options.setdefault("tokenizer", str(model))
+        load = ServingOptions(**options)
+        with served(serve, log=folder / "log") as url:
+            return curve.run(dataclasses.replace(load, url=url), chosen)
+
+
+def _serving(args: argparse.Namespace) -> int:
+    with _needs_bench():
+        from jaxserve.bench.serving.run import run
     options: dict[str, Any] = given(args, ServingOptions)
     if args.served_model_name is not None:
         options = {"tokenizer": options.get("model")} | options | {"model": args.served_model_name}

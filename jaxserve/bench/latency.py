@@ -61,6 +61,40 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the second half of decoding during which the device was busy; None if it was not traced."""
 
 
+class TimedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch and its times in seconds."""
+
+    num_requests: int
+    input_len: int
+    output_len: int
+    prefill: float
+    per_token: float | None
+
+
+class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--save-json` writes and `jaxserve plan --measured` reads: an engine, what it reported, and its batches."""
+
+    shape: str | None
+    """The shape of its random weights, in place of `engine.model`."""
+    engine: EngineConfig
+    device: str
+    num_blocks: int
+    kv_cache_bytes: int
+    weight_bytes: int
+    """Both on all devices together."""
+    bytes_in_use: int | None
+    """Those of one device, before the first request."""
+    batches: list[TimedBatch]
+
+
+def read_run(path: pathlib.Path) -> LatencyRun:
+    """Read what `--save-json` wrote. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LatencyRun)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"no run of `jaxserve bench latency` in {path}: {error}") from error
+
+
 def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
     """Return the runs of one entry of a peer's file, by default the first. Raises ConfigError if there is none."""
     try:
@@ -72,9 +106,17 @@ def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:
 
 
 def run(
-    config: EngineConfig, shapes: list[BatchShape], *, peer: list[PeerRun], bandwidth: float | None, profile: bool
+    config: EngineConfig,
+    shapes: list[BatchShape],
+    *,
+    peer: list[PeerRun],
+    bandwidth: float | None,
+    profile: bool,
+    shape_name: str | None = None,
+    save_json: pathlib.Path | None = None,
 ) -> str:
-    """Time each shape twice: with one token of output (prefill), and in full. Return the report.
+    """Time each shape twice: with one token of output (prefill), and in full. Return the report, and write the times to
+    `save_json`; `shape_name` is what they are of, if that is no checkpoint.
 
     Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile, and short runs are
     repeated. The prefix cache should be off. Time per output token is (total - prefill) / (output_len - 1), as in
@@ -84,6 +126,7 @@ def run(
 
     Raises StartupError, InvalidRequest.
     """
+    from jaxserve.engine.device import bytes_in_use
     from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
@@ -91,13 +134,28 @@ def run(
     started = time.perf_counter() - start
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
-    rows = []
+    rows, batches = [], []
     try:
+        in_use = bytes_in_use()
         for shape in shapes:
             measured = _measure(client, shape, profile=profile)
+            size = {"num_requests": shape.batch_size, "input_len": shape.input_len, "output_len": shape.output_len}
+            batches.append(TimedBatch(**size, prefill=measured.prefill, per_token=measured.per_token))
             floor = _floor(client, shape, bandwidth) if bandwidth and measured.per_token else None
             rows.append(_row(shape, measured, theirs.get(shape), floor))
             print(" ".join(rows[-1]), file=sys.stderr)  # progress; the table is printed at the end
+        if save_json is not None:
+            found = LatencyRun(
+                shape=shape_name,
+                engine=config,
+                device=client.info.device,
+                num_blocks=client.info.num_blocks,
+                kv_cache_bytes=client.info.kv_cache_bytes,
+                weight_bytes=client.info.total_weight_bytes,
+                bytes_in_use=in_use,
+                batches=batches,
+            )
+            save_json.write_bytes(msgspec.json.encode(found))
     finally:
         client.close()
     return f"ready after {started:.1f} s\n\n" + table(HEADER, rows)

@@ -7,18 +7,14 @@ import json
 import pathlib
 import re
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from typing import NamedTuple
 
-from jaxserve.errors import StartupError
-
-POLL_SECONDS = 0.02
+from jaxserve.bench.served import served
 
 
 class Start(NamedTuple):
@@ -50,44 +46,20 @@ def _install(venv: pathlib.Path) -> Start:
 
 
 def _start(model: str, *, cache: pathlib.Path, python: str) -> Start:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     processor, began = _processor_seconds(), time.monotonic()
-    server = subprocess.Popen(
-        [python, "-m", "jaxserve", "serve", model, "--port", str(port), "--compilation-cache-dir", str(cache)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not _is_ready(url):
-            if server.poll() is not None:
-                raise StartupError(f"the server has ended:\n{server.communicate()[0]}")
-            time.sleep(POLL_SECONDS)
+    log = cache.parent / "server.log"
+    with served([model, "--compilation-cache-dir", str(cache)], log=log, python=python) as url:
         announced = time.monotonic() - began
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request).read()
         first_token = time.monotonic() - began
-    finally:
-        server.terminate()
-        log = server.communicate()[0]
-    found = re.search(r"ready after ([\d.]+) s: (.*)", log)
+    found = re.search(r"ready after ([\d.]+) s: (.*)", log.read_text())
     inside = re.findall(r"([a-z ]+) ([\d.]+) s", found[2]) if found else []
     engine = {f"engine: {name.strip()}": float(seconds) for name, seconds in inside}
     before = announced - sum(engine.values())
     phases = {"processes, imports": before, **engine, "server ready": announced, "first token": first_token}
     return Start(phases, _processor_seconds() - processor)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health"):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _processor_seconds() -> float:

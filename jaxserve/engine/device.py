@@ -162,6 +162,12 @@ def free_memory(mesh: Mesh) -> int:
     return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats)
 
 
+def bytes_in_use() -> int | None:
+    """Return the bytes in use on the device of this process that has most, None if devices do not say."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((stat["bytes_in_use"] for stat in stats if stat), default=None)
+
+
 def _host_memory() -> int:
     """Return the bytes that a process can still get, page cache included: the kernel gives it up. All there are, if not
     on Linux.

@@ -15,7 +15,7 @@ from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.flags import add_config_flags, given
-from jaxserve.gpus import GPUS, find_gpu
+from jaxserve.gpus import GPUS, Gpu, find_gpu
 
 DOES_NOT_FIT = 3
 """Exit code of a plan whose model does not fit, or does not meet the target."""
@@ -27,6 +27,9 @@ ENGINE_FIELDS = (
     *("quantize_activations", "max_cached_states"),
 )
 """The engine's options that decide what a step is, and how much of it fits."""
+
+STAGES = "pipeline_parallel_size"
+"""The option of plans alone: programs of several stages are not compiled ahead."""
 
 
 def add_plan(plan: Parser) -> None:
@@ -46,6 +49,16 @@ def add_plan(plan: Parser) -> None:
         help="which programs are compiled for the absent GPU: those that decide how much memory steps need, and "
         "decode (few, the default), the same for each way to split (splits), all that the engine has, which takes "
         "minutes, or none: sizes are computed",
+    )
+    add_config_flags(plan, EngineConfig, only=(STAGES,))
+    add(
+        "--measured",
+        type=pathlib.Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="what `jaxserve bench latency --save-json` wrote: print what the plan says of these engines beside it, in "
+        "place of a plan",
     )
     add("--json", action="store_true", help="print the plan as JSON")
 
@@ -69,6 +82,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.target_tpot is not None and not args.target_tpot > 0:
         raise ConfigError(f"--target-tpot must be positive, got {args.target_tpot:g}")
     gpu = find_gpu(args.device)
+    if args.measured:
+        return _compare(args, gpu)
     with _model_of(args) as (config, name):
         prepare_jax()
         import msgspec
@@ -88,6 +103,25 @@ def run_plan(args: argparse.Namespace) -> int:
         )
     print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args.json else plan_text(plan))
     return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _compare(args: argparse.Namespace, gpu: Gpu) -> int:
+    """Print a plan of each measured engine beside the measurement."""
+    if args.model is not None or args.shape is not None or given(args, (*ENGINE_FIELDS, STAGES)):
+        raise ConfigError("--measured files say which model and options they are of: leave both out")
+    prepare_jax()
+    from jaxserve.bench.latency import read_run
+    from jaxserve.planning.compared import compared
+
+    told = functools.partial(_tell, f"compiling for {gpu.kind}:")
+    for run in [read_run(path) for path in args.measured]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = run.engine
+            if run.shape is not None:
+                model = write_config(pathlib.Path(folder), SHAPES[run.shape])
+                config = dataclasses.replace(config, model=str(model))
+            print(compared(run, config, gpu, is_compiled=args.compiling != "none", progress=told), end="\n\n")
+    return 0
 
 
 def add_compile(parser: Parser) -> None:
@@ -120,7 +154,7 @@ def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
     """Open the options, and the name of the model or the shape, whose config.json is in a folder until the end."""
     if (args.model is None) == (args.shape is None):
         raise ConfigError("name a MODEL or a --shape, one of them")
-    options = given(args, ENGINE_FIELDS)
+    options = given(args, (*ENGINE_FIELDS, STAGES))
     if args.shape is None:
         yield EngineConfig(model=args.model, **options), args.model
         return

@@ -1,6 +1,7 @@
 """`jaxserve plan`: what a model takes of GPUs that are not there, how fast it will be, how to split it over them."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,10 +15,11 @@ from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import schemes_of
+from jaxserve.layers.stages import Stage
 from jaxserve.planning.absent import can_compile
 from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
-from jaxserve.planning.times import Estimate, Kind, estimate_prefill, estimate_step
-from jaxserve.planning.work import Model, decode_work, prefill_work
+from jaxserve.planning.times import UNLIKE_ANY, Estimate, Kind, estimate_prefill, estimate_step
+from jaxserve.planning.work import HOP_LATENCY, decode_work, num_prefill_steps, prefill_work
 from jaxserve.scheduling.block_needs import BlockNeeds
 
 type Compiling = Literal["few", "splits", "all", "none"]
@@ -77,12 +79,19 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Rate of such batches one after the other, prompts included."""
     error: float
     """That of tokens a second."""
+    stage_ms: tuple[float, ...] = ()
+    """The times of several stages for their part of the requests."""
+    bubble: float = 0.0
+    """Fraction of the time that stages wait for each other."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to use several devices: replicas, each over `tensor_parallel_size` of them."""
+    """One way to use several devices: replicas, each of `pipeline_parallel_size` stages over `tensor_parallel_size` of
+    them.
+    """
 
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     replicas: int
     fits: bool
     why_not: str | None = None
@@ -141,7 +150,7 @@ def make_plan(
     common = {
         "model": name,
         "device": gpu.kind,
-        "num_devices": config.tensor_parallel_size,
+        "num_devices": config.tensor_parallel_size * config.pipeline_parallel_size,
         "splits": tuple(sorted(ways, key=lambda way: (not way.fits, -way.output_tokens_per_second))),
     }
     if isinstance(own, OutOfMemory):
@@ -225,50 +234,85 @@ def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: i
 
 def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
     """Predict the times of so many requests at once."""
-    model, num_devices = engine.model, engine.plan.devices.mesh.size
-    kind = _kind(engine, model)
-
-    def prefill(count: int) -> Estimate:
-        work = prefill_work(model, info, num_rows=count, length=load.input_len)
-        roofline = work.seconds(engine.gpu, num_devices=num_devices)
-        return estimate_prefill(kind, roofline, num_tokens=count * load.input_len)
-
-    work = decode_work(model, info, num_rows=num_requests, context=load.input_len + load.output_len / 2)
-    roofline = work.seconds(engine.gpu, num_devices=num_devices)
-    step = estimate_step(kind, roofline, num_rows=num_requests)
-    alone, together = prefill(1), prefill(num_requests)
-    decoding = (load.output_len - 1) * step.seconds
+    num_stages = engine.plan.builder.model.stage.count
+    num_parts = min(num_stages, num_requests)
+    rows = -(-num_requests // num_parts)
+    steps = _stage_times(engine, info, load, num_rows=rows)
+    hops = 0.0 if num_stages == 1 else num_stages * _hop_seconds(engine, rows)
+    step, roofline = (
+        max(sum(times) + hops, num_parts * max(times))
+        for times in ([each.seconds for each in steps], [each.roofline for each in steps])
+    )
+    slowest = max(steps, key=lambda each: each.seconds)
+    alone, together = (_prefill(engine, info, load, num_rows=count) for count in (1, num_requests))
+    decoding = (load.output_len - 1) * step
     seconds = together.seconds + decoding
-    error = (together.error * together.seconds + step.error * decoding) / seconds
+    error = (together.error * together.seconds + slowest.error * decoding) / seconds
+    working = num_parts * sum(each.seconds for each in steps) / (num_stages * step)
     return Speed(
         num_requests=num_requests,
-        step_ms=step.seconds * 1e3,
-        step_error=step.error,
-        roofline_ms=step.roofline * 1e3,
-        factor=step.factor,
-        source=step.source,
+        step_ms=step * 1e3,
+        step_error=slowest.error,
+        roofline_ms=roofline * 1e3,
+        factor=step / roofline,
+        source=slowest.source,
         ttft_ms=alone.seconds * 1e3,
         prefill_tokens_per_second=num_requests * load.input_len / together.seconds,
         output_tokens_per_second=num_requests * load.output_len / seconds,
         error=error,
+        stage_ms=tuple(each.seconds * 1e3 for each in steps) if num_stages > 1 else (),
+        bubble=1 - working if num_stages > 1 else 0.0,
     )
 
 
-def _kind(engine: Absent, model: Model) -> Kind:
+def _stage_times(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> list[Estimate]:
+    """Return the time of each stage for a decode step of so many rows."""
+    context = load.input_len + load.output_len / 2
+    found = []
+    for kind, stage, num_devices in _stages(engine):
+        work = decode_work(engine.model, info, num_rows=num_rows, context=context, stage=stage)
+        found.append(estimate_step(kind, work.seconds(engine.gpu, num_devices=num_devices), num_rows=num_rows))
+    return found
+
+
+def _prefill(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> Estimate:
+    """Return the time of so many prompts, whose chunks follow each other through the stages."""
+    num_tokens = num_rows * load.input_len
+    found = []
+    for kind, stage, num_devices in _stages(engine):
+        work = prefill_work(engine.model, info, num_rows=num_rows, length=load.input_len, stage=stage)
+        roofline = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens))
+    slowest, num_steps = max(each.seconds for each in found), num_prefill_steps(info, num_tokens)
+    seconds = (sum(each.seconds for each in found) + (num_steps - 1) * slowest) / num_steps
+    error = found[-1].error if len(found) == 1 else max(found[-1].error, UNLIKE_ANY)
+    return found[-1]._replace(seconds=seconds, error=error)
+
+
+def _hop_seconds(engine: Absent, num_rows: int) -> float:
+    """Return the time in which the residual stream of so many rows passes from stage to stage."""
+    model = engine.model
+    return HOP_LATENCY + num_rows * model.hidden_size * model.itemsize / engine.gpu.peer_bandwidth
+
+
+def _stages(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
+    """Yield the stages, the kind of steps that each of them has, and on how many devices."""
     codes = {scheme.codes for scheme in schemes_of(engine.plan.specs).values()}
-    step_model = engine.plan.builder.model
-    return Kind(
-        model_type=engine.plan.checkpoint.fields["model_type"],
-        weights=_weights(codes),
-        num_devices=engine.plan.devices.mesh.size,
-        kernels=step_model.kernels,
-        has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
-        num_layers=model.num_layers,
-        is_unlike_any="expert" in engine.plan.devices.mesh.axis_names
-        or step_model.kv_dtype != step_model.dtype
-        or step_model.layout.num_states > 0
-        or step_model.drafting is not None,
-    )
+    for model in engine.plan.builder.models:
+        kind = Kind(
+            model_type=engine.plan.checkpoint.fields["model_type"],
+            weights=_weights(codes),
+            num_devices=model.mesh.size,
+            kernels=model.kernels,
+            has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
+            num_layers=len(model.span),
+            is_unlike_any="expert" in model.mesh.axis_names
+            or model.kv_dtype != model.dtype
+            or model.layout.num_states > 0
+            or model.drafting is not None
+            or model.stage.count > 1,
+        )
+        yield kind, model.stage, model.mesh.size
 
 
 def _weights(codes: set[str]) -> str:
@@ -289,11 +333,13 @@ def _ways(
     compiling: Compiling,
     progress: Callable[[str], object],
 ) -> Iterator[Split]:
-    """Yield the ways to use `num_devices` devices, of which `own` is the one that `config` says."""
-    for size in NUM_DEVICES:
-        if size > num_devices:
-            return
-        way = dataclasses.replace(config, tensor_parallel_size=size)
+    """Yield the ways to use `num_devices` devices, of which `own` is the one that `config` says. Of others with stages
+    there are those that fit.
+    """
+    for stages, size in itertools.product(NUM_DEVICES, NUM_DEVICES):
+        if stages * size > num_devices:
+            continue
+        way = dataclasses.replace(config, tensor_parallel_size=size, pipeline_parallel_size=stages)
         found: _Sized | Exception = own
         if way != config:
             try:
@@ -301,14 +347,22 @@ def _ways(
                 found = _size(way, gpu, load, compiling=programs, progress=progress)
             except (OutOfMemory, ConfigError, CheckpointError) as error:
                 found = error
-        yield _split(way, found, name=name, replicas=num_devices // size)
+        split = _split(way, found, name=name, replicas=num_devices // (stages * size))
+        if split.fits or stages == 1 or way == config:
+            yield split
 
 
 def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replicas: int) -> Split:
     """Return what replicas of an engine would do."""
 
     def split(*, fits: bool, why_not: str | None = None) -> Split:
-        return Split(tensor_parallel_size=config.tensor_parallel_size, replicas=replicas, fits=fits, why_not=why_not)
+        return Split(
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+            replicas=replicas,
+            fits=fits,
+            why_not=why_not,
+        )
 
     if isinstance(found, Exception):
         return split(fits=False, why_not=_named(str(found), config, name))

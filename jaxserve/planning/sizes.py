@@ -50,8 +50,17 @@ class CompiledProgram(msgspec.Struct, frozen=True, kw_only=True):
     """Those that no program before it has."""
 
 
+class StageSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several stages holds. Bytes are per device."""
+
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+    kv_bytes: int
+
+
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of an engine. Bytes are per device, unless they say otherwise."""
+    """The memory of an engine. Bytes are per device, unless they say otherwise; of several stages, those with most."""
 
     memory_bytes: int
     """What the GPU has."""
@@ -82,6 +91,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     num_full_requests: int
     """Requests of `max_model_len` tokens that the KV cache holds at once."""
     programs: tuple[CompiledProgram, ...] = ()
+    stages: tuple[StageSizes, ...] = ()
+    """Each of several stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +125,7 @@ class Absent:
     @property
     def model(self) -> Model:
         """The sizes of the model."""
-        return Model.of(self.plan.checkpoint, self.plan.builder.model, self.plan.specs)
+        return Model.read(self.plan.checkpoint, self.plan.builder.model, self.plan.specs)
 
     @property
     def needs(self) -> BlockNeeds:
@@ -151,15 +162,28 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
     if compiled:
         prepare_compilers()
         step = builder.shapes.largest_step
-        of_step = step.programs
-        for program in dict.fromkeys([*of_step, *compiled]):
+        for program in dict.fromkeys([*step.programs, *compiled]):
             progress(name_of(program))
             found[program] = compile_program(engine, program)
-        memory: dict[Program, jax.stages.Compiled] = {program: found[program].compiled for program in of_step}
-        needed = memory_of_step(memory, state_bytes=model.state_bytes)
+        needed = max(
+            memory_of_step({program: found[program].compiled for program in programs}, state_bytes=each.state_bytes)
+            for each, programs in zip(
+                builder.models, [*([program] for program in step.stages), step.of_last_stage], strict=True
+            )
+        )
         if sizing.is_measured:
-            num_blocks = min(num_blocks, sizing.num_blocks(engine.free - sizing.weight_bytes, needed))
+            blocks = (each.num_blocks(engine.free - each.weight_bytes, needed) for each in engine.sizings)
+            num_blocks = min(num_blocks, *blocks)
     info = engine.info(num_blocks)
+    stages = tuple(
+        StageSizes(
+            first_layer=each.span.start,
+            num_layers=len(each.span),
+            weight_bytes=part.weight_bytes,
+            kv_bytes=num_blocks * part.bytes_per_block // part.num_shards,
+        )
+        for each, part in zip(builder.models, engine.sizings, strict=True)
+    )
     slots, peers = (sum(map(shard_bytes, jax.tree.leaves(part))) for part in (model.slots, model.peers))
     return Sizes(
         memory_bytes=engine.gpu.memory,
@@ -172,7 +196,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
         expected_step_bytes=builder.expected_step_memory,
         is_compiled=bool(compiled),
         reserve_bytes=GPU_MEMORY_RESERVE,
-        kv_bytes=info.kv_cache_bytes // sizing.num_shards,
+        kv_bytes=max(stage.kv_bytes for stage in stages),
         num_blocks=num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
@@ -181,6 +205,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
         kv_bytes_per_token=int(info.kv_bytes(1)),
         num_full_requests=info.num_full_requests,
         programs=tuple(_described(program, executable) for program, executable in found.items()),
+        stages=stages if len(stages) > 1 else (),
     )
 
 

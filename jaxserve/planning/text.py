@@ -24,9 +24,9 @@ def plan_text(plan: Plan) -> str:
         parts.append(aligned([["at once", "ms a token", "+-", "roofline", "x", "TTFT ms", "output tok/s", "+-"],
                               *map(_speed_row, plan.speeds)]))  # fmt: skip
     if plan.splits:
-        most = max(split.tensor_parallel_size * split.replicas for split in plan.splits)
+        most = max(split.tensor_parallel_size * split.pipeline_parallel_size * split.replicas for split in plan.splits)
         title = f"ways to use {most} of them, fastest first:"
-        header = ["-tp", "replicas", "at once", "ms a token", "output tok/s", ""]
+        header = ["-tp", "-pp", "replicas", "at once", "ms a token", "output tok/s", ""]
         parts.append(f"{title}\n{aligned([header, *map(_split_row, plan.splits)])}")
     return "\n\n".join(parts)
 
@@ -50,6 +50,12 @@ def _size_rows(plan: Plan, sizes: Sizes, *, total: int) -> list[list[str]]:
         ["requests", f"{plan.num_requests:,} of {total:,} tokens at once, at most {sizes.max_num_seqs:,} run"],
         ["", f"{sizes.num_full_requests:,} of {sizes.max_model_len:,} tokens, the longest context"],
     ]
+    for index, stage in enumerate(sizes.stages):
+        text = f"layers {stage.first_layer} to {stage.first_layer + stage.num_layers - 1}: "
+        text += f"{size_text(stage.weight_bytes)} of weights, {size_text(stage.kv_bytes)} of KV"
+        if plan.chosen is not None:
+            text += f", {plan.chosen.stage_ms[index]:.2f} ms"
+        rows.append([f"stage {index}", text])
     for index, program in enumerate(sizes.programs):
         spills = sum(kernel.spill_bytes for kernel in program.kernels)
         names = ", ".join(dict.fromkeys(kernel.name for kernel in program.kernels))
@@ -69,6 +75,7 @@ def _speed_rows(plan: Plan, speed: Speed) -> list[list[str]]:
             f"(+-{speed.step_error:.0%}), {speed.output_tokens_per_second:,.0f} tokens a second (+-{speed.error:.0%})",
         ],
         ["", f"roofline {speed.roofline_ms:.2f} ms x {speed.factor:.2f}, measured: {speed.source}"],
+        *([["", f"stages wait {speed.bubble:.0%} of the time for each other"]] if speed.stage_ms else []),
     ]
 
 
@@ -86,7 +93,7 @@ def _speed_row(speed: Speed) -> list[str]:
 
 
 def _split_row(split: Split) -> list[str]:
-    start = [str(split.tensor_parallel_size), str(split.replicas)]
+    start = [str(split.tensor_parallel_size), str(split.pipeline_parallel_size), str(split.replicas)]
     if split.speed is None:
         return [*start, "-", "-", "-", split.why_not or ""]
     return [

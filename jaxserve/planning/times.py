@@ -30,7 +30,7 @@ WITHOUT_KERNELS = 0.5
 
 UNLIKE_ANY = 0.25
 """Error of times of what no measured run has, relative: more devices, whose sums are assumed to scale, whole experts on
-each device, keys and values of 8 bits, layers with states.
+each device, keys and values of 8 bits, layers with states, stages of a pipeline.
 """
 
 FAR = 6.0

@@ -11,7 +11,9 @@ from jaxserve.engine.checkpoint import Checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.gpus import Gpu
+from jaxserve.layers.layouts import num_bytes
 from jaxserve.layers.params import Params
+from jaxserve.layers.stages import Stage
 
 MAX_ROWS_IN_16_BITS = 32
 """Most tokens that matrix products of 8-bit weights multiply as 16-bit floats, where activations may be rounded."""
@@ -19,8 +21,15 @@ MAX_ROWS_IN_16_BITS = 32
 SUM_LATENCY = 11e-6
 """Seconds that GPUs of one host take to add up partial sums of a few rows: two H200s, one row of Llama 3 8B and 70B."""
 
+HOP_LATENCY = 20e-6
+"""Seconds from the end of a stage to the begin of the next one on other devices, besides the bytes; not measured."""
+
 SUMS_PER_LAYER = 2
 """Partial sums of a layer that is split over devices: after attention, and after the MLP."""
+
+
+WHOLE = Stage()
+"""The only stage of a model without a pipeline."""
 
 
 class Model(NamedTuple):
@@ -34,13 +43,15 @@ class Model(NamedTuple):
     """Parameters of the layers that a token is multiplied by: of experts those that it is routed to."""
     head_parameters: int
     """Those of the LM head, which multiplies the last token of each row."""
-    attention_width: int
+    head_bytes: int
+    """Bytes of the LM head, on all devices together."""
+    attention_width: float
     """Values of all query heads of a token, in all layers together; 0 if unknown."""
     rounds_activations: bool
     """True if products of many rows are of 8-bit values."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, model: StepModel, held: Params) -> "Model":
+    def read(cls, checkpoint: Checkpoint, model: StepModel, held: Params) -> "Model":
         """Return the sizes of a checkpoint's model whose weights are `held` in some form."""
         specs: Params = checkpoint.family.param_specs(checkpoint.model_config)
         routing = getattr(checkpoint.model_config, "routing", None)
@@ -60,9 +71,26 @@ class Model(NamedTuple):
             itemsize=model.dtype.itemsize,
             layer_parameters=parameters(specs["layers"]),
             head_parameters=int(parameters(head)),
+            head_bytes=num_bytes({"head": held.get("lm_head", held.get("embed"))}, dtype=model.dtype),
             attention_width=_attention_width(checkpoint.fields) * len(specs["layers"]),
             rounds_activations=any(scheme.rounds_activations is not None for scheme in schemes),
         )
+
+    def part(self, stage: Stage) -> "Model":
+        """Return the sizes of the layers of one stage, and of the head if it is the last one."""
+        num_layers = len(stage.span(self.num_layers))
+        share = num_layers / self.num_layers
+        return self._replace(
+            num_layers=num_layers,
+            layer_parameters=self.layer_parameters * share,
+            head_parameters=self.head_parameters * stage.is_last,
+            attention_width=self.attention_width * share,
+        )
+
+    def bytes_of(self, stage: Stage, num_bytes: float) -> float:
+        """Return a stage's part of the bytes that all stages read in a step."""
+        share = len(stage.span(self.num_layers)) / self.num_layers
+        return (num_bytes - self.head_bytes) * share + self.head_bytes * stage.is_last
 
 
 class Work(NamedTuple):
@@ -88,22 +116,33 @@ class Work(NamedTuple):
         return time
 
 
-def decode_work(model: Model, info: EngineInfo, *, num_rows: int, context: float) -> Work:
-    """Return the work of a step of `num_rows` rows with one token each, at this mean length of their contexts."""
-    products = 2.0 * num_rows * (model.layer_parameters + model.head_parameters)
-    products += 4.0 * num_rows * context * model.attention_width
-    return _work(model, info.step_bytes(num_rows, context=context), products, num_tokens=num_rows)
+def decode_work(model: Model, info: EngineInfo, *, num_rows: int, context: float, stage: Stage = WHOLE) -> Work:
+    """Return the work of a stage in a step of `num_rows` rows with one token each, at this mean length of their
+    contexts.
+    """
+    part = model.part(stage)
+    products = 2.0 * num_rows * (part.layer_parameters + part.head_parameters)
+    products += 4.0 * num_rows * context * part.attention_width
+    num_bytes = model.bytes_of(stage, info.step_bytes(num_rows, context=context))
+    return _work(part, num_bytes, products, num_tokens=num_rows)
 
 
-def prefill_work(model: Model, info: EngineInfo, *, num_rows: int, length: int) -> Work:
-    """Return the work of computing `num_rows` prompts of equal length, in steps of the engine's token budget."""
+def prefill_work(model: Model, info: EngineInfo, *, num_rows: int, length: int, stage: Stage = WHOLE) -> Work:
+    """Return the work of a stage for `num_rows` prompts of equal length, in steps of the engine's token budget."""
+    part = model.part(stage)
     num_tokens = num_rows * length
-    num_steps = math.ceil(num_tokens / info.max_num_batched_tokens)
-    num_bytes = num_steps * info.expected_weight_bytes(min(num_tokens, info.max_num_batched_tokens))
-    products = 2.0 * num_tokens * model.layer_parameters + 2.0 * num_rows * model.head_parameters
-    products += 2.0 * num_tokens * length * model.attention_width
-    work = _work(model, num_bytes, products, num_tokens=min(num_tokens, info.max_num_batched_tokens))
+    num_steps = num_prefill_steps(info, num_tokens)
+    read = info.expected_weight_bytes(min(num_tokens, info.max_num_batched_tokens))
+    products = 2.0 * num_tokens * part.layer_parameters + 2.0 * num_rows * part.head_parameters
+    products += 2.0 * num_tokens * length * part.attention_width
+    num_bytes = num_steps * model.bytes_of(stage, read)
+    work = _work(part, num_bytes, products, num_tokens=min(num_tokens, info.max_num_batched_tokens))
     return work._replace(sums=work.sums * num_steps)
+
+
+def num_prefill_steps(info: EngineInfo, num_tokens: int) -> int:
+    """Return in how many steps so many prompt tokens are computed."""
+    return math.ceil(num_tokens / info.max_num_batched_tokens)
 
 
 def _work(model: Model, num_bytes: float, products: float, *, num_tokens: int) -> Work:

@@ -185,7 +185,8 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     peer_file.write_text(json.dumps({"note": "how it was measured", "a model": {"runs": runs}}))
     shapes = [BatchShape.parse("3:10:6"), BatchShape.parse("2:8:1")]
     peer = latency.read_peer(peer_file, None)
-    report = latency.run(config, shapes, peer=peer, bandwidth=1e6, profile=True)
+    saved = tmp_path / "run.json"
+    report = latency.run(config, shapes, peer=peer, bandwidth=1e6, profile=True, save_json=saved)
     first, second = ([cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines()[-2:])
     figures = dict(zip(["requests", *latency.HEADER[1:]], first, strict=True))
     assert (first[0], second[0]) == ("3 x 10 in, 6 out", "2 x 8 in, 1 out")
@@ -197,6 +198,12 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     kv_elements = 3 * 13 * 2 * 16 * num_devices  # 3 requests, 13 tokens on average, a KV head that each device has
     assert figures["floor"] == f"{(num_weights + kv_elements) * 4 / (1e6 * num_devices) * 1e3:.2f}"
     assert second[5:] == ["-"] * 6
+    run = latency.read_run(saved)
+    assert run.engine == config
+    assert run.weight_bytes == num_weights * 4
+    assert [(batch.num_requests, batch.input_len, batch.output_len) for batch in run.batches] == [(3, 10, 6), (2, 8, 1)]
+    assert f"{run.batches[0].per_token * 1e3:.2f}" == figures["ms a token"]
+    assert run.batches[1].per_token is None
 
 
 @pytest.mark.slow
@@ -293,6 +300,7 @@ def test_workloads_need_no_categories(tmp_path):
     ("flags", "complaint"),
     [
         ("full-load --settings 8:1:1 --bandwidth 0", "--bandwidth: must be a positive number, got 0"),
+        ("latency --beside int8 --profile --save-json x", "--profile, --save-json: not with --beside"),
         ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
         ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
         ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),

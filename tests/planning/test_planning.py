@@ -4,14 +4,18 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from jaxserve import cli
+from jaxserve.bench.latency import LatencyRun, TimedBatch
 from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import PlainDecode
 from jaxserve.gpus import GPUS, find_gpu
+from jaxserve.inspect.bubble import simulate
 from jaxserve.planning import absent, times
 from jaxserve.planning.ahead import compile_ahead, may_be_shipped
 from jaxserve.planning.measured import MEASURED, Batches
@@ -59,6 +63,51 @@ def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
         "auto", engine.plan.devices.first, engine.plan.builder.model.dtype
     )
     assert engine.plan.devices.description == GPUS[device].kind
+
+
+def measured_8b(path, **changes):
+    """Write what `bench latency` saves of the 8B shape on that H100; return the path."""
+    fields = {
+        "shape": "llama-3-8b",
+        "engine": EngineConfig(model="a folder that is gone"),
+        "device": "NVIDIA H100 80GB HBM3",
+        "num_blocks": 27_744,
+        "kv_cache_bytes": 58_183_385_088,
+        "weight_bytes": LLAMA_8B_BYTES,
+        "bytes_in_use": 74_393_579_008,
+        "batches": [TimedBatch(num_requests=64, input_len=1024, output_len=32, prefill=1.437, per_token=0.01826)],
+    }
+    path.write_bytes(msgspec.json.encode(LatencyRun(**fields | changes)))
+    return str(path)
+
+
+def test_a_plan_beside_a_measurement(tmp_path, capsys):
+    """Sizes agree with what the engine reported; a step of twice the time that is planned is an error of a half."""
+    saved = measured_8b(tmp_path / "run.json")
+    assert cli.main(["plan", "--device", "h100", "--compile", "none", "--measured", saved, saved]) == 0
+    title, _, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert title.startswith("llama-3-8b, bfloat16 on NVIDIA H100")
+    found = {row.split("  ")[0]: row.split() for row in rows}
+    assert found["KV blocks"][-3:] == ["27,744", "27,744", "+0.00%"]
+    assert found["weights, bytes"][-1] == found["KV cache, bytes"][-1] == "+0.00%"
+    assert abs(float(found["in use on a device, bytes"][-1].rstrip("%"))) < 0.01
+    *_, measured, error, stated = found["64 x 1024, 32: a token, ms"]
+    assert (measured, stated) == ("18.26", "+-4%")
+    assert float(error.rstrip("%")) == pytest.approx(-50, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "said"),
+    [
+        (["--device", "h200"], {}, "measured on NVIDIA H100 80GB HBM3, not on NVIDIA H200"),
+        (["--device", "h100", "-tp", "2"], {}, "leave both out"),
+        (["--device", "h100"], {"num_blocks": "many"}, "no run of `jaxserve bench latency` in"),
+    ],
+)
+def test_measurements_that_cannot_be_compared(tmp_path, capsys, flags, changes, said):
+    saved = measured_8b(tmp_path / "run.json", **changes)
+    assert cli.main(["plan", *flags, "--compile", "none", "--measured", saved]) == 1
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,7 +230,42 @@ def test_splits_are_ranked(tmp_path):
     assert [(split.tensor_parallel_size, split.fits) for split in plan.splits][-1] == (1, False)
     rates = [split.output_tokens_per_second for split in plan.splits if split.fits]
     assert rates == sorted(rates, reverse=True)
-    assert {split.tensor_parallel_size * split.replicas for split in plan.splits} == {8}
+    sizes = {(split.tensor_parallel_size, split.pipeline_parallel_size): split for split in plan.splits}
+    assert {tensor * stages * split.replicas for (tensor, stages), split in sizes.items()} == {8}
+    assert {(2, 4), (1, 2)} < {size for size, split in sizes.items() if split.fits}
+    assert all(split.fits for (_, stages), split in sizes.items() if stages > 1)
+
+
+@pytest.mark.parametrize(("shape", "more"), [("llama-3-8b", 0), ("gemma-3-4b", 1)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_hold_their_layers(tmp_path, shape, more, stages):
+    """All stages together have the model's weights and KV; a tied embedding is on the first and on the last one."""
+    whole = absent_engine(shape, tmp_path)
+    engine = absent_engine(shape, tmp_path, pipeline_parallel_size=stages)
+    sizes = sizes_of(engine)
+    parts = sizes.stages
+    layers = [layer for part in parts for layer in range(part.first_layer, part.first_layer + part.num_layers)]
+    assert layers == list(range(whole.model.num_layers))
+    tied = more * whole.model.head_bytes
+    assert sum(part.weight_bytes for part in parts) == pytest.approx(sizes_of(whole).weight_bytes + tied, rel=1e-3)
+    assert sum(part.kv_bytes for part in parts) == engine.info(sizes.num_blocks).kv_cache_bytes
+    assert sizes.weight_bytes == max(part.weight_bytes for part in parts)
+    assert all(part.weight_bytes + part.kv_bytes + sizes.step_bytes < sizes.usable_bytes for part in parts)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 64, 255])
+def test_stages_are_timed_and_wait_as_simulated(tmp_path, num_requests):
+    engine = absent_engine("llama-3-8b", tmp_path, pipeline_parallel_size=4)
+    info = engine.info(engine.num_blocks)
+    speed = speed_of(engine, info, LOAD, num_requests=num_requests)
+    in_flight = min(num_requests, 4)
+    assert speed.bubble == pytest.approx(simulate(speed.stage_ms, num_in_flight=in_flight), abs=0.02)
+    assert speed.step_ms >= max(sum(speed.stage_ms), in_flight * max(speed.stage_ms))
+    assert speed.step_error >= times.UNLIKE_ANY
+    one = absent_engine("llama-3-8b", tmp_path)
+    alone = speed_of(one, one.info(one.num_blocks), LOAD, num_requests=1)
+    if num_requests == 1:
+        assert speed.step_ms == pytest.approx(alone.step_ms, rel=0.1)  # no faster than without stages
 
 
 def test_a_head_count_that_does_not_divide_is_a_row_of_the_table(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -117,6 +118,9 @@ class ServingOptions:
             raise InvalidRequest("a chat takes text, not token ids", param="prompts")
         if not self.url.startswith(("http://", "https://")):
             raise InvalidRequest(f"url must begin with http:// or https://, got {self.url!r}", param="url")
+        for name in ("save_json", "save_plot"):
+            if (path := getattr(self, name)) is not None and not pathlib.Path(path).absolute().parent.is_dir():
+                raise InvalidRequest(f"there is no folder for {path}", param=name)
         self.extra_fields()
 
     @property
@@ -149,3 +153,11 @@ class ServingOptions:
             raise InvalidRequest(f"{name} must be at least {at_least}, got {value}", param=name)
         if above is not None and not above < value < math.inf:
             raise InvalidRequest(f"{name} must be more than {above}, got {value}", param=name)
+
+
+CURVE_FIELDS = (
+    *("url", "endpoint", "model", "api_key", "tokenizer", "vocab_size", "max_model_len", "temperature", "extra_body"),
+    *("seed", "input_len", "output_len", "range_ratio", "prefix_len", "length_scale", "timeout"),
+    *("save_json", "save_plot", "progress"),
+)
+"""The options that `jaxserve bench load-curve` has, too."""

@@ -1,12 +1,17 @@
 """The plots of a load in one PNG: the latency of each request, and the server's throughput over time."""
 
 import pathlib
+import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.bench.serving.load import LoadResult
 from jaxserve.bench.serving.summary import concurrency, times
 from jaxserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from jaxserve.bench.serving.curve import Curve
 
 _INK, _SOFT, _ALERT = "#1f4e79", "#c8792b", "#b3261e"
 
@@ -65,5 +70,52 @@ def save_plots(result: LoadResult, path: pathlib.Path, *, title: str) -> None:
         axes.grid(alpha=0.25)
     try:
         figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {path}: {error}", param="save_plot") from error
+
+
+def save_curve(curve: "Curve", path: pathlib.Path) -> None:
+    """Plot times to first token, times between tokens and goodput over the load, as SVG: a line a percentile, a panel
+    a kind of arrivals and metric.
+
+    Raises InvalidRequest as `save_plots` does.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidRequest("plots need matplotlib: pip install jaxserve[bench]", param="save_plot") from error
+    kinds = list(dict.fromkeys(point.arrivals for point in curve.points))
+    figure = Figure(figsize=(9, 1.9 * len(kinds)), layout="constrained")
+    panels = figure.subplots(len(kinds), 3, sharex=True, sharey="col", squeeze=False)
+    for row, kind in zip(panels, kinds, strict=True):
+        points = [point for point in curve.points if point.arrivals == kind]
+        loads = [point.load for point in points]
+        for axes, metric in zip(row, ("ttft", "itl"), strict=False):
+            for name, color in (("p50", _INK), ("p90", _SOFT), ("p99", _ALERT)):
+                values = [getattr(point.summary.latencies.get(metric), name, np.nan) for point in points]
+                axes.plot(loads, values, ".-", color=color, label=name)
+            axes.set_yscale("log")
+        for index, color in zip(range(len(points[0].goodputs)), (_INK, _SOFT, _ALERT), strict=False):
+            slos = points[0].goodputs[index].slos
+            label = ", ".join(f"{name} {limit:g} ms" for name, limit in slos.items())
+            row[2].plot(loads, [100 * point.goodputs[index].share for point in points], ".-", color=color, label=label)
+        row[0].set_ylabel(kind)
+        row[2].set_ylim(0, 103)
+    for axes, title in zip(panels[0], ("first token, ms", "between tokens, ms", "good requests, %"), strict=True):
+        axes.set_title(title)
+        axes.legend(frameon=False, fontsize=7)
+    for axes in panels[-1]:
+        axes.set_xlabel("rate / capacity")
+        axes.set_xticks(sorted({point.load for point in curve.points}))
+    for axes in panels.flat:
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    try:
+        with matplotlib.rc_context({"svg.hashsalt": "load", "svg.fonttype": "none"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        picture = re.sub(r"\s*<metadata>.*?</metadata>|<!DOCTYPE.*?>", "", path.read_text(), flags=re.DOTALL)
+        path.write_text(picture)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error}", param="save_plot") from error

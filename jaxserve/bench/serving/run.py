@@ -41,9 +41,6 @@ def run(options: ServingOptions, *, goodput: Sequence[str]) -> int:
     Raises InvalidRequest if an option is invalid, the server cannot be reached or a file cannot be read.
     """
     slos = parse_slos(goodput)
-    for name, path in (("save_json", options.save_json), ("save_plot", options.save_plot)):
-        if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
-            raise InvalidRequest(f"there is no folder for {path}", param=name)
     measured = uvloop.run(measure(options, slos=slos))
     summary = measured.summary
     print(report(summary))

@@ -174,7 +174,8 @@ class StepModel:
         layers = self.family.layers(self.config)
         blocks = [layer.feed_forward for layer in layers]
         sizes = {block.routing.num_experts for block in blocks if isinstance(block, Experts | DenseAndExperts)}
-        if "expert" not in self.mesh.axis_names or len(sizes) != 1:
+        has_whole_experts = "expert" in self.mesh.axis_names or mesh_axes("experts", self.mesh) is not None
+        if not has_whole_experts or len(sizes) != 1:
             return None
         spec = PartitionSpec(None, mesh_axes("experts", self.mesh))
         shape = len(layers), *sizes
