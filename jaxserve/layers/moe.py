@@ -225,10 +225,11 @@ def _run_experts(
     run: Callable[..., tuple[Array, Array]],
     leaves_partial_sums: bool,
     tokens: TokenShards | None,
-) -> tuple[Float[Array, "T E"], Int[Array, " X"]]:
+) -> tuple[Float[Array, "T E"], Int[Array, " L"]]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
     of their inner sizes, for all tokens. `run` is `_run_local_experts`. Returns the number of tokens of each expert,
-    too. With `tokens`, x and logits are those of own tokens: they are gathered before, and sums scattered after it.
+    too. With `tokens`, x and logits are those of own tokens: they are gathered before, and sums scattered after it; the
+    numbers are those of the shard's L experts.
     """
     down: Weight = experts["down"]
     if down.mesh.empty:
