@@ -24,6 +24,7 @@ from pallas_kernels.layer_matmuls.bench import decode_layer_rows, layer_matmuls_
 from pallas_kernels.paged_attention.bench import paged_attention_rows
 from pallas_kernels.quantized_matmuls.bench import quantized_matmuls_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
+from pallas_kernels.recurrent_chunks.bench import recurrent_chunks_rows
 from pallas_kernels.recurrent_step.bench import recurrent_step_rows
 from pallas_kernels.row_quantization.bench import row_quantization_rows
 from pallas_kernels.sampling.bench import sampling_rows
@@ -47,6 +48,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "paged_attention": paged_attention_rows,
     "quantized_matmuls": quantized_matmuls_rows,
     "ragged_prefill_attention": ragged_prefill_attention_rows,
+    "recurrent_chunks": recurrent_chunks_rows,
     "recurrent_step": recurrent_step_rows,
     "rounded_layer": rounded_layer_rows,
     "row_quantization": row_quantization_rows,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax._src.lib import mosaic_gpu_dialect
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, nvvm, vector
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf, vector
 from jax._src.lib.mlir.dialects import math as mlir_math
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "mosaic_gpu_extension",
     "name_kernels_by_content",
     "nvvm",
+    "scf",
     "vector",
 ]
 

@@ -37,6 +37,7 @@ class Kernel(enum.StrEnum):
     LATENT_ATTENTION = "latent_attention"
     RECURRENT_STEP = "recurrent_step"
     RECURRENCE = "recurrent_step and XLA"
+    RECURRENT_CHUNKS = "recurrent_step and recurrent_chunks"
     NONE = "no kernel"
     XLA = "XLA"
 

@@ -8,7 +8,7 @@ What computes a part asks here while a program is traced.
 from typing import Any
 
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part
-from pallas_kernels import add_rms_norm, all_gather, all_reduce, expert_routing, recurrent_step
+from pallas_kernels import add_rms_norm, all_gather, all_reduce, expert_routing, recurrent_chunks, recurrent_step
 from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.quantized_matmuls import Code
 
@@ -55,10 +55,11 @@ def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
 
 
 def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_decode_only: bool) -> Part:
-    """Return what advances the states of heads of these sizes: XLA does so for rows of several tokens, other than those
-    that verify drafts, which count as decode steps here.
-    """
+    """Return what advances the states of heads of these sizes. Rows that verify drafts count as decode steps here."""
     reason = NO_KERNELS if kernels == "xla" else recurrent_step.why_not(key_size, value_size)
     if reason is not None:
         return Part(Kernel.XLA, reason)
-    return Part(Kernel.RECURRENT_STEP if is_decode_only else Kernel.RECURRENCE)
+    if is_decode_only:
+        return Part(Kernel.RECURRENT_STEP)
+    reason = recurrent_chunks.why_not(key_size, value_size)
+    return Part(Kernel.RECURRENT_CHUNKS) if reason is None else Part(Kernel.RECURRENCE, reason)

@@ -188,6 +188,7 @@ class States(NamedTuple):
                 if verifies:
                     out, _ = recurrent_step(tokens, matrix, rows.slots, rows.begins, **static, changes=False)
                 else:
+                    static["chunks"] = "sm90" if part.kernel == Kernel.RECURRENT_CHUNKS else "xla"
                     out, matrix = recurrence(tokens, matrix, rows, **static, is_decode_only=is_decode_only)
                 out = weights.output(out, tokens)
                 out = out.reshape(*mixed[0].shape[:2], -1)

@@ -11,15 +11,15 @@ import numpy as np
 from pallas_kernels.recurrent_step.op import Tokens, recurrent_step
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
-_SHAPES = {"delta rule": (16, 2, 128, 128), "Mamba-2": (8, 16, 128, 64)}
+SHAPES = {"delta rule": (16, 2, 128, 128), "Mamba-2": (8, 16, 128, 64)}
 
 
 def recurrent_step_rows() -> Iterator[Row]:
     """Yield a row for each rule, number of rows and implementation; states are those of several layers."""
-    for rule, shape in _SHAPES.items():
+    for rule, shape in SHAPES.items():
         for num_rows in (1, 16, 64, 256) if on_gpu() else (1, 4):
             num_bytes = 2 * 4 * num_rows * int(np.prod(shape))
-            layers = [_arrays(num_rows, shape, seed) for seed in range(num_rotations(num_bytes))]
+            layers = [arrays(num_rows, shape, seed) for seed in range(num_rotations(num_bytes))]
             tokens, states = zip(*layers, strict=True)
             rows = jnp.arange(num_rows, dtype=jnp.int32)[::-1], jnp.zeros(num_rows, bool)
             for implementation in ("sm90", "xla") if on_gpu() else ("xla",):
@@ -35,11 +35,14 @@ def _layers(step: Any, carry: Any, tokens: Any, slots: jax.Array, begins: jax.Ar
     return tuple(states for _, states in stepped), tuple(out for out, _ in stepped)
 
 
-def _arrays(num_rows: int, shape: tuple[int, int, int, int], seed: int) -> tuple[Tokens, jax.Array]:
+def arrays(
+    num_rows: int, shape: tuple[int, int, int, int], seed: int, *, num_slots: int | None = None
+) -> tuple[Tokens, jax.Array]:
+    """Return tokens and states, by default as many."""
     H, G, K, V = shape
     sizes = (num_rows, H, K), (num_rows, H, K), (num_rows, H, G, V), (num_rows, H, G), (num_rows, H, G)
     keys = jax.random.split(jax.random.key(seed), 6)
     q, k, v, decay, beta = (jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=False))
     norm = functools.partial(jnp.linalg.norm, axis=-1, keepdims=True)
     tokens = Tokens(q / norm(q), k / norm(k), v, -jnp.abs(decay), jax.nn.sigmoid(beta))
-    return tokens, jax.random.normal(keys[5], (num_rows, *shape))
+    return tokens, jax.random.normal(keys[5], (num_slots or num_rows, *shape))

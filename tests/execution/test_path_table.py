@@ -165,6 +165,15 @@ def test_reasons_are_told_for_each_part(fields, options, text):
     assert text in first
 
 
+@pytest.mark.parametrize(
+    ("value_size", "text"),
+    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
+)
+def test_prompts_of_layers_with_states(value_size, text):
+    paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()
+    assert any(f"recurrence: recurrent_step and {text}" in path for path in paths)
+
+
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
 def test_every_model_has_a_table_of_paths(golden):
     """It says what the layers have that no kernel of whole layers has."""

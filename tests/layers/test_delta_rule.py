@@ -10,6 +10,7 @@ from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers import delta_rule
 from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence, unit
+from pallas_kernels.recurrent_chunks import xla
 from pallas_kernels.recurrent_step import Tokens, one_token
 
 H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
@@ -80,9 +81,9 @@ def test_the_kernel_steps_rows_of_one_token_beside_longer_ones(capsys, num_token
 @pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
 @pytest.mark.parametrize(("num_tokens", "rows", "chunk_size", "log_decays"), CASES.values(), ids=CASES)
 def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, log_decays, corrects):
-    monkeypatch.setattr(delta_rule, "CHUNK_SIZE", chunk_size)
+    monkeypatch.setattr(xla, "CHUNK_SIZE", chunk_size)
     monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
-    monkeypatch.setattr(delta_rule, "MAX_CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(xla, "MAX_CHUNKS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
     lengths = [*([1, 1, 1] if 1 in rows else []), *(length for length in rows if length > 1)]
     contexts = [*([3, 0, rows[1]] if 1 in rows else []), *(rows[length] for length in rows if length > 1)]
