@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
-_SERVER_FIELDS = [field.name for field in dataclasses.fields(ServerConfig)]
 _SIZE_FIELDS = (
     *("revision", "dtype", "max_model_len", "gpu_memory_utilization", "kv_cache_dtype"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
@@ -93,9 +91,9 @@ def _run(argv: Sequence[str] | None) -> int:
 def _complaints(args: argparse.Namespace) -> list[str]:
     """Return what is wrong with the options of engine and server that were given."""
     complaints = []
-    for config, names in ((EngineConfig, _ENGINE_FIELDS), (ServerConfig, _SERVER_FIELDS)):
+    for config in (EngineConfig, ServerConfig):
         try:
-            config(**given(args, names))
+            config(**given(args, config))
         except ConfigError as error:
             complaints.append(str(error))
     return complaints
@@ -238,7 +236,7 @@ def _add_offline_flags(parser: Parser, *, max_tokens_help: str, without: Sequenc
 
 def _serve(args: argparse.Namespace) -> int:
     config = EngineConfig(**_engine_options(args))
-    server_config = ServerConfig(**given(args, _SERVER_FIELDS))
+    server_config = ServerConfig(**given(args, ServerConfig))
     if "model" not in _engine_options(args) and len(server_config.served_model_name) > 1:
         *_, last = server_config.served_model_name
         args.parser.error(f"which model? {last!r} was read as one of its names: write MODEL first, or --model {last}")
@@ -253,11 +251,11 @@ def _serve(args: argparse.Namespace) -> int:
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's options that were given. A model that stands alone comes before one of --model."""
     named = {} if getattr(args, "served", None) is None else {"model": args.served}
-    return given(args, _ENGINE_FIELDS) | named
+    return given(args, EngineConfig) | named
 
 
 def _run_batch(args: argparse.Namespace) -> int:
-    config = EngineConfig(**given(args, _ENGINE_FIELDS))
+    config = EngineConfig(**given(args, EngineConfig))
     server_config = ServerConfig(**given(args, _BATCH_FIELDS), access_log=False)
 
     from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
@@ -304,7 +302,7 @@ def _models(args: argparse.Namespace) -> None:
 
 
 def _parse(args: argparse.Namespace) -> None:
-    config = ServerConfig(**given(args, _SERVER_FIELDS))
+    config = ServerConfig(**given(args, ServerConfig))
 
     from jaxserve import parse
 
@@ -324,15 +322,7 @@ def _convert(args: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # as above
     from jaxserve.convert import convert
 
-    manifest = convert(
-        args.source,
-        args.destination,
-        revision=args.revision,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        dequantize=args.dequantize,
-        force=args.force,
-    )
+    manifest = convert(**given(args, convert))
     print(f"{args.destination}: {len(manifest.arrays)} arrays in {manifest.dtype}, from {manifest.source.name}")
 
 

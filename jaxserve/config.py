@@ -18,8 +18,10 @@ from jaxserve.values import Rule, convert, rules
 
 MAX_WORKERS = 64
 MAX_ENGINES = 64
-MAX_COUNT = 2**31 - 1
-"""Limit of counts that devices hold as int32."""
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+"""A count that devices hold as int32."""
+Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
 DEFAULT_MODEL = "scribe-15m"
 """Name of the built-in model that is used if none is named."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -150,14 +152,14 @@ class EngineConfig:
     seed: int = _option(0, "model", "seed of requests that bring none, and of dummy weights")
 
     block_size: int = _option(16, "cache", "KV positions a block")
-    kv_cache_memory: int | None = _option(
+    kv_cache_memory: Positive | None = _option(
         None,
         "cache",
         "bytes for KV blocks (suffixes KiB, MiB, GiB); default: what is free on a GPU, 1GiB on CPU",
         is_size=True,
         aliases=("--kv-cache-memory-bytes",),
     )
-    gpu_memory_utilization: float = _option(
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = _option(
         0.9, "cache", "fraction of the GPU's memory that weights, KV and steps may use"
     )
     kv_cache_dtype: KVCacheDType = _option(
@@ -167,25 +169,25 @@ class EngineConfig:
         "dtype of the activations; auto: as the checkpoint says, else that dtype",
     )
     enable_prefix_caching: bool = _option(True, "cache", "share the KV of equal prompt prefixes between requests")
-    max_cached_states: int = _option(
+    max_cached_states: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = _option(
         32,
         "cache",
         "for models with states: how many are kept for requests that continue the same prefix; 0: prefixes are not "
         "cached",
     )
 
-    max_num_seqs: int | None = _option(
+    max_num_seqs: Count | None = _option(
         None, "scheduling", "requests that run at once; default: 256 on a GPU, 64 on CPU"
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: Count | None = _option(
         None, "scheduling", "token budget of a step; default: 8192 on a GPU, 512 on CPU"
     )
-    max_num_waiting: int | None = _option(
+    max_num_waiting: Positive | None = _option(
         None,
         "scheduling",
         "requests that may wait, each of n one, before new ones are refused; default: 4096 in serve, else no limit",
     )
-    max_logprobs: int = _option(
+    max_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = _option(
         DEFAULT_MAX_LOGPROBS, "scheduling", "most likely tokens whose log probabilities requests may have; -1: all"
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "scheduling", "who runs first")
@@ -200,10 +202,10 @@ class EngineConfig:
         "default: off",
         aliases=("-sc",),
     )
-    tensor_parallel_size: int = _option(
+    tensor_parallel_size: Positive = _option(
         1, "execution", "number of devices over which each layer is split", aliases=("-tp",)
     )
-    pipeline_parallel_size: int = _option(
+    pipeline_parallel_size: Positive = _option(
         1,
         "execution",
         "number of stages, each with some of the layers on tensor_parallel_size devices of its own",
@@ -259,7 +261,7 @@ class EngineConfig:
         complaints = _convert_fields(self, _ENGINE_RULES)
         if self.max_model_len == -1:  # as vLLM has it
             object.__setattr__(self, "max_model_len", "auto")
-        _raise_all(complaints or list(self._complaints()))
+        _raise_all([*complaints, *self._complaints()])
 
     @property
     def num_kept_states(self) -> int:
@@ -273,36 +275,19 @@ class EngineConfig:
         return parse_speculation(self.speculative_config)
 
     def _complaints(self) -> Iterator[str]:
-        """Yield a sentence about each value out of range."""
+        """Yield a sentence about each value out of range, where its type does not say the range."""
         if isinstance(self.max_model_len, int) and self.max_model_len < 1:
             yield f"max_model_len must be at least 1, or 'auto', got {self.max_model_len}"
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "kv_cache_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} must be at least 1, got {value}"
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and value > MAX_COUNT:
-                yield f"{name} must be at most {MAX_COUNT}, got {value}"
         if unknown := sorted((self.override_generation_config or {}).keys() - {*GENERATION_FIELDS, "eos_token_id"}):
             known = ", ".join((*GENERATION_FIELDS, "eos_token_id"))
             yield f"override_generation_config: {', '.join(unknown)} is not read, only {known}"
         if not 1 <= self.block_size <= 512 or self.block_size & (self.block_size - 1):
             yield f"block_size must be a power of two up to 512, got {self.block_size}"
-        if not 0 <= self.max_cached_states <= MAX_COUNT:
-            yield f"max_cached_states must be in [0, {MAX_COUNT}], got {self.max_cached_states}"
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            yield f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
-        if not -1 <= self.max_logprobs <= MAX_COUNT:
-            yield f"max_logprobs must be -1, or in [0, {MAX_COUNT}], got {self.max_logprobs}"
         try:
             if self.speculation is not None and self.scheduler != "continuous":
                 yield "speculative_config: the static scheduler verifies no drafts"
         except ConfigError as error:
             yield str(error)
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                yield f"{name} must be at least 1, got {getattr(self, name)}"
         if self.pipeline_parallel_size > 1 and self.speculative_config is not None:
             yield "speculative_config: stages of a pipeline verify no drafts, leave pipeline_parallel_size out"
 
@@ -312,7 +297,9 @@ class ServerConfig:
     """The options of the HTTP side of `jaxserve serve`."""
 
     host: str = _option("127.0.0.1", "server", "address to listen on")
-    port: int = _option(8000, "server", "port to listen on; 0 takes a free one")
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = _option(
+        8000, "server", "port to listen on; 0 takes a free one"
+    )
     api_key: Sequence[str] = _option(
         (), "security", "key that clients must send as a bearer token, for all but /live and /health; repeatable"
     )
@@ -367,32 +354,38 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = _option(
         False, "answers", 'log probabilities name tokens "token_id:" and their id, unless the request says otherwise'
     )
-    api_workers: int = _option(
+    api_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)] = _option(
         1, "server", "processes that serve HTTP and text over the one engine", aliases=("--api-server-count",)
     )
-    data_parallel_size: int = _option(
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_ENGINES)] = _option(
         1,
         "server",
         "engines behind the one server, each on devices of its own; a request goes where most of its prompt is cached",
         aliases=("-dp",),
     )
-    shutdown_timeout: float = _option(30.0, "timeouts", "seconds that running requests may take after SIGTERM")
-    request_timeout: float | None = _option(
+    shutdown_timeout: Annotated[float, msgspec.Meta(ge=0.0)] = _option(
+        30.0, "timeouts", "seconds that running requests may take after SIGTERM"
+    )
+    request_timeout: Seconds | None = _option(
         None, "timeouts", "seconds that a request may take in all; default: no limit"
     )
-    receive_timeout: float = _option(60.0, "timeouts", "seconds for a request's headers, then for its body, to arrive")
-    send_timeout: float = _option(60.0, "timeouts", "seconds that a client may take nothing of what is sent to it")
-    keep_alive_timeout: int = _option(30, "timeouts", "seconds that a connection may wait for its next request")
-    max_body_size: int = _option(8 * 2**20, "server", "largest request body, in bytes", is_size=True)
+    receive_timeout: Seconds = _option(
+        60.0, "timeouts", "seconds for a request's headers, then for its body, to arrive"
+    )
+    send_timeout: Seconds = _option(60.0, "timeouts", "seconds that a client may take nothing of what is sent to it")
+    keep_alive_timeout: Annotated[int, msgspec.Meta(ge=0)] = _option(
+        30, "timeouts", "seconds that a connection may wait for its next request"
+    )
+    max_body_size: Positive = _option(8 * 2**20, "server", "largest request body, in bytes", is_size=True)
     pooling: Pooling | None = _option(
         None,
         "embeddings",
         "which hidden states make the vector; default: as the model's files say, else the last token's",
     )
-    max_stored_responses: int = _option(
+    max_stored_responses: Annotated[int, msgspec.Meta(ge=0)] = _option(
         1000, "answers", "answers of /v1/responses that are kept for later turns; 0: none"
     )
-    response_ttl: float = _option(3600.0, "answers", "seconds that answers of /v1/responses are kept")
+    response_ttl: Seconds = _option(3600.0, "answers", "seconds that answers of /v1/responses are kept")
     metrics_names: Literal["jaxserve", "vllm"] = _option(
         "jaxserve", "server", "prefix of the names of /metrics; vllm: for dashboards and autoscalers made for it"
     )
@@ -412,35 +405,16 @@ class ServerConfig:
         if isinstance(self.served_model_name, str):
             object.__setattr__(self, "served_model_name", (self.served_model_name,))
         complaints = _convert_fields(self, _SERVER_RULES)
-        _raise_all(complaints or list(self._complaints()))
+        _raise_all([*complaints, *self._complaints()])
 
     def _complaints(self) -> Iterator[str]:
         """Yield a sentence about each value out of range."""
         if not all(self.served_model_name):
             yield "served_model_name must not be empty"
-        if not 0 <= self.port <= 65535:
-            yield f"port must be in [0, 65535], got {self.port}"
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             yield f"root_path must begin with '/' and not end with it, got {self.root_path!r}"
-        for name in ("shutdown_timeout", "keep_alive_timeout"):
-            if getattr(self, name) < 0:
-                yield f"{name} must not be negative, got {getattr(self, name)}"
-        for name in ("receive_timeout", "send_timeout", "request_timeout"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                yield f"{name} must be positive, got {value}"
-        if not 1 <= self.api_workers <= MAX_WORKERS:
-            yield f"api_workers must be in [1, {MAX_WORKERS}], got {self.api_workers}"
-        if not 1 <= self.data_parallel_size <= MAX_ENGINES:
-            yield f"data_parallel_size must be in [1, {MAX_ENGINES}], got {self.data_parallel_size}"
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             yield "ssl_keyfile and ssl_ca_certs need ssl_certfile"
-        if self.max_stored_responses < 0:
-            yield f"max_stored_responses must not be negative, got {self.max_stored_responses}"
-        if self.response_ttl <= 0:
-            yield f"response_ttl must be positive, got {self.response_ttl}"
-        if self.max_body_size < 1:
-            yield f"max_body_size must be at least 1, got {self.max_body_size}"
 
 
 _ENGINE_RULES = rules(EngineConfig)
@@ -459,6 +433,7 @@ def _convert_fields(config: EngineConfig | ServerConfig, rules: Mapping[str, Rul
             object.__setattr__(config, name, convert_option(name, value, rule))
         except ConfigError as error:
             complaints.append(str(error))
+            object.__setattr__(config, name, getattr(type(config), name))  # for the complaints about other fields
     return complaints
 
 

@@ -59,7 +59,7 @@ def convert(
         raise CheckpointError(f"{source} has a classification head, which a store does not hold")
     with naming_config(path):
         family = get_family(fields)
-        config = family.Config.from_hf(fields)
+        config = family.config(fields)
         specs = family.param_specs(config)
         weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
     specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization, dequantizes=dequantize)

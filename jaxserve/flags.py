@@ -6,11 +6,12 @@ A flag that is not given is absent from the namespace, so that defaults have one
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -86,8 +87,9 @@ def add_sampling_flags(parser: Parser, texts: Mapping[str, str], *, without: Seq
             parser.add_flag(parameter.group, _flag(name), dest=name, help=text, **options)
 
 
-def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the flags among `names` that were given on the command line, with their values."""
+def given(args: argparse.Namespace, names: Sequence[str] | Callable[..., Any]) -> dict[str, Any]:
+    """Return the flags among `names` that have a value, with it. A function or dataclass stands for its parameters."""
+    names = list(inspect.signature(names).parameters) if callable(names) else names
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 

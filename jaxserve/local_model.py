@@ -81,10 +81,10 @@ class ChatOptions(TypedDict, total=False):
 _CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 
-_FIELDS = dataclasses.fields(EngineConfig)
+_OPTIONS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 _ALIASES = {
-    alias.removeprefix("--").replace("-", "_"): field.name
-    for field in _FIELDS
+    alias.removeprefix("--").replace("-", "_"): name
+    for name, field in _OPTIONS.items()
     for alias in field.metadata["aliases"]
     if alias.startswith("--")
 }
@@ -105,9 +105,7 @@ def _judged[**P, R](constructor: Callable[P, R]) -> Callable[P, R]:
         refused = [*unknown, *vllm_flags.sentences(judged.refused)]
         if refused:
             try:
-                EngineConfig(
-                    **{field.name: judged.taken[field.name] for field in _FIELDS if field.name in judged.taken}
-                )
+                EngineConfig(**{name: value for name, value in judged.taken.items() if name in _OPTIONS})
             except ConfigError as error:
                 refused.append(str(error))
             raise (TypeError if unknown else ConfigError)("; ".join(refused))
@@ -164,44 +162,10 @@ class LocalModel:
         compilation_cache_dir: str | None = None,
     ):
         """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError."""
+        options = {name: value for name, value in locals().items() if name in _OPTIONS}
         _check_mesh(mesh)
         progress = convert_option("progress", progress, _FLAG)
-        config = EngineConfig(
-            model=model,
-            revision=revision,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            load_format=load_format,
-            hf_overrides=hf_overrides,
-            generation_config=generation_config,
-            override_generation_config=override_generation_config,
-            seed=seed,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_dtype=kv_cache_dtype,
-            enable_prefix_caching=enable_prefix_caching,
-            max_cached_states=max_cached_states,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_waiting=max_num_waiting,
-            scheduling_policy=scheduling_policy,
-            scheduler=scheduler,
-            speculative_config=speculative_config,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            enable_expert_parallel=enable_expert_parallel,
-            kernels=kernels,
-            overlap=overlap,
-            dequantize=dequantize,
-            quantize_activations=quantize_activations,
-            max_logprobs=max_logprobs,
-            warmup=warmup,
-            programs=programs,
-            compilation_cache_dir=compilation_cache_dir,
-        )
+        config = EngineConfig(**options)
         # The tokenizer comes first: a directory without one fails before any weight is read.
         config = resolve_names(config, progress=progress)
         loaded_tokenizer = Tokenizer.load(config.tokenizer or config.model)

@@ -158,7 +158,10 @@ class _Number(Rule):
         is_low = not self._low <= value if self._excluded is None else not self._excluded < value
         if is_low or not value <= self._high:
             low = f"[{self._low}" if self._excluded is None else f"({self._excluded}"
-            raise ValueError(f"{path} must be in {low}, {self._high}], got {value!r:.100}")
+            words = f"in {low}, {self._high}]"
+            if self._high == math.inf:
+                words = f"at least {self._low}" if self._excluded is None else f"more than {self._excluded:g}"
+            raise ValueError(f"{path} must be {words}, got {value!r:.100}")
 
 
 class _Integer(_Number):

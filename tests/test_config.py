@@ -23,8 +23,8 @@ CALLS = [
     ("EngineConfig(max_model_len=True)", "max_model_len must be an integer or 'auto', got True"),
     ("EngineConfig(max_model_len=0)", "max_model_len must be at least 1, or 'auto', got 0"),
     ("EngineConfig(max_model_len=-2)", "max_model_len must be at least 1, or 'auto', got -2"),
-    ("EngineConfig(max_num_seqs=2**31)", "max_num_seqs must be at most 2147483647, got 2147483648"),
-    ("EngineConfig(max_num_batched_tokens=10**30)", "max_num_batched_tokens must be at most 2147483647, got 1000"),
+    ("EngineConfig(max_num_seqs=2**31)", "max_num_seqs must be in [1, 2147483647], got 2147483648"),
+    ("EngineConfig(max_num_batched_tokens=10**30)", "max_num_batched_tokens must be in [1, 2147483647], got 1000"),
     ("EngineConfig(seed=None)", "seed must be an integer, got None"),
     ("EngineConfig(tensor_parallel_size=1.5)", "tensor_parallel_size must be an integer, got 1.5"),
     ("EngineConfig(pipeline_parallel_size=0)", "pipeline_parallel_size must be at least 1, got 0"),
@@ -50,8 +50,14 @@ CALLS = [
         "seed must be an integer, got None; block_size must be an integer, got 'x'",
     ),
     (
+        "EngineConfig(max_num_waiting=0, block_size=3)",
+        "max_num_waiting must be at least 1, got 0; block_size must be a power of two",
+    ),
+    ("ServerConfig(response_ttl=0)", "response_ttl must be more than 0, got 0.0"),
+    ("ServerConfig(shutdown_timeout=-1, root_path='x')", "shutdown_timeout must be at least 0.0, got -1.0; root_path"),
+    (
         "EngineConfig(block_size=3, max_num_seqs=0)",
-        "max_num_seqs must be at least 1, got 0; block_size must be a power",
+        "max_num_seqs must be in [1, 2147483647], got 0; block_size must be a power",
     ),
     (
         "ServerConfig(port=-1, api_workers=0)",

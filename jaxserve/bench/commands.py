@@ -6,20 +6,20 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.flags import add_flag, add_number, add_shape, at_least, positive
 from jaxserve.bench.serving.commands import add_serving_commands
-from jaxserve.bench.workloads import LLAMA_100M, LLAMA_HOST, SHAPES, BatchShape, eagle3_head, mixed_jobs, write_config
+from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
+from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.speculation import with_acceptance
 
 PEER_PYTHON = pathlib.Path(".venv-goldens/bin/python")
-_ENGINE_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 def add_commands(parser: Parser) -> None:
@@ -151,7 +151,7 @@ def add_commands(parser: Parser) -> None:
     add_number(cost, "--seconds", 10, "how long to measure")
     add_number(cost, "--num-probes", 100, "short requests, with and without the load", least=2)
     add_number(cost, "--api-workers", 1, "processes of the API side")
-    add_flag(cost, "--chat", action="store_true", help="stream chats instead of completions")
+    add_flag(cost, "--chat", dest="is_chat", action="store_true", help="stream chats instead of completions")
 
     masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
     add_flag(
@@ -163,7 +163,7 @@ def add_commands(parser: Parser) -> None:
     add_number(masks, "--seed", 0, "seed of the texts", least=0)
 
     reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
-    add_flag(reading, "--syntax", nargs="+", default=(), metavar="NAME", help="default: all of them")
+    add_flag(reading, "--syntax", dest="names", nargs="+", default=(), metavar="NAME", help="default: all of them")
     add_number(reading, "--num-characters", 32000, "characters of each input")
 
     add_serving_commands(add)
@@ -210,8 +210,7 @@ def _throughput(args: argparse.Namespace) -> None:
 
 
 def _host(args: argparse.Namespace) -> None:
-    report = host.run(LLAMA_HOST, num_requests=args.num_requests, input_len=args.input_len, num_steps=args.num_steps)
-    print(report)
+    print(host.run(LLAMA_HOST, **given(args, host.run)))
 
 
 def _latency(args: argparse.Namespace) -> None:
@@ -267,7 +266,7 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
     """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`, and
     that of an EAGLE-3 head for it, if one is wanted.
     """
-    given_config = given(args, _ENGINE_FIELDS)
+    given_config = given(args, EngineConfig)
     if args.shape:
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
@@ -280,20 +279,13 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
 
 
 def _start(args: argparse.Namespace) -> None:
-    print(start.run(args.model, install=args.install))
+    print(start.run(**given(args, start.run)))
 
 
 def _server(args: argparse.Namespace) -> None:
     from jaxserve.bench import server_cost  # imported late: it starts a server, which is too heavy for `--help`
 
-    load = server_cost.Load(
-        num_streams=args.num_streams,
-        step_seconds=1 / args.tokens_per_second,
-        seconds=args.seconds,
-        num_probes=args.num_probes,
-        is_chat=args.chat,
-        api_workers=args.api_workers,
-    )
+    load = server_cost.Load(**given(args, server_cost.Load), step_seconds=1 / args.tokens_per_second)
     print(server_cost.report(load, server_cost.run(load)))
 
 
@@ -301,35 +293,23 @@ def _grammar(args: argparse.Namespace) -> None:
     from jaxserve.bench import grammar_cost  # imported late: llguidance and a tokenizer are too heavy for `--help`
     from jaxserve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
-    report = grammar_cost.run(
-        tokenizer, grammar=args.grammar, num_requests=args.num_requests, num_steps=args.num_steps, seed=args.seed
-    )
-    print(report)
+    args.tokenizer = Tokenizer.load(resolve_tokenizer(args.tokenizer))
+    print(grammar_cost.run(**given(args, grammar_cost.run)))
 
 
 def _parsing(args: argparse.Namespace) -> None:
     from jaxserve.bench import parsing_cost  # imported late: the server is too heavy for `--help`
 
-    print(parsing_cost.run(names=args.syntax, num_characters=args.num_characters))
+    print(parsing_cost.run(**given(args, parsing_cost.run)))
 
 
 def _load(args: argparse.Namespace) -> None:
-    report = load.run(
-        args.size,
-        stored=args.stored,
-        dtype=args.dtype,
-        folder=args.folder,
-        num_runs=args.num_runs,
-        with_orbax=args.with_orbax,
-    )
-    print(report)
+    print(load.run(**given(args, load.run)))
 
 
 def _bits_per_byte(args: argparse.Namespace) -> None:
-    config = EngineConfig(**given(args, _ENGINE_FIELDS))
-    report = bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv)
-    print(report)
+    config = EngineConfig(**given(args, EngineConfig))
+    print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv))
 
 
 def _speculation(args: argparse.Namespace) -> None:
@@ -338,14 +318,12 @@ def _speculation(args: argparse.Namespace) -> None:
     of_workloads = {"--category": args.category, "--beside": args.beside, "--temperature": args.temperature}
     if args.synthetic_acceptance and (unused := [flag for flag, value in of_workloads.items() if value]):
         args.parser.error(f"{', '.join(unused)}: only for a --workload")
-    options: dict[str, Any] = {"output_len": args.output_len, "at_once": args.at_once, "num_pairs": args.num_pairs}
     with tempfile.TemporaryDirectory() as folder:
         config = _config_of_batches(args, folder)
         if args.synthetic_acceptance:
-            lengths = args.synthetic_acceptance
-            print(speculation.by_chance(config, input_len=args.input_len, lengths=lengths, **options))
+            options = given(args, speculation.by_chance)
+            print(speculation.by_chance(config, lengths=args.synthetic_acceptance, **options))
             return
-        chosen = {"category": args.category, "num_prompts": args.num_prompts, "temperature": args.temperature}
         configs = [config, *(dataclasses.replace(config, speculative_config=fields) for fields in args.beside)]
         for each in configs:
-            print(speculation.of_workload(each, workload=args.workload, **chosen, **options), end="\n\n")
+            print(speculation.of_workload(each, **given(args, speculation.of_workload)), end="\n\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.arguments import Parser
-from jaxserve.bench.workloads import SHAPES
+from jaxserve.bench.shapes import SHAPES
 
 
 def add_flag(parser: Parser, *names: str, **options: Any) -> None:

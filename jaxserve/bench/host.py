@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.bench.engine_run import engine_request
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import Job, write_config
+from jaxserve.bench.shapes import write_config
+from jaxserve.bench.workloads import Job
 from jaxserve.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.bench.shapes import LLAMA_100M, write_config
 from jaxserve.config import DType
 
 SHAPE: dict[str, Any] = LLAMA_100M | {
@@ -96,14 +96,14 @@ def generate(folder: pathlib.Path, *, size: int, dtype: str) -> None:
     number_type = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
     def num_bytes(num_layers: int) -> int:
-        specs = family.param_specs(family.Config.from_hf(SHAPE | {"num_hidden_layers": num_layers}))
+        specs = family.param_specs(family.config(SHAPE | {"num_hidden_layers": num_layers}))
         values = sum(int(np.prod(spec.shape)) for spec in jax.tree.leaves(specs))
         return values * number_type.itemsize
 
     one, two = num_bytes(1), num_bytes(2)
     config = SHAPE | {"num_hidden_layers": max(1, round((size - one) / (two - one)) + 1), "dtype": dtype}
     write_config(folder, config)
-    specs = family.param_specs(family.Config.from_hf(config))
+    specs = family.param_specs(family.config(config))
     block = np.random.default_rng(0).standard_normal(2**20, np.float32).astype(number_type)
     shards = [specs["layers"][index] for index in range(len(specs["layers"]))]
     shards.append({name: spec for name, spec in specs.items() if name != "layers"})
@@ -132,7 +132,7 @@ def generate_gguf(path: pathlib.Path, model: pathlib.Path) -> None:
 
     fields = load_config(model)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -192,7 +192,7 @@ def _measure(way: str, path: str, dtype: DType, num_runs: int) -> Load:
 
     fields = load_config(path)
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     served = resolve_dtype(dtype, fields, is_cpu=True)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     weights = num_bytes(specs, dtype=served) if mesh.devices.flat[0].platform == "cpu" else 0

@@ -18,7 +18,8 @@ import msgspec
 from jaxserve.bench import peers
 from jaxserve.bench.engine_run import EngineRun, RunSpec
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import Job, write_config
+from jaxserve.bench.shapes import write_config
+from jaxserve.bench.workloads import Job
 from jaxserve.config import EngineConfig
 from jaxserve.cpus import num_usable_cpus
 from jaxserve.errors import JaxserveError

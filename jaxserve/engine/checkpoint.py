@@ -69,7 +69,7 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
     fields = load_config(path)
     with naming_config(path):
         family = get_family(fields)
-        model_config = family.Config.from_hf(fields)
+        model_config = family.config(fields)
     # what is wrong there is reported now
     read_reranker(path, fields)
     read_head(path, hidden_size=model_config.hidden_size)

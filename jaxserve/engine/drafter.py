@@ -74,8 +74,8 @@ def read_drafter(config: EngineConfig, path: str, fields: dict[str, Any], *, pro
         return DraftCheckpoint(speculation, own, read_head(own))
     own_fields = load_config(own)
     with naming_config(own):
-        vocab_size = get_family(own_fields).Config.from_hf(own_fields).vocab_size
-    wanted = get_family(fields).Config.from_hf(fields).vocab_size
+        vocab_size = get_family(own_fields).config(own_fields).vocab_size
+    wanted = get_family(fields).config(fields).vocab_size
     _check_vocabulary(own, vocab_size, config.tokenizer or path, wanted)
     return DraftCheckpoint(speculation, own, own_fields)
 

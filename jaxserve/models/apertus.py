@@ -12,7 +12,7 @@ from jaxserve.layers.mlp import XIELU
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 131072,
@@ -21,16 +21,11 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-05,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 DEFAULT_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 12_000_000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0
+}  # fmt: skip
 """The rotation of a config without one."""
 
 
@@ -40,21 +35,12 @@ class Config(DecoderConfig):
 
     attention_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
-            fields["rope_parameters"] = DEFAULT_ROPE
-        is_learned = fields["hidden_act"] == "xielu"
-        shape: dict[str, Any] = hf_config.as_llama(fields | ({"hidden_act": "silu"} if is_learned else {}))
-        if is_learned:
-            shape["activation"] = "xielu"
-        return cls(
-            **shape,
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            rope=hf_rope.rope(fields, theta=12_000_000.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
+        fields["rope_parameters"] = DEFAULT_ROPE
+    activation = "xielu" if fields["hidden_act"] == "xielu" else hf_config.activation(fields)
+    return read_config(Config, fields, activation=activation, rope=hf_rope.rope(fields, theta=12_000_000.0))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -71,4 +57,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

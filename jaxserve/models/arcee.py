@@ -1,37 +1,21 @@
 """AFM 4.5B (Arcee AI 2025, huggingface.co/arcee-ai/AFM-4.5B): Llama with a squared ReLU and no gate."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
-from jaxserve.models import hf_config, llama
+from jaxserve.models import llama
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "hidden_size": 2560,
-    "intermediate_size": 18432,
-    "hidden_act": "relu2",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2",
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-05
+}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(llama.Config):
-    """The shape of one AFM."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields)
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: llama.Config) -> tuple[Layer, ...]:
     """Return the layers."""
 
     def without_gate(layer: Layer) -> Layer:
@@ -41,4 +25,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return tuple(map(without_gate, llama.layers(config)))
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(llama.Config, DEFAULTS, layers=layers, doc=__doc__)

@@ -31,15 +31,13 @@ class Config(DecoderConfig):
 
     has_unit_head: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names={"model_max_length": "max_position_embeddings"})
-        for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):  # which its own code does not read
-            hf_config.require(fields, name, None)
-        return read_config(
-            cls, fields, has_unit_head=_has_unit_head(fields), rope=hf_rope.rope(fields) if _has_rope(fields) else None
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):  # which its own code does not read
+        hf_config.require(fields, name, None)
+    return read_config(
+        Config, fields, has_unit_head=_has_unit_head(fields), rope=hf_rope.rope(fields) if _has_rope(fields) else None
+    )
 
 
 def _has_rope(fields: dict[str, Any]) -> bool:
@@ -73,4 +71,13 @@ def amend(specs: Params, config: Config) -> Params:
     return specs | {"lm_head": replace(specs["lm_head"], unit_axis=1, is_absorbed=True)}
 
 
-FAMILY = Family(Config=Config, layers=layers, names=Names(qkv=("W_pack",)), amend=amend, doc=__doc__)
+FAMILY = Family(
+    Config,
+    DEFAULTS,
+    _read,
+    old_names={"model_max_length": "max_position_embeddings"},
+    layers=layers,
+    names=Names(qkv=("W_pack",)),
+    amend=amend,
+    doc=__doc__,
+)

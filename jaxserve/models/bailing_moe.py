@@ -14,16 +14,12 @@ from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
 from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "first_k_dense_replace": 0,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "num_shared_experts": 0,
-    "rope_theta": 600_000.0,
-}
+    "hidden_act": "silu", "rms_norm_eps": 1e-06, "first_k_dense_replace": 0, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "num_shared_experts": 0, "rope_theta": 600_000.0
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits. Sizes have no defaults."""
 
 SECOND = {
@@ -44,29 +40,31 @@ class Config(mixture.Config):
 
     has_unit_head: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS | (SECOND if _is_second(fields) else {}))
-        for name, value in REQUIRED.items():
-            hf_config.require(fields, name, value)
-        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_after_dense(fields)}
-        shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", shape["expert_size"])
-        return cls(
-            **shape,
-            qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
-            head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
-            has_unit_head=hf_config.flag(fields, "norm_head"),
-            shared_expert_size=shared_size * hf_config.integer(fields, "num_shared_experts", minimum=0),
-            routing=_routing(fields),
-            has_selection_bias=hf_config.flag(fields, "moe_router_enable_expert_bias"),
-            rope=hf_rope.rope(fields, partial_rotary_factor=1.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    for name, value in REQUIRED.items():
+        hf_config.require(fields, name, value)
+    expert_size = hf_config.integer(fields, "moe_intermediate_size")
+    shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", expert_size)
+    return read_config(
+        Config,
+        fields,
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
+        head_norm="shared" if hf_config.flag(fields, "use_qk_norm") else None,
+        has_unit_head=hf_config.flag(fields, "norm_head"),
+        shared_expert_size=shared_size * hf_config.integer(fields, "num_shared_experts", minimum=0),
+        routing=_routing(fields),
+        has_selection_bias=hf_config.flag(fields, "moe_router_enable_expert_bias"),
+        rope=hf_rope.rope(fields, partial_rotary_factor=1.0),
+    )
 
 
-def _is_second(fields: dict[str, Any]) -> bool:
-    """Return true for the second generation, whose checkpoints have the first one's `model_type`, too."""
-    return fields.get("model_type") == "bailing_moe_v2" or fields.get("architectures") == ["BailingMoeV2ForCausalLM"]
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the second generation, whose checkpoints have the first one's `model_type`, too."""
+    if fields.get("model_type") == "bailing_moe_v2" or fields.get("architectures") == ["BailingMoeV2ForCausalLM"]:
+        return fields | {name: value for name, value in SECOND.items() if fields.get(name) is None}
+    return fields
 
 
 def _routing(fields: dict[str, Any]) -> Routing:
@@ -99,4 +97,4 @@ NAMES = Names(
     k_norm="key_layernorm",
     experts=ExpertNames(shared="shared_experts", selection_bias="gate.expert_bias"),
 )
-FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, revise=_revise, layers=mixture.layers, names=NAMES, amend=amend, doc=__doc__)

@@ -14,7 +14,6 @@ from jaxserve.models import hf_config, hf_rope, llama, mamba2
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {"max_position_embeddings": 262144}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 ROTATED = 0.5
 """The part of a head that is rotated. As in transformers, a config may say otherwise in `rope_parameters` alone."""
@@ -27,14 +26,12 @@ class Config(llama.Config):
     attends: tuple[bool, ...]
     mamba: Mamba2
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "partial_rotary_factor", ROTATED)
-        rope = hf_rope.rope(fields, partial_rotary_factor=ROTATED)
-        hf_config.require(fields, "attn_rotary_emb", rope.head_dim)
-        return read_config(cls, fields, rope=rope, attends=_attends(fields), mamba=mamba2.hybrid_mixer(fields))
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "partial_rotary_factor", ROTATED)
+    rope = hf_rope.rope(fields, partial_rotary_factor=ROTATED)
+    hf_config.require(fields, "attn_rotary_emb", rope.head_dim)
+    return read_config(Config, fields, rope=rope, attends=_attends(fields), mamba=mamba2.hybrid_mixer(fields))
 
 
 def _attends(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -57,4 +54,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(norm="model.final_layernorm", mlp="feed_forward", mlp_norm="pre_ff_layernorm")
-FAMILY = replace(llama.FAMILY, Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))
+FAMILY = replace(
+    llama.FAMILY,
+    Config=Config,
+    defaults=DEFAULTS,
+    read=_read,
+    layers=layers,
+    names=NAMES,
+    doc=__doc__,
+    features=("Mamba-2",),
+)

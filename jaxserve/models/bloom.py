@@ -31,14 +31,9 @@ NAMES = Names(
 )
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 250880,
-    "hidden_size": 64,
-    "n_layer": 2,
-    "n_head": 8,
-    "layer_norm_epsilon": 1e-05,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-05,
+    "tie_word_embeddings": True
+}  # fmt: skip
 
 ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
@@ -51,28 +46,26 @@ class Config(UnrotatedConfig):
     """If true, updates are added to the normalised input of a block instead of the residual stream before the norm."""
     alibi_slopes: tuple[float, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
-        if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
-            # This mode leaves out biases that the checkpoint has.
-            raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
-        hidden_size, num_heads = hf_config.integer(fields, "hidden_size"), hf_config.integer(fields, "n_head")
-        return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=4 * hidden_size,
-            num_layers=hf_config.integer(fields, "n_layer"),
-            num_heads=num_heads,
-            head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
-            max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            activation="gelu_new",
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
-            alibi_slopes=alibi_slopes(num_heads),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
+        # This mode leaves out biases that the checkpoint has.
+        raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
+    hidden_size, num_heads = hf_config.integer(fields, "hidden_size"), hf_config.integer(fields, "n_head")
+    return Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_layers=hf_config.integer(fields, "n_layer"),
+        num_heads=num_heads,
+        head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
+        max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        activation="gelu_new",
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
+        alibi_slopes=alibi_slopes(num_heads),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -99,7 +92,10 @@ def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "
 
 
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
+    aliases=ALIASES,
     layers=layers,
     names=NAMES,
     amend=amend,

@@ -9,17 +9,10 @@ from jaxserve.models import hf_config, hf_rope, seed_oss
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "num_layers": 28,
-    "padded_vocab_size": 65024,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 13696,
-    "kv_channels": 128,
-    "num_attention_heads": 32,
-    "seq_length": 2048,
-    "layernorm_epsilon": 1e-05,
-    "multi_query_group_num": 1,
-    "rope_ratio": 1.0,
-}
+    "num_layers": 28, "padded_vocab_size": 65024, "hidden_size": 4096, "ffn_hidden_size": 13696, "kv_channels": 128,
+    "num_attention_heads": 32, "seq_length": 2048, "layernorm_epsilon": 1e-05, "multi_query_group_num": 1,
+    "rope_ratio": 1.0
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits."""
 
 REQUIRED = {
@@ -34,46 +27,40 @@ REQUIRED = {
 }
 
 
-class Config(seed_oss.Config):
-    """The shape of one ChatGLM."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        for name, value in REQUIRED.items():
-            hf_config.require(fields, name, value)
-        if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
-            raise CheckpointError("config.json: multi_query_attention must be true")
-        num_heads, num_kv_heads, head_dim, context = (
-            hf_config.integer(fields, name)
-            for name in ("num_attention_heads", "multi_query_group_num", "kv_channels", "seq_length")
+def _read(fields: dict[str, Any]) -> seed_oss.Config:
+    for name, value in REQUIRED.items():
+        hf_config.require(fields, name, value)
+    if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
+        raise CheckpointError("config.json: multi_query_attention must be true")
+    num_heads, num_kv_heads, head_dim, context = (
+        hf_config.integer(fields, name)
+        for name in ("num_attention_heads", "multi_query_group_num", "kv_channels", "seq_length")
+    )
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads ({num_heads}) is not a multiple of multi_query_group_num "
+            f"({num_kv_heads})"
         )
-        if num_heads % num_kv_heads:
-            raise CheckpointError(
-                f"config.json: num_attention_heads ({num_heads}) is not a multiple of multi_query_group_num "
-                f"({num_kv_heads})"
-            )
-        _require_known_rotation(fields)
-        theta = 10000.0 * hf_config.number(fields, "rope_ratio")
-        rope = {"rope_theta": theta, "max_position_embeddings": context}
-        has_biases = hf_config.flag(fields, "add_bias_linear")
-        return read_config(
-            cls,
-            fields,
-            vocab_size=hf_config.integer(fields, "padded_vocab_size"),
-            intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
-            num_layers=hf_config.integer(fields, "num_layers"),
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            norm_eps=hf_config.number(fields, "layernorm_epsilon"),
-            activation="silu",
-            attention_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
-            attention_out_bias=has_biases,
-            mlp_bias=has_biases,
-            rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
-        )
+    _require_known_rotation(fields)
+    theta = 10000.0 * hf_config.number(fields, "rope_ratio")
+    rope = {"rope_theta": theta, "max_position_embeddings": context}
+    has_biases = hf_config.flag(fields, "add_bias_linear")
+    return read_config(
+        seed_oss.Config,
+        fields,
+        vocab_size=hf_config.integer(fields, "padded_vocab_size"),
+        intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
+        num_layers=hf_config.integer(fields, "num_layers"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        norm_eps=hf_config.number(fields, "layernorm_epsilon"),
+        activation="silu",
+        attention_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
+        attention_out_bias=has_biases,
+        mlp_bias=has_biases,
+        rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
+    )
 
 
 def _require_known_rotation(fields: dict[str, Any]) -> None:
@@ -101,4 +88,4 @@ NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-FAMILY = replace(seed_oss.FAMILY, Config=Config, names=NAMES, doc=__doc__)
+FAMILY = replace(seed_oss.FAMILY, defaults=DEFAULTS, read=_read, names=NAMES, doc=__doc__)

@@ -17,18 +17,10 @@ from jaxserve.models.family import Family, logits
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "logit_scale": 0.0625,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "layer_norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "logit_scale": 0.0625,
+    "num_hidden_layers": 40, "num_attention_heads": 64, "hidden_act": "silu", "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-05, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,13 +31,11 @@ class Config(DecoderConfig):
     use_qk_norm: bool
     logit_scale: float
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls, fields, norm_eps=hf_config.number(fields, "layer_norm_eps"), rope=hf_rope.rope(fields, theta=500000.0)
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config, fields, norm_eps=hf_config.number(fields, "layer_norm_eps"), rope=hf_rope.rope(fields, theta=500000.0)
+    )
 
 
 def attention(config: Config) -> Attention:
@@ -77,4 +67,6 @@ def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: S
 
 
 NAMES = Names(is_interleaved=True)
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, head=head, doc=__doc__, features=("parallel blocks",))
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, head=head, doc=__doc__, features=("parallel blocks",)
+)

@@ -11,7 +11,6 @@ from jaxserve.models import cohere, hf_config, hf_rope
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = cohere.DEFAULTS | {"sliding_window": 4096}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,22 +19,20 @@ class Config(cohere.Config):
 
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        period = hf_config.integer(fields, "sliding_window_pattern", 4)
-        window = hf_config.optional_integer(fields, "sliding_window")
-        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            use_qk_norm=False,
-            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
-            rope=hf_rope.rope(fields, size=head_dim),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    period = hf_config.integer(fields, "sliding_window_pattern", 4)
+    window = hf_config.optional_integer(fields, "sliding_window")
+    head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        norm_eps=hf_config.number(fields, "layer_norm_eps"),
+        use_qk_norm=False,
+        sliding_windows=hf_config.periodic_windows(fields, window, period=period),
+        rope=hf_rope.rope(fields, size=head_dim),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -48,4 +45,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = replace(cohere.FAMILY, Config=Config, layers=layers, doc=__doc__)
+FAMILY = replace(cohere.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, layers=layers, doc=__doc__)

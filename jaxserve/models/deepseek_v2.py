@@ -21,22 +21,11 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 102400,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "first_k_dense_replace": 0,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "n_shared_experts": 2,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "routed_scaling_factor": 1.0,
-    "topk_method": "greedy",
-    "v_head_dim": 128,
-    "moe_intermediate_size": 1407,
-    "num_experts": 64,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "n_shared_experts": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0, "topk_method": "greedy", "v_head_dim": 128, "moe_intermediate_size": 1407,
+    "num_experts": 64
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,17 +53,15 @@ class Config:
     routing: Routing
     rope: Rope
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **common(fields),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            is_interleaved=True,
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            routing=_routing(fields),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return Config(
+        **common(fields),
+        mlp_bias=hf_config.flag(fields, "mlp_bias"),
+        is_interleaved=True,
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        routing=_routing(fields),
+    )
 
 
 def common(fields: dict[str, Any]) -> dict[str, Any]:
@@ -134,4 +121,4 @@ def names(config: Config) -> Names:
     return Names(experts=ExpertNames(shared="shared_experts"), is_interleaved=config.is_interleaved)
 
 
-FAMILY = Family(Config=Config, layers=layers, names=names, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=names, doc=__doc__)

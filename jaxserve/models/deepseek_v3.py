@@ -3,7 +3,6 @@
 The layer after the last one, which predicts further tokens, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
-import dataclasses
 import functools
 from dataclasses import replace
 from typing import Any
@@ -14,46 +13,22 @@ from jaxserve.models import deepseek_v2, hf_config
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "n_shared_experts": 1,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rope_interleave": True,
-    "num_experts": 256,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "max_position_embeddings": 4096, "rope_interleave": True, "num_experts": 256
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(deepseek_v2.Config):
-    """The shape of one DeepSeek V3."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **deepseek_v2.common(fields),
-            mlp_bias=False,
-            is_interleaved=hf_config.flag(fields, "rope_interleave"),
-            sparse_layers=hf_config.sparse_layers_after_dense(fields),
-            routing=routing(fields),
-        )
+def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
+    return deepseek_v2.Config(
+        **deepseek_v2.common(fields),
+        mlp_bias=False,
+        is_interleaved=hf_config.flag(fields, "rope_interleave"),
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        routing=routing(fields),
+    )
 
 
 def routing(fields: dict[str, Any]) -> Routing:
@@ -80,7 +55,8 @@ def routing(fields: dict[str, Any]) -> Routing:
 
 FAMILY = replace(
     deepseek_v2.FAMILY,
-    Config=Config,
+    defaults=DEFAULTS,
+    read=_read,
     layers=functools.partial(deepseek_v2.layers, has_selection_bias=True),
     doc=__doc__,
 )

@@ -1,52 +1,32 @@
 """dots.llm1 (rednote hilab 2025, arXiv:2506.05767): Qwen 3 with DeepSeek V3's experts."""
 
-import dataclasses
 from typing import Any
 
-from jaxserve.models import deepseek_v3, glm4_moe, hf_config, hf_rope, mixture
+from jaxserve.models import deepseek_v3, glm4_moe, hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 152064,
-    "hidden_size": 4608,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 62,
-    "num_key_value_heads": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "max_position_embeddings": 2048,
-    "routed_scaling_factor": 1.0,
-    "sliding_window": 4096,
-    "max_window_layers": 62,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_hidden_layers": 62, "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048, "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one dots.llm1."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = mixture.read(fields)
-        return cls(
-            **shape
-            | mixture.read_biases(fields)
-            | {
-                "sliding_windows": hf_config.layer_windows(fields | {"use_sliding_window": True}),
-                "sparse_layers": hf_config.sparse_layers_after_dense(fields),
-            },
-            head_norm="shared",
-            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "n_shared_experts"),
-            routing=deepseek_v3.routing(fields),
-            has_selection_bias=True,
-            rope=hf_rope.rope(fields),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sliding_windows=hf_config.layer_windows(fields | {"use_sliding_window": True}),
+        sparse_layers=hf_config.sparse_layers_after_dense(fields),
+        head_norm="shared",
+        shared_expert_size=mixture.shared_size(fields, "n_shared_experts"),
+        routing=deepseek_v3.routing(fields),
+        has_selection_bias=True,
+    )
 
 
-FAMILY = Family(Config=Config, layers=mixture.layers, names=glm4_moe.NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(
+    mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=glm4_moe.NAMES, doc=__doc__, features=("QK norm",)
+)

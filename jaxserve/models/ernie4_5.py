@@ -10,32 +10,17 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 103424,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "tie_word_embeddings": True
+}  # fmt: skip
 
 
-class Config(llama.Config):
-    """The shape of one ERNIE 4.5."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        has_biases = hf_config.flag(fields, "use_bias")
-        return read_config(
-            cls, fields, attention_bias=has_biases, mlp_bias=has_biases, rope=hf_rope.rope(fields, theta=500_000.0)
-        )
+def _read(fields: dict[str, Any]) -> llama.Config:
+    has_biases = hf_config.flag(fields, "use_bias")
+    return read_config(
+        llama.Config, fields, attention_bias=has_biases, mlp_bias=has_biases, rope=hf_rope.rope(fields, theta=500_000.0)
+    )
 
 
-FAMILY = Family(Config=Config, layers=llama.layers, names=Names(is_interleaved=True), doc=__doc__)
+FAMILY = Family(llama.Config, DEFAULTS, _read, layers=llama.layers, names=Names(is_interleaved=True), doc=__doc__)

@@ -14,14 +14,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 102400,
-    "intermediate_size": 16384,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-05,
-    "sliding_window": 4096,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05, "sliding_window": 4096
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,22 +26,20 @@ class Config(DecoderConfig):
     rotates: tuple[bool, ...]
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        pattern = fields.get("sliding_window_pattern")  # a number or, as in "LLLG", letters of which the last is "G"
-        if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
-            fields["sliding_window_pattern"] = len(pattern)
-        window = hf_config.optional_integer(fields, "sliding_window")
-        period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
-        windows = hf_config.periodic_windows(fields, window, period=period)
-        return read_config(
-            cls,
-            fields,
-            rotates=tuple(window is None or of_layer is not None for of_layer in windows),
-            sliding_windows=windows,
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    pattern = fields.get("sliding_window_pattern")  # a number or, as in "LLLG", letters of which the last is "G"
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        fields["sliding_window_pattern"] = len(pattern)
+    window = hf_config.optional_integer(fields, "sliding_window")
+    period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
+    windows = hf_config.periodic_windows(fields, window, period=period)
+    return read_config(
+        Config,
+        fields,
+        rotates=tuple(window is None or of_layer is not None for of_layer in windows),
+        sliding_windows=windows,
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -59,4 +52,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

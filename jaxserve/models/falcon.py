@@ -20,18 +20,10 @@ from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65024,
-    "hidden_size": 4544,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "layer_norm_epsilon": 1e-05,
-    "multi_query": True,
-    "parallel_attn": True,
-    "max_position_embeddings": 2048,
-    "activation": "gelu",
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+    "layer_norm_epsilon": 1e-05, "multi_query": True, "parallel_attn": True, "max_position_embeddings": 2048,
+    "activation": "gelu", "tie_word_embeddings": True
+}  # fmt: skip
 
 OLD_NAMES = {
     "n_embed": "hidden_size",
@@ -52,34 +44,32 @@ class Config(DecoderConfig):
     alibi_slopes: tuple[float, ...] | None
     """Exactly one of this and `rope` is set."""
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        hidden_size = hf_config.integer(fields, "hidden_size")
-        num_heads = hf_config.integer(fields, "num_attention_heads")
-        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        is_new = hf_config.flag(fields, "new_decoder_architecture")
-        is_parallel = is_new or hf_config.flag(fields, "parallel_attn")
-        has_alibi = hf_config.flag(fields, "alibi")
-        return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=hf_config.integer(fields, "ffn_hidden_size", 4 * hidden_size),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
-            head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            activation=hf_config.activation(fields, "activation"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            bias=hf_config.flag(fields, "bias"),
-            use_parallel_residual=is_parallel,
-            num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
-            rope=None if has_alibi else hf_rope.rope(fields, size=head_dim),
-            alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hidden_size = hf_config.integer(fields, "hidden_size")
+    num_heads = hf_config.integer(fields, "num_attention_heads")
+    head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    is_new = hf_config.flag(fields, "new_decoder_architecture")
+    is_parallel = is_new or hf_config.flag(fields, "parallel_attn")
+    has_alibi = hf_config.flag(fields, "alibi")
+    return Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf_config.integer(fields, "ffn_hidden_size", 4 * hidden_size),
+        num_layers=hf_config.integer(fields, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
+        head_dim=head_dim,
+        max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        activation=hf_config.activation(fields, "activation"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        bias=hf_config.flag(fields, "bias"),
+        use_parallel_residual=is_parallel,
+        num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
+        rope=None if has_alibi else hf_rope.rope(fields, size=head_dim),
+        alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
+    )
 
 
 def _num_kv_heads(fields: dict[str, Any], num_heads: int, *, is_new: bool) -> int:
@@ -144,4 +134,4 @@ def names(config: Config) -> Names:
     return names
 
 
-FAMILY = Family(Config=Config, layers=layers, names=names, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=names, doc=__doc__)

@@ -15,21 +15,11 @@ from jaxserve.models import bamba, granite, hf_config, mamba2
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mamba2.HYBRID_DEFAULTS | {
-    "max_position_embeddings": 8192,
-    "mamba_d_ssm": 1024,
-    "mamba_norm_before_gate": True,
-    "mamba_rms_norm": False,
-    "lm_head_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "mlp_multipliers": [1.0, 1.0],
-    "key_multiplier": 1.0,
-    "attention_in_multiplier": 1.0,
-    "attention_out_multiplier": 1.0,
-    "ssm_multipliers": [1.0] * 5,
-    "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "max_position_embeddings": 8192, "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
+    "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0], "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "ssm_multipliers": [1.0] * 5,
+    "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,30 +36,28 @@ class Config(granite.Config):
     output_scales: tuple[float, float]
     gate_multiplier: float
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        kinds = ["hybrid"] * hf_config.integer(fields, "num_hidden_layers")
-        for name, value in (("mamba_use_mlp", True), ("layer_types", kinds), ("layers_block_type", kinds)):
-            hf_config.require(fields, name, value)
 
-        def multiplier(name: str) -> float:
-            return hf_config.number(fields, f"{name}_multiplier")
+def _read(fields: dict[str, Any]) -> Config:
+    kinds = ["hybrid"] * hf_config.integer(fields, "num_hidden_layers")
+    for name, value in (("mamba_use_mlp", True), ("layer_types", kinds), ("layers_block_type", kinds)):
+        hf_config.require(fields, name, value)
 
-        of_gate, of_down = hf_config.numbers(fields, "mlp_multipliers", 2)
-        return read_config(
-            cls,
-            fields,
-            attention_multiplier=hf_config.head_dim(fields) ** -0.5 * multiplier("key"),
-            residual_multiplier=of_down,
-            logits_scaling=1 / multiplier("lm_head"),
-            mamba=_mamba(fields),
-            input_scales=(multiplier("attention_in"), multiplier("ssm_in")),
-            # A layer multiplies the updates of both of its blocks by `of_down`, which is for the second.
-            output_scales=(multiplier("attention_out") / of_down, multiplier("ssm_out") / of_down),
-            gate_multiplier=of_gate,
-        )
+    def multiplier(name: str) -> float:
+        return hf_config.number(fields, f"{name}_multiplier")
+
+    of_gate, of_down = hf_config.numbers(fields, "mlp_multipliers", 2)
+    return read_config(
+        Config,
+        fields,
+        attention_multiplier=hf_config.head_dim(fields) ** -0.5 * multiplier("key"),
+        residual_multiplier=of_down,
+        logits_scaling=1 / multiplier("lm_head"),
+        mamba=_mamba(fields),
+        input_scales=(multiplier("attention_in"), multiplier("ssm_in")),
+        # A layer multiplies the updates of both of its blocks by `of_down`, which is for the second.
+        output_scales=(multiplier("attention_out") / of_down, multiplier("ssm_out") / of_down),
+        gate_multiplier=of_gate,
+    )
 
 
 def _mamba(fields: dict[str, Any]) -> Mamba2:
@@ -99,4 +87,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(layer, mixer=mixer, mixer_name="", feed_forward=feed_forward),) * config.num_layers
 
 
-FAMILY = replace(granite.FAMILY, Config=Config, layers=layers, names=bamba.NAMES, doc=__doc__, features=("Mamba-2",))
+FAMILY = replace(
+    granite.FAMILY,
+    Config=Config,
+    defaults=DEFAULTS,
+    read=_read,
+    layers=layers,
+    names=bamba.NAMES,
+    doc=__doc__,
+    features=("Mamba-2",),
+)

@@ -1,7 +1,7 @@
 """Family: a model as a value: its layers, and the stages below and above them, which most decoders have in common."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -14,6 +14,8 @@ from jaxserve.layers.embedding import embed, unembed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params
+from jaxserve.models.hf_config import Fields, with_defaults
+from jaxserve.models.reading import read_config
 
 
 def embed_tokens(params: Params, config: Any, batch: Batch) -> Float[Array, "T E"]:  # noqa: ARG001
@@ -27,13 +29,17 @@ def logits(params: Params, config: Any, hidden: Float[Array, "N E"], context: St
     return unembed(table, hidden, params.get("lm_head_bias"), context)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Family:
     """A family of models. All functions are pure; a config is hashable, and the first argument except for the weights.
 
     Attributes:
-        Config: frozen, with `from_hf`, `vocab_size`, `hidden_size`, `num_layers`, `max_position_embeddings` and
+        Config: frozen, with `vocab_size`, `hidden_size`, `num_layers`, `max_position_embeddings` and
             `tie_word_embeddings`. Most extend `DecoderConfig`.
+        defaults: those of transformers, for fields that a config.json omits.
+        read: makes the Config of fields that have their defaults; by default `read_config` does.
+        aliases, old_names: other names of fields, as `hf_config.with_defaults` takes them.
+        revise: changes the fields of a config.json before it gets its defaults.
         layers: what the layers consist of.
         names: the names of the weights in a checkpoint, or a function of the config that returns them.
         amend: changes the declaration of the weights that follows from the layers: adds what is beside them, or
@@ -46,6 +52,12 @@ class Family:
     """
 
     Config: type[Any]
+    defaults: Fields = dataclasses.field(hash=False)
+    read: Callable[[Fields], Any] | None = None
+    _: dataclasses.KW_ONLY
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    old_names: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    revise: Callable[[Fields], Fields] | None = None
     layers: Callable[[Any], tuple[Layer, ...]]
     names: Names | Callable[[Any], Names] = LLAMA_NAMES
     amend: Callable[[Params, Any], Params] | None = None
@@ -54,6 +66,14 @@ class Family:
     head: Callable[[Params, Any, Array, StepContext], Array] = logits
     doc: str | None
     features: tuple[str, ...] = ()
+
+    def config(self, fields: Fields) -> Any:
+        """Return the Config of a config.json. Raises CheckpointError, naming the field that is missing or not
+        supported.
+        """
+        fields = fields if self.revise is None else self.revise(fields)
+        fields = with_defaults(fields, self.defaults, old_names=self.old_names, aliases=self.aliases)
+        return read_config(self.Config, fields) if self.read is None else self.read(fields)
 
     def param_specs(self, config: Any) -> Params:
         """Declare every weight; "layers" is a list."""

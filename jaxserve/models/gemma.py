@@ -18,19 +18,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,20 +30,18 @@ class Config(DecoderConfig):
 
     attention_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        head_dim = hf_config.integer(fields, "head_dim")
-        activation = hf_config.activation(fields)
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            # The first releases say "gelu" and mean its approximation.
-            activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
-            rope=hf_rope.rope(fields, size=head_dim),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    head_dim = hf_config.integer(fields, "head_dim")
+    activation = hf_config.activation(fields)
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        # The first releases say "gelu" and mean its approximation.
+        activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+        rope=hf_rope.rope(fields, size=head_dim),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -66,4 +55,4 @@ def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[A
     return embed(params["embed"], batch) * config.hidden_size**0.5
 
 
-FAMILY = Family(Config=Config, layers=layers, embed=embed_tokens, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, embed=embed_tokens, doc=__doc__)

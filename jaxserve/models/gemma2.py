@@ -20,23 +20,11 @@ from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,22 +37,20 @@ class Config(DecoderConfig):
     attention_soft_cap: float | None
     logit_soft_cap: float | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        head_dim = hf_config.integer(fields, "head_dim")
-        window = hf_config.integer(fields, "sliding_window")
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            activation=hf_config.activation(fields, "hidden_activation"),
-            sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-            attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
-            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
-            rope=hf_rope.rope(fields, size=head_dim),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    head_dim = hf_config.integer(fields, "head_dim")
+    window = hf_config.integer(fields, "sliding_window")
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        activation=hf_config.activation(fields, "hidden_activation"),
+        sliding_windows=hf_config.periodic_windows(fields, window, period=2),
+        attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
+        logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        rope=hf_rope.rope(fields, size=head_dim),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -86,7 +72,9 @@ def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: Step
 
 
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
     layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,

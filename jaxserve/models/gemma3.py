@@ -23,7 +23,6 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,31 +35,29 @@ class Config(DecoderConfig):
     logit_soft_cap: float | None
     local_rope: Rope
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "attn_logit_softcapping", None)
-        head_dim = hf_config.integer(fields, "head_dim")
-        window = hf_config.integer(fields, "sliding_window")
-        period = hf_config.integer(fields, "sliding_window_pattern", 6)
-        rope, local_rope = hf_rope.ropes_by_type(
-            fields,
-            size=head_dim,
-            theta=1_000_000.0,
-            local_theta=fields.get("rope_local_base_freq"),
-            is_context_stretched=True,
-        )
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            activation=hf_config.activation(fields, "hidden_activation"),
-            sliding_windows=hf_config.periodic_windows(fields, window, period=period),
-            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
-            rope=rope,
-            local_rope=local_rope,
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "attn_logit_softcapping", None)
+    head_dim = hf_config.integer(fields, "head_dim")
+    window = hf_config.integer(fields, "sliding_window")
+    period = hf_config.integer(fields, "sliding_window_pattern", 6)
+    rope, local_rope = hf_rope.ropes_by_type(
+        fields,
+        size=head_dim,
+        theta=1_000_000.0,
+        local_theta=fields.get("rope_local_base_freq"),
+        is_context_stretched=True,
+    )
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        activation=hf_config.activation(fields, "hidden_activation"),
+        sliding_windows=hf_config.periodic_windows(fields, window, period=period),
+        logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        rope=rope,
+        local_rope=local_rope,
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -82,7 +79,9 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
     layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,

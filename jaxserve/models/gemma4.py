@@ -30,24 +30,15 @@ from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-06,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-    "vocab_size_per_layer_input": 262144,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": True, "sliding_window": 512, "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0
+}  # fmt: skip
+
+OVERRIDES = "overrides of layers"
+"""The name of `per_layer_config`, which no other family reads, among the fields."""
 
 ROPES: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -82,43 +73,42 @@ class Config(DecoderConfig):
     routing: Routing | None
     expert_size: int
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        overrides = fields.get("per_layer_config")
-        fields = hf_config.with_defaults(fields | {"per_layer_config": None}, DEFAULTS)
-        window = hf_config.integer(fields, "sliding_window")
-        windows = (*hf_config.periodic_windows(fields, window, period=6)[:-1], None)  # the last attends to all
-        keys_are_values = hf_config.flag(fields, "attention_k_eq_v")
-        fields |= _full_heads(fields, overrides, windows, keys_are_values=keys_are_values)
-        full_heads = hf_config.num_kv_heads(fields | {"num_key_value_heads": fields["num_global_key_value_heads"]})
-        rope, local_rope = _ropes(fields)
-        has_experts = hf_config.flag(fields, "enable_moe_block")
-        input_size = hf_config.integer(fields, "hidden_size_per_layer_input", minimum=0)
-        input_vocab_size = hf_config.integer(fields, "vocab_size_per_layer_input")
-        if input_size and input_vocab_size < hf_config.integer(fields, "vocab_size"):
-            raise CheckpointError(
-                f"config.json: vocab_size_per_layer_input ({input_vocab_size}) is less than vocab_size"
-            )
-        return read_config(
-            cls,
-            fields,
-            head_dim=hf_config.integer(fields, "head_dim"),
-            activation=hf_config.activation(fields, "hidden_activation"),
-            sliding_windows=windows,
-            full_kv_heads=full_heads,
-            full_head_dim=hf_config.integer(fields, "global_head_dim"),
-            keys_are_values=keys_are_values,
-            sources=hf_config.kv_sources(fields, windows),
-            has_wide_mlp=hf_config.flag(fields, "use_double_wide_mlp"),
-            input_size=input_size,
-            input_vocab_size=input_vocab_size,
-            logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
-            rope=rope,
-            local_rope=local_rope,
-            routing=_routing(fields) if has_experts else None,
-            expert_size=hf_config.integer(fields, "moe_intermediate_size") if has_experts else 0,
-        )
+
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"per_layer_config": None, OVERRIDES: fields.get("per_layer_config")}
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    window = hf_config.integer(fields, "sliding_window")
+    windows = (*hf_config.periodic_windows(fields, window, period=6)[:-1], None)  # the last attends to all
+    keys_are_values = hf_config.flag(fields, "attention_k_eq_v")
+    fields |= _full_heads(fields, fields.get(OVERRIDES), windows, keys_are_values=keys_are_values)
+    full_heads = hf_config.num_kv_heads(fields | {"num_key_value_heads": fields["num_global_key_value_heads"]})
+    rope, local_rope = _ropes(fields)
+    has_experts = hf_config.flag(fields, "enable_moe_block")
+    input_size = hf_config.integer(fields, "hidden_size_per_layer_input", minimum=0)
+    input_vocab_size = hf_config.integer(fields, "vocab_size_per_layer_input")
+    if input_size and input_vocab_size < hf_config.integer(fields, "vocab_size"):
+        raise CheckpointError(f"config.json: vocab_size_per_layer_input ({input_vocab_size}) is less than vocab_size")
+    return read_config(
+        Config,
+        fields,
+        head_dim=hf_config.integer(fields, "head_dim"),
+        activation=hf_config.activation(fields, "hidden_activation"),
+        sliding_windows=windows,
+        full_kv_heads=full_heads,
+        full_head_dim=hf_config.integer(fields, "global_head_dim"),
+        keys_are_values=keys_are_values,
+        sources=hf_config.kv_sources(fields, windows),
+        has_wide_mlp=hf_config.flag(fields, "use_double_wide_mlp"),
+        input_size=input_size,
+        input_vocab_size=input_vocab_size,
+        logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        rope=rope,
+        local_rope=local_rope,
+        routing=_routing(fields) if has_experts else None,
+        expert_size=hf_config.integer(fields, "moe_intermediate_size") if has_experts else 0,
+    )
 
 
 def _full_heads(
@@ -248,7 +238,10 @@ def layer_inputs(params: Params, config: Config, batch: Batch) -> Float[Array, "
 
 
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
+    revise=_revise,
     layers=layers,
     names=names,
     amend=amend,

@@ -7,21 +7,14 @@ from typing import Any
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151552,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07, "attention_bias": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +23,9 @@ class Config(DecoderConfig):
 
     attention_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields, rope=hf_rope.rope(fields, partial_rotary_factor=0.5))
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(Config, fields, rope=hf_rope.rope(fields, partial_rotary_factor=0.5))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -44,4 +35,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(gate_up=("gate_up_proj",), is_interleaved=True)
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.models import glm
-from jaxserve.models.family import Family
 
 
 def layers(config: glm.Config) -> tuple[Layer, ...]:
@@ -13,4 +12,4 @@ def layers(config: glm.Config) -> tuple[Layer, ...]:
 
 
 NAMES = replace(glm.NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
-FAMILY = Family(Config=glm.Config, layers=layers, names=NAMES, doc=__doc__, features=("norms around blocks",))
+FAMILY = replace(glm.FAMILY, layers=layers, names=NAMES, doc=__doc__, features=("norms around blocks",))

@@ -17,17 +17,10 @@ from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-    "scale_attn_weights": True,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "scale_attn_weights": True,
+    "tie_word_embeddings": True
+}  # fmt: skip
 
 ALIASES = {
     "hidden_size": "n_embd",
@@ -44,30 +37,28 @@ class Config(UnrotatedConfig):
     attention_scales: tuple[float, ...]
     """Factor of the attention scores in each layer."""
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
-        # Scores are always summed in float32 here, which is all that reorder_and_upcast_attn asks for.
-        hf_config.flag(fields, "reorder_and_upcast_attn")
-        hidden_size = hf_config.integer(fields, "n_embd")
-        num_layers, num_heads = hf_config.integer(fields, "n_layer"), hf_config.integer(fields, "n_head")
-        head_dim = hf_config.quotient(fields, "n_embd", "n_head")
-        scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights") else 1.0
-        by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
-        return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "n_positions"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            activation=hf_config.activation(fields, "activation_function"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    # Scores are always summed in float32 here, which is all that reorder_and_upcast_attn asks for.
+    hf_config.flag(fields, "reorder_and_upcast_attn")
+    hidden_size = hf_config.integer(fields, "n_embd")
+    num_layers, num_heads = hf_config.integer(fields, "n_layer"), hf_config.integer(fields, "n_head")
+    head_dim = hf_config.quotient(fields, "n_embd", "n_head")
+    scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights") else 1.0
+    by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
+    return Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf_config.integer(fields, "n_positions"),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        activation=hf_config.activation(fields, "activation_function"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -113,4 +104,6 @@ NAMES = Names(
     up="c_fc",
     down="c_proj",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, embed=embed_tokens, doc=__doc__)
+FAMILY = Family(
+    Config, DEFAULTS, _read, aliases=ALIASES, layers=layers, names=NAMES, amend=amend, embed=embed_tokens, doc=__doc__
+)

@@ -14,18 +14,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-    "hidden_act": "gelu",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-05,
-    "use_parallel_residual": True,
-    "attention_bias": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
+    "intermediate_size": 24576, "hidden_act": "gelu", "max_position_embeddings": 2048, "layer_norm_eps": 1e-05,
+    "use_parallel_residual": True, "attention_bias": True
+}  # fmt: skip
 
 ALIASES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """Names of this family outside of rope_parameters, where transformers does not read the others'."""
@@ -38,19 +30,20 @@ class Config(DecoderConfig):
     attention_bias: bool
     use_parallel_residual: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        known = {name: value for name, value in fields.items() if name not in ALIASES.values()}
-        fields = hf_config.with_defaults(known, DEFAULTS, aliases=ALIASES)
-        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
-        )
+
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ALIASES.values()}
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        norm_eps=hf_config.number(fields, "layer_norm_eps"),
+        rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -77,4 +70,4 @@ NAMES = Names(
     up="dense_h_to_4h",
     down="dense_4h_to_h",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, revise=_revise, layers=layers, names=NAMES, doc=__doc__)

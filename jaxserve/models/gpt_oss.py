@@ -23,34 +23,17 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096
+}  # fmt: skip
 """Scaling of rotary positions if config.json has none."""
 
 DEFAULTS: dict[str, Any] = {
-    "num_hidden_layers": 36,
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "head_dim": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "sliding_window": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-    "num_experts": 128,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "num_hidden_layers": 36, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0, "attention_bias": True, "num_experts": 128
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,28 +46,26 @@ class Config(DecoderConfig):
     swiglu_limit: float
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "hidden_act", "silu")
-        width = hf_config.integer(fields, "intermediate_size")
-        if width > MAX_WIDTH:  # the order of its rows is listed explicitly
-            raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
-        window = hf_config.optional_integer(fields, "sliding_window")
-        says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
-        positions = {"rope_parameters": YARN} if says_nothing else {}
-        return read_config(
-            cls,
-            fields,
-            sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                scores="softmax_of_chosen",
-            ),
-            rope=hf_rope.rope(fields | positions, theta=150_000.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "hidden_act", "silu")
+    width = hf_config.integer(fields, "intermediate_size")
+    if width > MAX_WIDTH:  # the order of its rows is listed explicitly
+        raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
+    window = hf_config.optional_integer(fields, "sliding_window")
+    says_nothing = not (fields.get("rope_parameters") or fields.get("rope_scaling"))
+    positions = {"rope_parameters": YARN} if says_nothing else {}
+    return read_config(
+        Config,
+        fields,
+        sliding_windows=hf_config.periodic_windows(fields, window, period=2),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            scores="softmax_of_chosen",
+        ),
+        rope=hf_rope.rope(fields | positions, theta=150_000.0),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -156,4 +137,4 @@ def _moe_specs(prefix: str, config: Config) -> Params:
     }
 
 
-FAMILY = Family(Config=Config, layers=layers, amend=amend, doc=__doc__, features=("sinks",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, amend=amend, doc=__doc__, features=("sinks",))

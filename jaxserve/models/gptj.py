@@ -1,6 +1,5 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention parallel to the feed-forward, rotation of neighbouring pairs."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -13,50 +12,36 @@ from jaxserve.models import gpt2, hf_config, phi
 from jaxserve.models.family import Family
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50400,
-    "n_positions": 2048,
-    "n_embd": 4096,
-    "n_layer": 28,
-    "n_head": 16,
-    "rotary_dim": 64,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one GPT-J."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=gpt2.ALIASES)
-        hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("n_embd", "n_head"))
-        head_dim = hf_config.quotient(fields, "n_embd", "n_head")
-        rotary_dim = hf_config.integer(fields, "rotary_dim")
-        if rotary_dim % 2 or rotary_dim > head_dim:
-            raise CheckpointError(
-                f"config.json: rotary_dim must be even and at most n_embd / n_head ({head_dim}), got {rotary_dim}"
-            )
-        return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
-            num_layers=hf_config.integer(fields, "n_layer"),
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=hf_config.integer(fields, "n_positions"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            activation=hf_config.activation(fields, "activation_function"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            rope=Rope(head_dim=rotary_dim, theta=10000.0),
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("n_embd", "n_head"))
+    head_dim = hf_config.quotient(fields, "n_embd", "n_head")
+    rotary_dim = hf_config.integer(fields, "rotary_dim")
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(
+            f"config.json: rotary_dim must be even and at most n_embd / n_head ({head_dim}), got {rotary_dim}"
         )
+    return DecoderConfig(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
+        num_layers=hf_config.integer(fields, "n_layer"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf_config.integer(fields, "n_positions"),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        activation=hf_config.activation(fields, "activation_function"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        rope=Rope(head_dim=rotary_dim, theta=10000.0),
+    )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: DecoderConfig) -> tuple[Layer, ...]:
     """Return the layers."""
     layer = replace(
         config.layer,
@@ -79,4 +64,14 @@ NAMES = Names(
     down="fc_out",
     is_interleaved=True,
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=phi.amend, doc=__doc__, features=("parallel blocks",))
+FAMILY = Family(
+    DecoderConfig,
+    DEFAULTS,
+    _read,
+    aliases=gpt2.ALIASES,
+    layers=layers,
+    names=NAMES,
+    amend=phi.amend,
+    doc=__doc__,
+    features=("parallel blocks",),
+)

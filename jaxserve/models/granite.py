@@ -12,20 +12,13 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
-from jaxserve.models import hf_config
 from jaxserve.models.family import Family, logits
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +31,6 @@ class Config(DecoderConfig):
     attention_multiplier: float
     residual_multiplier: float
     logits_scaling: float
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -69,4 +56,4 @@ def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: S
     return logits(params, config, hidden, context) / config.logits_scaling
 
 
-FAMILY = Family(Config=Config, layers=layers, embed=embed_tokens, head=head, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, layers=layers, embed=embed_tokens, head=head, doc=__doc__)

@@ -10,9 +10,9 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import granite, hf_config
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = granite.DEFAULTS | {"num_experts_per_tok": 2, "num_experts": 8}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,14 @@ class Config(granite.Config):
 
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        routing = Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            scores="softmax_of_chosen",
-        )
-        return cls(**vars(granite.Config.from_hf(fields)), routing=routing)
+
+def _read(fields: dict[str, Any]) -> Config:
+    routing = Routing(
+        num_experts=hf_config.num_experts(fields),
+        num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+        scores="softmax_of_chosen",
+    )
+    return read_config(Config, fields, routing=routing)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -43,4 +41,4 @@ NAMES = Names(
     mlp="block_sparse_moe",
     experts=ExpertNames(router="router.layer", fused=("input_linear.weight", "output_linear.weight")),
 )
-FAMILY = replace(granite.FAMILY, Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = replace(granite.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, layers=layers, names=NAMES, doc=__doc__)

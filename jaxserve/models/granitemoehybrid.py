@@ -11,14 +11,14 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import granite, hf_config, mamba2, mixture
+from jaxserve.models import granite, hf_config, hf_rope, mamba2, mixture
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = (
     mamba2.HYBRID_DEFAULTS
     | granite.DEFAULTS
     | {"num_key_value_heads": None, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
 )
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 """The kinds of layers in `layer_types`."""
@@ -35,34 +35,30 @@ class Config(granite.Config):
     shared_size: int
     routing: Routing | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"layers_block_type": "layer_types"})
-        hf_config.require(fields, "mlp_bias", False)
-        if fields.get("position_embedding_type") not in (None, "nope", "rope"):
-            raise CheckpointError(
-                f"config.json: unknown position_embedding_type {fields['position_embedding_type']!r:.100}; known are "
-                "nope and rope"
-            )
-        kinds = fields.get("layer_types")
-        if isinstance(kinds, list):
-            fields["layer_types"] = [OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-        default = (MAMBA,) * hf_config.integer(fields, "num_hidden_layers")
-        kinds = hf_config.layer_kinds(fields, (MAMBA, ATTENTION), default)
-        has_experts = hf_config.integer(fields, "num_local_experts", minimum=0) > 0
-        whole: dict[str, Any] = dict(vars(granite.Config.from_hf(fields)))
-        if fields.get("position_embedding_type") != "rope":
-            whole["rope"] = None
-        return cls(
-            **whole,
-            attends=tuple(kind == ATTENTION for kind in kinds),
-            mamba=mamba2.hybrid_mixer(fields),
-            shared_size=hf_config.integer(fields, "shared_intermediate_size"),
-            routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False)
-            if has_experts
-            else None,
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "mlp_bias", False)
+    if fields.get("position_embedding_type") not in (None, "nope", "rope"):
+        raise CheckpointError(
+            f"config.json: unknown position_embedding_type {fields['position_embedding_type']!r:.100}; known are "
+            "nope and rope"
         )
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        fields["layer_types"] = [OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    default = (MAMBA,) * hf_config.integer(fields, "num_hidden_layers")
+    kinds = hf_config.layer_kinds(fields, (MAMBA, ATTENTION), default)
+    has_experts = hf_config.integer(fields, "num_local_experts", minimum=0) > 0
+    rope = hf_rope.rope(fields)
+    return read_config(
+        Config,
+        fields,
+        rope=rope if fields.get("position_embedding_type") == "rope" else None,
+        attends=tuple(kind == ATTENTION for kind in kinds),
+        mamba=mamba2.hybrid_mixer(fields),
+        shared_size=hf_config.integer(fields, "shared_intermediate_size"),
+        routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False) if has_experts else None,
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -92,4 +88,14 @@ def names(config: Config) -> Names:
     return Names(mlp="", experts=experts)
 
 
-FAMILY = replace(granite.FAMILY, Config=Config, layers=layers, names=names, doc=__doc__, features=("Mamba-2",))
+FAMILY = replace(
+    granite.FAMILY,
+    Config=Config,
+    defaults=DEFAULTS,
+    read=_read,
+    aliases={"layers_block_type": "layer_types"},
+    layers=layers,
+    names=names,
+    doc=__doc__,
+    features=("Mamba-2",),
+)

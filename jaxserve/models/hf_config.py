@@ -107,31 +107,6 @@ def require(fields: Fields, name: str, value: Any) -> None:
         raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
-def sizes(fields: Fields) -> dict[str, int]:
-    """Read the sizes of a `layers.decoder.DecoderConfig` that have the same names everywhere, and no defaults."""
-    return {
-        "vocab_size": integer(fields, "vocab_size"),
-        "hidden_size": integer(fields, "hidden_size"),
-        "intermediate_size": integer(fields, "intermediate_size"),
-        "num_layers": integer(fields, "num_hidden_layers"),
-        "num_heads": integer(fields, "num_attention_heads"),
-        "num_kv_heads": num_kv_heads(fields),
-        "max_position_embeddings": integer(fields, "max_position_embeddings"),
-    }
-
-
-def as_llama(fields: Fields) -> dict[str, Any]:
-    """Read all of a `layers.decoder.DecoderConfig` but `rope`, with the names and defaults of Llama and most of its
-    relatives.
-    """
-    return sizes(fields) | {
-        "head_dim": head_dim(fields),
-        "norm_eps": number(fields, "rms_norm_eps"),
-        "activation": activation(fields),
-        "tie_word_embeddings": flag(fields, "tie_word_embeddings"),
-    }
-
-
 def num_kv_heads(fields: Fields) -> int:
     """Read `num_key_value_heads`, by default one per query head. Raises CheckpointError unless it divides the query
     heads.

@@ -14,7 +14,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 290943,
@@ -22,7 +22,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {"attention_head_dim": "head_dim"}
 NAMES = Names(q_norm="query_layernorm", k_norm="key_layernorm")
@@ -34,22 +33,19 @@ class Config(DecoderConfig):
 
     attention_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        return cls(**read(fields))
+
+def _read(fields: dict[str, Any]) -> Config:
+    check(fields)
+    return read_config(Config, fields, rope=rope(fields))
 
 
-def read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read what Hunyuan's models with experts have, too, from fields that have their defaults."""
+def check(fields: dict[str, Any]) -> None:
+    """Raise CheckpointError, naming the field, for what neither these models nor those with experts support."""
     for name, value in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("use_rotary_pos_emb", True)):
         hf_config.require(fields, name, value)
-    attention_bias = hf_config.flag(fields, "attention_bias")
-    return hf_config.as_llama(fields) | {"attention_bias": attention_bias, "rope": _rope(fields)}
 
 
-def _rope(fields: dict[str, Any]) -> Rope:
+def rope(fields: dict[str, Any]) -> Rope:
     """Read the rotation, whose base a field `alpha` of rope_type "dynamic" stretches once for all lengths of texts."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     scaling = fields.get(name)
@@ -82,4 +78,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(config.layer, mixer=attention(config)),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(
+    Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",)
+)

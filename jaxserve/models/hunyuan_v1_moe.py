@@ -12,9 +12,9 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames
 from jaxserve.models import hf_config, hunyuan_v1_dense
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = hunyuan_v1_dense.DEFAULTS | {"num_experts": 1, "moe_topk": 1}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 LISTS = (
     *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_topk"),
@@ -31,27 +31,27 @@ class Config(hunyuan_v1_dense.Config):
     expert_size: int
     shared_size: int
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        old_names = hunyuan_v1_dense.OLD_NAMES
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=old_names)
-        fields |= {name: _of_all_layers(fields, name) for name in LISTS if fields.get(name) is not None}
-        # transformers reads the usual name first, and num_local_experts before num_experts as `num_experts` does.
-        per_token_name = "moe_topk" if fields.get("num_experts_per_tok") is None else "num_experts_per_tok"
-        for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
-            hf_config.require(fields, name, value)
-        size = hf_config.integer(fields, "intermediate_size")
-        return cls(
-            **hunyuan_v1_dense.read(fields),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields, per_token_name=per_token_name),
-                num_experts_per_token=hf_config.integer(fields, per_token_name),
-                is_normalized=True,
-            ),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size", size),
-            shared_size=size * hf_config.integer(fields, "num_shared_expert", 1),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    fields |= {name: _of_all_layers(fields, name) for name in LISTS if fields.get(name) is not None}
+    # transformers reads the usual name first, and num_local_experts before num_experts as `num_experts` does.
+    per_token_name = "moe_topk" if fields.get("num_experts_per_tok") is None else "num_experts_per_tok"
+    for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
+        hf_config.require(fields, name, value)
+    size = hf_config.integer(fields, "intermediate_size")
+    hunyuan_v1_dense.check(fields)
+    return read_config(
+        Config,
+        fields,
+        rope=hunyuan_v1_dense.rope(fields),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields, per_token_name=per_token_name),
+            num_experts_per_token=hf_config.integer(fields, per_token_name),
+            is_normalized=True,
+        ),
+        expert_size=hf_config.integer(fields, "moe_intermediate_size", size),
+        shared_size=size * hf_config.integer(fields, "num_shared_expert", 1),
+    )
 
 
 def _of_all_layers(fields: dict[str, Any], name: str) -> Any:
@@ -77,4 +77,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = replace(hunyuan_v1_dense.NAMES, experts=ExpertNames(router="gate.wg", shared="shared_mlp"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(
+    Config,
+    DEFAULTS,
+    _read,
+    old_names=hunyuan_v1_dense.OLD_NAMES,
+    layers=layers,
+    names=NAMES,
+    doc=__doc__,
+    features=("QK norm",),
+)

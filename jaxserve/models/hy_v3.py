@@ -3,57 +3,41 @@
 The layers after the last one, which predict further tokens (`num_nextn_predict_layers`), are not loaded.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 120832,
-    "intermediate_size": 13312,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts": 192,
-    "num_experts_per_tok": 8,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 1536,
-    "router_scaling_factor": 2.826,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 120832, "intermediate_size": 13312, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+    "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
+    "router_scaling_factor": 2.826
+}  # fmt: skip
 
 ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
 """Fields of published configs that are true in all of them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Hy3."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        for name in ALWAYS:
-            hf_config.require(fields, name, True)
-        shape: dict[str, Any] = mixture.read(fields) | {"sparse_layers": hf_config.sparse_layers_by_type(fields)}
-        scale = hf_config.number(fields, "router_scaling_factor")
-        return cls(
-            **shape | mixture.read_biases(fields),
-            mlp_bias=hf_config.flag(fields, "mlp_bias"),
-            head_norm="shared",
-            shared_expert_size=shape["expert_size"] * hf_config.integer(fields, "num_shared_experts"),
-            routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True, scale=scale),
-            has_selection_bias=True,
-            rope=hf_rope.rope(fields, theta=11_158_840.0),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    for name in ALWAYS:
+        hf_config.require(fields, name, True)
+    scale = hf_config.number(fields, "router_scaling_factor")
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sparse_layers=hf_config.sparse_layers_by_type(fields),
+        mlp_bias=hf_config.flag(fields, "mlp_bias"),
+        head_norm="shared",
+        shared_expert_size=mixture.shared_size(fields, "num_shared_experts"),
+        routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True, scale=scale),
+        has_selection_bias=True,
+        rope=hf_rope.rope(fields, theta=11_158_840.0),
+    )
 
 
 NAMES = Names(experts=ExpertNames(router="router.gate", selection_bias="expert_bias", shared="shared_mlp"))
-FAMILY = Family(Config=Config, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

@@ -14,23 +14,14 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.short_conv import ShortConvolution
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65536,
-    "hidden_size": 2560,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-    "conv_L_cache": 3,
-    "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-05,
+    "tie_word_embeddings": True, "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True
+}  # fmt: skip
 
 ALIASES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 """Names of fields in published checkpoints."""
@@ -47,14 +38,6 @@ class Config(DecoderConfig):
     width: int
     conv_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES)
-        shape: dict[str, Any] = read(fields)
-        shape["intermediate_size"] = _inner_size(fields)
-        return cls(**shape)
-
     @property
     def hybrid_layers(self) -> tuple[Layer, ...]:
         """The layers, dense."""
@@ -65,15 +48,19 @@ class Config(DecoderConfig):
         return tuple(attending if attends else convolving for attends in self.attends)
 
 
-def read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields that both families have."""
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(Config, fields, **own_fields(fields), intermediate_size=_inner_size(fields))
+
+
+def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of their own that both families have."""
     for name, value in (("hidden_act", "silu"), ("block_use_swiglu", True), ("use_pos_enc", True)):
         hf_config.require(fields, name, value)
-    as_llama = hf_config.as_llama(fields | {"hidden_act": "silu", "rms_norm_eps": fields["norm_eps"]})
-    return as_llama | {
+    return {
+        "activation": "silu",
+        "norm_eps": hf_config.number(fields, "norm_eps"),
         "attends": _attending_layers(fields),
         "width": hf_config.integer(fields, "conv_L_cache", minimum=2),
-        "conv_bias": hf_config.flag(fields, "conv_bias"),
         "rope": hf_rope.rope(fields, theta=1_000_000.0),
     }
 
@@ -114,4 +101,4 @@ NAMES = Names(
     down="w2",
 )
 FEATURES = ("QK norm", "gated short convolutions")
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=FEATURES)
+FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, layers=layers, names=NAMES, doc=__doc__, features=FEATURES)

@@ -11,27 +11,14 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames
 from jaxserve.models import hf_config, lfm2, mixture
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 7168,
-    "moe_intermediate_size": 1792,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-    "conv_L_cache": 3,
-    "num_dense_layers": 2,
-    "num_experts_per_tok": 4,
-    "num_experts": 32,
-    "use_expert_bias": True,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 128_000,
+    "norm_eps": 1e-05, "tie_word_embeddings": True, "conv_L_cache": 3, "num_dense_layers": 2, "num_experts_per_tok": 4,
+    "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,18 +30,17 @@ class Config(lfm2.Config):
     routing: Routing
     has_selection_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases={"tie_embedding": "tie_word_embeddings"})
-        scale = hf_config.number(fields, "routed_scaling_factor")
-        return cls(
-            **lfm2.read(fields | {"full_attn_idxs": None}),
-            num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
-            has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    scale = hf_config.number(fields, "routed_scaling_factor")
+    return read_config(
+        Config,
+        fields,
+        **lfm2.own_fields(fields | {"full_attn_idxs": None}),
+        num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
+        routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
+        has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -72,4 +58,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = replace(lfm2.NAMES, experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="expert_bias"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=lfm2.FEATURES)
+FAMILY = Family(
+    Config,
+    DEFAULTS,
+    _read,
+    aliases={"tie_embedding": "tie_word_embeddings"},
+    layers=layers,
+    names=NAMES,
+    doc=__doc__,
+    features=lfm2.FEATURES,
+)

@@ -7,16 +7,14 @@ from typing import Any
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000,
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 OLD_NAMES = {"max_sequence_length": "max_position_embeddings"}
 
@@ -27,12 +25,6 @@ class Config(DecoderConfig):
 
     attention_bias: bool
     mlp_bias: bool
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS, old_names=OLD_NAMES)
-        return read_config(cls, fields)
 
 
 def attention(config: Config) -> Attention:
@@ -46,4 +38,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(config.layer, mixer=attention(config), feed_forward=feed_forward),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, old_names=OLD_NAMES, layers=layers, doc=__doc__)

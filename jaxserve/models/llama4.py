@@ -15,28 +15,15 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 1,
-    "num_local_experts": 16,
-    "interleave_moe_layer_step": 1,
-    "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "num_experts_per_tok": 1, "num_local_experts": 16,
+    "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192,
+    "attn_scale": 0.1
+}  # fmt: skip
 
 CHUNKED = "chunked_attention"
 """The kind of layers that see chunks of a text in `layer_types`."""
@@ -62,40 +49,38 @@ class Config(DecoderConfig):
     expert_size: int
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        rotates = hf_config.rotating_layers(fields | {"no_rope_layers": fields.get("no_rope_layers") or None})
-        chunk_size = hf_config.optional_integer(fields, "attention_chunk_size")
-        kinds = [CHUNKED if rotated and chunk_size is not None else "full_attention" for rotated in rotates]
-        chunk_sizes = hf_config.windows_by_type(fields, chunk_size, kinds, kind=CHUNKED)
-        if chunk_size is None and CHUNKED in (fields.get("layer_types") or ()):
-            raise CheckpointError(f"config.json: attention_chunk_size is null, but layer_types has {CHUNKED}")
-        name = "attn_temperature_tuning"
-        has_scale = fields.get(name) == 4 or hf_config.flag(fields, name, True)  # which the first releases have
-        scale = QueryScale(
-            beta=hf_config.number(fields, "attn_scale"),
-            original_context=hf_config.integer(fields, "floor_scale"),
-            offset=1,
-        )
-        dense: dict[str, Any] = {"intermediate_size": hf_config.integer(fields, "intermediate_size_mlp")}
-        return cls(
-            **hf_config.as_llama(fields) | dense,
-            attention_bias=hf_config.flag(fields, "attention_bias"),
-            rotates=rotates,
-            chunk_sizes=chunk_sizes,
-            sparse_layers=_sparse_layers(fields),
-            has_head_norm=hf_config.flag(fields, "use_qk_norm", True),
-            query_scale=scale if has_scale else None,
-            expert_size=hf_config.integer(fields, "intermediate_size"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                scores="sigmoid",
-            ),
-            rope=hf_rope.rope(fields, theta=500_000.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    rotates = hf_config.rotating_layers(fields | {"no_rope_layers": fields.get("no_rope_layers") or None})
+    chunk_size = hf_config.optional_integer(fields, "attention_chunk_size")
+    kinds = [CHUNKED if rotated and chunk_size is not None else "full_attention" for rotated in rotates]
+    chunk_sizes = hf_config.windows_by_type(fields, chunk_size, kinds, kind=CHUNKED)
+    if chunk_size is None and CHUNKED in (fields.get("layer_types") or ()):
+        raise CheckpointError(f"config.json: attention_chunk_size is null, but layer_types has {CHUNKED}")
+    name = "attn_temperature_tuning"
+    has_scale = fields.get(name) == 4 or hf_config.flag(fields, name, True)  # which the first releases have
+    scale = QueryScale(
+        beta=hf_config.number(fields, "attn_scale"),
+        original_context=hf_config.integer(fields, "floor_scale"),
+        offset=1,
+    )
+    return read_config(
+        Config,
+        fields,
+        intermediate_size=hf_config.integer(fields, "intermediate_size_mlp"),
+        rotates=rotates,
+        chunk_sizes=chunk_sizes,
+        sparse_layers=_sparse_layers(fields),
+        has_head_norm=hf_config.flag(fields, "use_qk_norm", True),
+        query_scale=scale if has_scale else None,
+        expert_size=hf_config.integer(fields, "intermediate_size"),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            scores="sigmoid",
+        ),
+        rope=hf_rope.rope(fields, theta=500_000.0),
+    )
 
 
 def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -138,7 +123,9 @@ NAMES = Names(
     experts=ExpertNames(router="router"),
 )
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
     layers=layers,
     names=NAMES,
     doc=__doc__,

@@ -15,34 +15,16 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = {
-    "num_heads": 128,
-    "head_dim": 64,
-    "vocab_size": 32768,
-    "hidden_size": 4096,
-    "state_size": 128,
-    "num_hidden_layers": 64,
-    "layer_norm_epsilon": 1e-05,
-    "expand": 2,
-    "conv_kernel": 4,
-    "n_groups": 8,
-    "use_conv_bias": True,
-    "hidden_act": "silu",
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "num_heads": 128, "head_dim": 64, "vocab_size": 32768, "hidden_size": 4096, "state_size": 128,
+    "num_hidden_layers": 64, "layer_norm_epsilon": 1e-05, "expand": 2, "conv_kernel": 4, "n_groups": 8,
+    "use_conv_bias": True, "hidden_act": "silu"
+}  # fmt: skip
 
 HYBRID_DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 128000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
+    "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True
+}  # fmt: skip
 """Defaults of IBM's and TII's hybrids."""
 
 
@@ -58,22 +40,20 @@ class Config:
     mixer: Mamba2
     max_position_embeddings: int = MAX_CONTEXT
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        config = cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hf_config.integer(fields, "hidden_size"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            mixer=mixer(fields, OWN_NAMES, eps="layer_norm_epsilon"),
-        )
-        inner = hf_config.integer(fields, "expand") * config.hidden_size
-        if inner != config.mixer.num_heads * config.mixer.head_size:
-            raise CheckpointError(f"config.json: expand times hidden_size ({inner}) is not num_heads times head_dim")
-        return config
+
+def _read(fields: dict[str, Any]) -> Config:
+    config = Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hf_config.integer(fields, "hidden_size"),
+        num_layers=hf_config.integer(fields, "num_hidden_layers"),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        mixer=mixer(fields, OWN_NAMES, eps="layer_norm_epsilon"),
+    )
+    inner = hf_config.integer(fields, "expand") * config.hidden_size
+    if inner != config.mixer.num_heads * config.mixer.head_size:
+        raise CheckpointError(f"config.json: expand times hidden_size ({inner}) is not num_heads times head_dim")
+    return config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,4 +150,4 @@ NAMES = Names(
     attention="mixer",
     attention_norm="norm",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("Mamba-2",))

@@ -14,25 +14,14 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 131072,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 34,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-05
+}  # fmt: skip
 
 ROPE: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
+}  # fmt: skip
 """The rotary embedding of a config that says nothing of it."""
 
 
@@ -43,20 +32,18 @@ class Config(DecoderConfig):
     sliding_window: int | None
     query_scale: QueryScale
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        given = hf_rope.rope_object(fields) or ROPE
-        own = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter says the same as the config's
-        parameters = {name: value for name, value in given.items() if name not in own}
-        fields |= {"rope_parameters": parameters, "rope_scaling": None}
-        original = hf_config.integer(hf_rope.rope_parameters(fields), "original_max_position_embeddings")
-        return read_config(
-            cls,
-            fields,
-            query_scale=QueryScale(beta=hf_config.number(given, "llama_4_scaling_beta"), original_context=original),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    given = hf_rope.rope_object(fields) or ROPE
+    own = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter says the same as the config's
+    parameters = {name: value for name, value in given.items() if name not in own}
+    fields |= {"rope_parameters": parameters, "rope_scaling": None}
+    original = hf_config.integer(hf_rope.rope_parameters(fields), "original_max_position_embeddings")
+    return read_config(
+        Config,
+        fields,
+        query_scale=QueryScale(beta=hf_config.number(given, "llama_4_scaling_beta"), original_context=original),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -65,4 +52,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("query scale by position",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("query scale by position",))

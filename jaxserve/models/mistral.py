@@ -19,7 +19,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +27,11 @@ class Config(DecoderConfig):
 
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        window = hf_config.optional_integer(fields, "sliding_window")
-        everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
-        return read_config(cls, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
+
+def _read(fields: dict[str, Any]) -> Config:
+    window = hf_config.optional_integer(fields, "sliding_window")
+    everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
+    return read_config(Config, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -45,4 +42,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__)

@@ -14,15 +14,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "num_experts_per_tok": 2,
-    "num_experts": 8,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "num_experts_per_tok": 2, "num_experts": 8
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,20 +26,18 @@ class Config(DecoderConfig):
     sliding_window: int | None
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls,
-            fields,
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=True,
-            ),
-            rope=hf_rope.rope(fields, theta=1e6),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config,
+        fields,
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            is_normalized=True,
+        ),
+        rope=hf_rope.rope(fields, theta=1e6),
+    )
 
 
 def attention(config: Config) -> Attention:
@@ -60,4 +52,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2"))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)

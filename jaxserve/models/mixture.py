@@ -38,16 +38,12 @@ class Config(DecoderConfig):
     has_selection_bias: bool = False
 
 
-def read(fields: dict[str, Any], expert_size: str = "moe_intermediate_size") -> dict[str, Any]:
-    """Read the fields that most families have, for experts in all layers and no windows; `expert_size` is the name of
-    that field.
+def shared_size(fields: dict[str, Any], name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    """Return the inner size of all shared experts of a layer together, if each is as large as another expert; `name` is
+    the field with their number.
     """
-    num_layers = hf_config.integer(fields, "num_hidden_layers")
-    return hf_config.as_llama(fields) | {
-        "expert_size": hf_config.integer(fields, expert_size),
-        "sparse_layers": (True,) * num_layers,
-        "sliding_windows": (None,) * num_layers,
-    }
+    number = hf_config.integer(fields, name, default, minimum=minimum)
+    return hf_config.integer(fields, "moe_intermediate_size") * number
 
 
 def read_biases(fields: dict[str, Any], name: str = "attention_bias") -> dict[str, Any]:

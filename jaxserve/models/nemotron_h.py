@@ -21,41 +21,18 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "intermediate_size": 21504,
-    "mlp_hidden_act": "relu2",
-    "ssm_state_size": 128,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "mamba_hidden_act": "silu",
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "layer_norm_epsilon": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2", "ssm_state_size": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4,
+    "use_conv_bias": True, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "layer_norm_epsilon": 1e-05
+}  # fmt: skip
 
 ALIASES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_dt_limit": "time_step_limit",
-    "mamba_conv_bias": "use_conv_bias",
-    "layer_types": "layers_block_type",
-    "num_local_experts": "n_routed_experts",
-}
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias", "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"
+}  # fmt: skip
 """Other names of fields, as in transformers."""
 
 MAMBA_NAMES = replace(
@@ -90,27 +67,6 @@ class Config(DecoderConfig):
     mlp_bias: bool
     experts: Experts | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        old_names = {"attention_head_dim": "head_dim"}
-        fields = hf_config.with_defaults(fields, DEFAULTS, aliases=ALIASES, old_names=old_names)
-        for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
-            hf_config.require(fields, name, value)
-        blocks = _blocks(fields)
-        fields |= {
-            "num_hidden_layers": sum(_mixes(kind) for kind in blocks),
-            "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
-            "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
-        }
-        return read_config(
-            cls,
-            fields,
-            blocks=blocks,
-            mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
-            experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
-        )
-
     @property
     def routing(self) -> Routing | None:
         """How a token's experts are chosen, None if there are none."""
@@ -122,6 +78,24 @@ class Config(DecoderConfig):
         mixers = [index for index, kind in enumerate(self.blocks) if _mixes(kind)]
         has_more = [index + 1 < len(self.blocks) and not _mixes(self.blocks[index + 1]) for index in mixers]
         return tuple((index, index + 1 if more else None) for index, more in zip(mixers, has_more, strict=True))
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
+        hf_config.require(fields, name, value)
+    blocks = _blocks(fields)
+    fields |= {
+        "num_hidden_layers": sum(_mixes(kind) for kind in blocks),
+        "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
+        "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
+    }
+    return read_config(
+        Config,
+        fields,
+        blocks=blocks,
+        mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
+        experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
+    )
 
 
 def _mixes(kind: str) -> bool:
@@ -204,7 +178,11 @@ NAMES = replace(
     experts=ExpertNames(shared="shared_experts"),
 )
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
+    aliases=ALIASES,
+    old_names={"attention_head_dim": "head_dim"},
     layers=layers,
     names=NAMES,
     amend=number_blocks,

@@ -9,9 +9,8 @@ from typing import Any
 from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
-from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 50304,
@@ -19,7 +18,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +25,6 @@ class Config(DecoderConfig):
     """The shape of one OLMo 2."""
 
     attention_bias: bool
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields)
 
 
 def attention(config: Config) -> Attention:
@@ -50,4 +42,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (replace(config.layer, mixer=attention(config), norms=POST_NORMS),) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(Config, DEFAULTS, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

@@ -14,7 +14,6 @@ from jaxserve.models.reading import read_config
 THETA = 500_000.0
 
 DEFAULTS: dict[str, Any] = olmo2.DEFAULTS | {"sliding_window": 4096}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,21 +24,17 @@ class Config(olmo2.Config):
     local_rope: Rope
     """Rotary embedding of layers with a sliding window."""
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        window = hf_config.optional_integer(fields, "sliding_window")
-        rope, local_rope = hf_rope.ropes_by_type(
-            fields, size=hf_config.head_dim(fields), theta=THETA, local_theta=THETA
-        )
-        return read_config(
-            cls,
-            fields,
-            sliding_windows=hf_config.periodic_windows(fields, window, period=4),
-            rope=rope,
-            local_rope=local_rope,
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    window = hf_config.optional_integer(fields, "sliding_window")
+    rope, local_rope = hf_rope.ropes_by_type(fields, size=hf_config.head_dim(fields), theta=THETA, local_theta=THETA)
+    return read_config(
+        Config,
+        fields,
+        sliding_windows=hf_config.periodic_windows(fields, window, period=4),
+        rope=rope,
+        local_rope=local_rope,
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -53,4 +48,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = replace(olmo2.FAMILY, Config=Config, layers=layers, doc=__doc__)
+FAMILY = replace(olmo2.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, layers=layers, doc=__doc__)

@@ -9,24 +9,20 @@ from typing import Any
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import DeltaNames, Names
-from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2, qwen3_next
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 100352,
-    "hidden_size": 3840,
-    "intermediate_size": 11008,
-    "num_attention_heads": 30,
-    "max_position_embeddings": 65536,
-    "linear_conv_kernel_dim": 4,
-    "linear_allow_neg_eigval": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_attention_heads": 30,
+    "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True
+}  # fmt: skip
 
 OUTPUT_NORM_EPS = 1e-5
 """The epsilon of the norms of heads with the gated delta rule, whatever a config specifies for all other norms."""
+
+ROTATES = "rotates"
+"""The name of a field that is false if the config says that the base of the rotary embedding is null."""
 
 PERIOD = 4
 """Without `layer_types`, every layer of this number attends."""
@@ -40,28 +36,22 @@ class Config(olmo2.Config):
     delta_heads: DeltaHeads
     max_beta: float
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        rope = _rope(fields)
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls,
-            fields,
-            attends=_attending_layers(fields),
-            delta_heads=_delta_heads(fields),
-            max_beta=2.0 if hf_config.flag(fields, "linear_allow_neg_eigval") else 1.0,
-            rope=rope,
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config,
+        fields,
+        attends=_attending_layers(fields),
+        delta_heads=_delta_heads(fields),
+        max_beta=2.0 if hf_config.flag(fields, "linear_allow_neg_eigval") else 1.0,
+        rope=hf_rope.rope(fields) if fields[ROTATES] else None,
+    )
 
 
-def _rope(fields: dict[str, Any]) -> Rope | None:
-    """Return the rotary embedding; None if the config says that its base is null."""
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
     given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     where = given if isinstance(given, dict) and "rope_theta" in given else fields
-    if "rope_theta" in where and where["rope_theta"] is None:
-        return None
-    return hf_rope.rope(hf_config.with_defaults(fields, DEFAULTS))
+    return fields | {ROTATES: where.get("rope_theta", ...) is not None}
 
 
 def _attending_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -111,7 +101,10 @@ NAMES = Names(
 )
 """The names of norms before blocks are those of layers with the gated delta rule, of norms after blocks the others'."""
 FAMILY = Family(
-    Config=Config,
+    Config,
+    DEFAULTS,
+    _read,
+    revise=_revise,
     layers=layers,
     names=NAMES,
     doc=__doc__,

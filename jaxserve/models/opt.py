@@ -22,19 +22,10 @@ FIRST_POSITION = 2
 NORM_EPS = 1e-5
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "do_layer_norm_before": True,
-    "num_attention_heads": 12,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 50272, "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
+    "do_layer_norm_before": True, "num_attention_heads": 12, "activation_function": "relu", "enable_bias": True,
+    "layer_norm_elementwise_affine": True, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,30 +39,28 @@ class Config(UnrotatedConfig):
     has_final_norm: bool
     has_norm_weights: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("hidden_size", "num_attention_heads"))
-        norm_before = hf_config.flag(fields, "do_layer_norm_before")
-        final_norm_removed = hf_config.flag(fields, "_remove_final_layer_norm")
-        return cls(
-            vocab_size=hf_config.integer(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            word_embed_proj_dim=hf_config.integer(fields, "word_embed_proj_dim", hidden_size),
-            intermediate_size=hf_config.integer(fields, "ffn_dim"),
-            num_layers=hf_config.integer(fields, "num_hidden_layers"),
-            num_heads=num_heads,
-            head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
-            max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
-            norm_eps=NORM_EPS,
-            activation=hf_config.activation(fields, "activation_function"),
-            tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-            bias=hf_config.flag(fields, "enable_bias"),
-            do_layer_norm_before=norm_before,
-            has_final_norm=norm_before and not final_norm_removed,
-            has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine"),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("hidden_size", "num_attention_heads"))
+    norm_before = hf_config.flag(fields, "do_layer_norm_before")
+    final_norm_removed = hf_config.flag(fields, "_remove_final_layer_norm")
+    return Config(
+        vocab_size=hf_config.integer(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        word_embed_proj_dim=hf_config.integer(fields, "word_embed_proj_dim", hidden_size),
+        intermediate_size=hf_config.integer(fields, "ffn_dim"),
+        num_layers=hf_config.integer(fields, "num_hidden_layers"),
+        num_heads=num_heads,
+        head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
+        max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
+        norm_eps=NORM_EPS,
+        activation=hf_config.activation(fields, "activation_function"),
+        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
+        bias=hf_config.flag(fields, "enable_bias"),
+        do_layer_norm_before=norm_before,
+        has_final_norm=norm_before and not final_norm_removed,
+        has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine"),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -129,4 +118,6 @@ NAMES = Names(
     up="fc1",
     down="fc2",
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, embed=embed_tokens, head=head, doc=__doc__)
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, amend=amend, embed=embed_tokens, head=head, doc=__doc__
+)

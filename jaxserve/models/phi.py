@@ -17,16 +17,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 51200,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "hidden_act": "gelu_new",
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "num_attention_heads": 32, "hidden_act": "gelu_new", "max_position_embeddings": 2048, "layer_norm_eps": 1e-05
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +28,14 @@ class Config(DecoderConfig):
 
     qk_layernorm: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls,
-            fields,
-            norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config,
+        fields,
+        norm_eps=hf_config.number(fields, "layer_norm_eps"),
+        rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -70,4 +61,6 @@ def amend(specs: Params, config: DecoderConfig) -> Params:
 NAMES = Names(
     out="dense", q_norm="q_layernorm", k_norm="k_layernorm", up="fc1", down="fc2", norm="model.final_layernorm"
 )
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__, features=("parallel blocks",))
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, amend=amend, doc=__doc__, features=("parallel blocks",)
+)

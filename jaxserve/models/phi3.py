@@ -11,19 +11,14 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +27,9 @@ class Config(DecoderConfig):
 
     sliding_window: int | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields, rope=_rope(fields))
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(Config, fields, rope=_rope(fields))
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
@@ -56,4 +49,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 NAMES = Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)

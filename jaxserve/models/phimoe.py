@@ -19,7 +19,6 @@ DEFAULTS: dict[str, Any] = mixtral.DEFAULTS | {
     "num_experts": 16,
     "router_jitter_noise": 0.01,
 }
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,22 +28,20 @@ class Config(mixtral.Config):
     attention_bias: bool
     lm_head_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        hf_config.require(fields, "num_experts_per_tok", 2)  # SparseMixer masks for two choices, one after the other
-        return read_config(
-            cls,
-            fields,
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=2,
-                scores="sparse_mixer",
-                jitter=hf_config.number(fields, "router_jitter_noise"),
-            ),
-            rope=_rope(fields),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    hf_config.require(fields, "num_experts_per_tok", 2)  # SparseMixer masks for two choices, one after the other
+    return read_config(
+        Config,
+        fields,
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=2,
+            scores="sparse_mixer",
+            jitter=hf_config.number(fields, "router_jitter_noise"),
+        ),
+        rope=_rope(fields),
+    )
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
@@ -72,4 +69,4 @@ def amend(specs: Params, config: Config) -> Params:
     return phi.amend(specs, config) if config.lm_head_bias else specs
 
 
-FAMILY = Family(Config=Config, layers=layers, names=mixtral.NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=mixtral.NAMES, amend=amend, doc=__doc__)

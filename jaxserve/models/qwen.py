@@ -8,21 +8,11 @@ from jaxserve.models import hf_config, hf_rope, seed_oss
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "kv_channels": 128,
-    "max_position_embeddings": 8192,
-    "layer_norm_epsilon": 1e-06,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 1.0,
-    "scale_attn_weights": True,
-    "use_dynamic_ntk": True,
-    "use_logn_attn": True,
-    "no_bias": True,
-}
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "kv_channels": 128, "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-06,
+    "rotary_emb_base": 10000, "rotary_pct": 1.0, "scale_attn_weights": True, "use_dynamic_ntk": True,
+    "use_logn_attn": True, "no_bias": True
+}  # fmt: skip
 """Defaults of this family's config in its own code, for fields that a config.json omits."""
 
 REQUIRED = {
@@ -33,36 +23,30 @@ REQUIRED = {
 }
 
 
-class Config(seed_oss.Config):
-    """The shape of one Qwen 1; `intermediate_size` is that of one of gate and up, half the field's."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        for name, value in REQUIRED.items():
-            hf_config.require(fields, name, value)
-        head_dim = hf_config.integer(fields, "kv_channels")
-        rope = {
-            "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
-            "rope_theta": hf_config.number(fields, "rotary_emb_base"),
-            "partial_rotary_factor": hf_config.number(fields, "rotary_pct"),
-        }
-        has_biases = not hf_config.flag(fields, "no_bias")
-        return read_config(
-            cls,
-            fields,
-            intermediate_size=hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
-            num_kv_heads=hf_config.integer(fields, "num_attention_heads"),
-            head_dim=head_dim,
-            max_position_embeddings=_context(fields),
-            norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-            activation="silu",
-            attention_bias=True,
-            attention_out_bias=has_biases,
-            mlp_bias=has_biases,
-            rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=1.0),
-        )
+def _read(fields: dict[str, Any]) -> seed_oss.Config:
+    for name, value in REQUIRED.items():
+        hf_config.require(fields, name, value)
+    head_dim = hf_config.integer(fields, "kv_channels")
+    rope = {
+        "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
+        "rope_theta": hf_config.number(fields, "rotary_emb_base"),
+        "partial_rotary_factor": hf_config.number(fields, "rotary_pct"),
+    }
+    has_biases = not hf_config.flag(fields, "no_bias")
+    return read_config(
+        seed_oss.Config,
+        fields,
+        intermediate_size=hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
+        num_kv_heads=hf_config.integer(fields, "num_attention_heads"),
+        head_dim=head_dim,
+        max_position_embeddings=_context(fields),
+        norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
+        activation="silu",
+        attention_bias=True,
+        attention_out_bias=has_biases,
+        mlp_bias=has_biases,
+        rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=1.0),
+    )
 
 
 def _context(fields: dict[str, Any]) -> int:
@@ -89,4 +73,4 @@ NAMES = Names(
     gate_up=("w2", "w1"),
     down="c_proj",
 )
-FAMILY = replace(seed_oss.FAMILY, Config=Config, names=NAMES, doc=__doc__)
+FAMILY = replace(seed_oss.FAMILY, Config=seed_oss.Config, defaults=DEFAULTS, read=_read, names=NAMES, doc=__doc__)

@@ -11,14 +11,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+    "sliding_window": 4096, "max_window_layers": 28
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,11 +22,9 @@ class Config(DecoderConfig):
 
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields, sliding_windows=hf_config.layer_windows(fields))
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(Config, fields, sliding_windows=hf_config.layer_windows(fields))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -42,4 +35,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__)

@@ -2,51 +2,32 @@
 all.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.models import hf_config, hf_rope, mixture
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts_per_tok": 4,
-    "num_experts": 60,
-    "qkv_bias": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 32768, "sliding_window": 4096,
+    "max_window_layers": 28, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Qwen 2 with experts."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-        return cls(
-            **mixture.read(fields) | shape,
-            qkv_bias=hf_config.flag(fields, "qkv_bias"),
-            shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-            has_shared_gate=True,
-            routing=mixture.read_routing(fields),
-            rope=hf_rope.rope(fields),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    return read_config(
+        mixture.Config,
+        fields,
+        sliding_windows=_windows(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
+        qkv_bias=hf_config.flag(fields, "qkv_bias"),
+        shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+        routing=mixture.read_routing(fields),
+    )
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -62,4 +43,4 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return hf_config.windows_by_type(fields, window, default)
 
 
-FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__)
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__)

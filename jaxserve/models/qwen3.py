@@ -12,7 +12,6 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {"head_dim": 128}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,13 +21,11 @@ class Config(DecoderConfig):
     attention_bias: bool
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls, fields, head_dim=hf_config.integer(fields, "head_dim"), sliding_windows=hf_config.layer_windows(fields)
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config, fields, head_dim=hf_config.integer(fields, "head_dim"), sliding_windows=hf_config.layer_windows(fields)
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -44,4 +41,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm",))

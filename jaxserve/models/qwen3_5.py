@@ -2,44 +2,35 @@
 experts.
 """
 
-import dataclasses
 from typing import Any
 
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import DeltaNames, Names
-from jaxserve.models import hf_config, qwen3_next
+from jaxserve.models import qwen3_next
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = qwen3_next.DELTA_DEFAULTS | {
-    "vocab_size": 248320,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4
+}  # fmt: skip
 
 DELTA_NAMES = DeltaNames(qkvz=("in_proj_qkv", "in_proj_z"), rates=("in_proj_b", "in_proj_a"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(qwen3_next.HybridConfig):
-    """The shape of one Qwen 3.5."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        return cls(**cls.hybrid_fields(hf_config.with_defaults(fields, DEFAULTS)))
+def _read(fields: dict[str, Any]) -> qwen3_next.HybridConfig:
+    return read_config(qwen3_next.HybridConfig, fields, **qwen3_next.HybridConfig.hybrid_fields(fields))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: qwen3_next.HybridConfig) -> tuple[Layer, ...]:
     """Return the layers."""
     return config.hybrid((config.feed_forward,) * config.num_layers)
 
 
 FAMILY = Family(
-    Config=Config,
+    qwen3_next.HybridConfig,
+    DEFAULTS,
+    _read,
     layers=layers,
     names=Names(delta_net=DELTA_NAMES),
     doc=__doc__,

@@ -1,6 +1,5 @@
 """Text of Qwen 3.5, 3.6 and 3.8 with experts (Qwen team 2026, github.com/QwenLM/Qwen3.6): the layers of Qwen 3 Next."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +23,14 @@ FIXED: dict[str, Any] = {
 """Fields of Qwen 3 Next that this family does not read: all layers have experts."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(qwen3_next.Config):
-    """The shape of one."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        return cls(**vars(qwen3_next.Config.from_hf(DEFAULTS | given | FIXED)))
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None} | FIXED
 
 
-FAMILY = replace(qwen3_next.FAMILY, Config=Config, names=Names(delta_net=qwen3_5.DELTA_NAMES), doc=__doc__)
+FAMILY = replace(
+    qwen3_next.FAMILY,
+    defaults=qwen3_next.DEFAULTS | DEFAULTS,
+    revise=_revise,
+    names=Names(delta_net=qwen3_5.DELTA_NAMES),
+    doc=__doc__,
+)

@@ -1,43 +1,28 @@
 """Qwen 3 with experts (Yang et al. 2025, arXiv:2505.09388): Qwen 3 with experts in all layers or some of them."""
 
-import dataclasses
 from typing import Any
 
-from jaxserve.models import hf_config, hf_rope, mixture
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Qwen 3 with experts."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        shape: dict[str, Any] = {"sliding_windows": _windows(fields), "sparse_layers": hf_config.sparse_layers(fields)}
-        return cls(
-            **mixture.read(fields) | mixture.read_biases(fields) | shape,
-            head_norm="shared",
-            routing=mixture.read_routing(fields),
-            rope=hf_rope.rope(fields),
-        )
+def _read(fields: dict[str, Any]) -> mixture.Config:
+    return read_config(
+        mixture.Config,
+        fields,
+        **mixture.read_biases(fields),
+        sliding_windows=_windows(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
+        head_norm="shared",
+        routing=mixture.read_routing(fields),
+    )
 
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -47,4 +32,4 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 
-FAMILY = Family(Config=Config, layers=mixture.layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__, features=("QK norm",))

@@ -15,34 +15,18 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DELTA_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
+    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "full_attention_interval": 4
+}  # fmt: skip
 DEFAULTS: dict[str, Any] = DELTA_DEFAULTS | {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts_per_tok": 10,
-    "num_experts": 512,
-    "norm_topk_prob": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True
+}  # fmt: skip
 
 DELTA_NET = "linear_attention"
 """The kind of layers with the gated delta rule in `layer_types`."""
@@ -58,10 +42,9 @@ class HybridConfig(DecoderConfig):
 
     @staticmethod
     def hybrid_fields(fields: dict[str, Any]) -> dict[str, Any]:
-        """Read the fields that all families with such layers have in common."""
+        """Read the fields of their own that all families with such layers have in common."""
         hf_config.require(fields, "use_sliding_window", False)
-        return hf_config.as_llama(fields) | {
-            "attention_bias": hf_config.flag(fields, "attention_bias"),
+        return {
             "attends": attending_layers(fields),
             "delta_heads": delta_heads(fields),
             "rope": hf_rope.rope(fields, partial_rotary_factor=0.25),
@@ -105,22 +88,6 @@ class Config(HybridConfig):
     shared_expert_size: int
     routing: Routing
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return cls(
-            **cls.hybrid_fields(fields),
-            sparse_layers=hf_config.sparse_layers(fields),
-            expert_size=hf_config.integer(fields, "moe_intermediate_size"),
-            shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-            routing=Routing(
-                num_experts=hf_config.num_experts(fields),
-                num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-                is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-            ),
-        )
-
     @property
     def experts(self) -> Experts:
         """The experts of a layer, with a gated one that is shared."""
@@ -131,6 +98,21 @@ class Config(HybridConfig):
             shared=replace(self.feed_forward, size=self.shared_expert_size),
             has_shared_gate=True,
         )
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config,
+        fields,
+        **Config.hybrid_fields(fields),
+        sparse_layers=hf_config.sparse_layers(fields),
+        shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
+        routing=Routing(
+            num_experts=hf_config.num_experts(fields),
+            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
+            is_normalized=hf_config.flag(fields, "norm_topk_prob"),
+        ),
+    )
 
 
 def attending_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
@@ -161,4 +143,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return config.hybrid(tuple(config.experts if sparse else config.feed_forward for sparse in config.sparse_layers))
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule"))
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "gated attention", "gated delta rule")
+)

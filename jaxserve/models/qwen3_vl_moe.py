@@ -1,6 +1,5 @@
 """Text of Qwen3-VL with experts (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with a layer's experts in one tensor."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -9,36 +8,19 @@ from jaxserve.models import qwen3_moe
 from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 128000,
-    "decoder_sparse_step": 1,
-    "moe_intermediate_size": 1408,
-    "num_experts_per_tok": 4,
-    "num_experts": 60,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 4, "num_experts": 60, "rope_theta": 500000.0,
+    "tie_word_embeddings": True
+}  # fmt: skip
 
 FIXED: dict[str, Any] = {"norm_topk_prob": True, "use_sliding_window": False}
 """Fields of Qwen 3 with experts that this family does not read."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(qwen3_moe.Config):
-    """The shape of one."""
-
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        return cls(**vars(qwen3_moe.Config.from_hf(DEFAULTS | given | FIXED)))
+def _revise(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None} | FIXED
 
 
 NAMES = Names(experts=ExpertNames(fused=("experts.gate_up_proj", "experts.down_proj"), is_transposed=True))
-FAMILY = replace(qwen3_moe.FAMILY, Config=Config, names=NAMES, doc=__doc__)
+FAMILY = replace(qwen3_moe.FAMILY, defaults=qwen3_moe.DEFAULTS | DEFAULTS, revise=_revise, names=NAMES, doc=__doc__)

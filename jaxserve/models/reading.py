@@ -23,8 +23,13 @@ _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "norm_eps": lambda fields: hf_config.number(fields, "rms_norm_eps"),
     "activation": hf_config.activation,
     "rope": hf_rope.rope,
+    "expert_size": lambda fields: hf_config.integer(fields, "moe_intermediate_size"),
+    "sparse_layers": lambda fields: (True,) * hf_config.integer(fields, "num_hidden_layers"),
+    "sliding_windows": lambda fields: (None,) * hf_config.integer(fields, "num_hidden_layers"),
 }
-"""How fields of a `layers.decoder.DecoderConfig` are read that have other names in config.json, or defaults."""
+"""How fields of a `layers.decoder.DecoderConfig`, or of a `mixture.Config`, are read that have other names in
+config.json, or defaults.
+"""
 
 _BY_TYPE: dict[Any, Callable[[dict[str, Any], str], Any]] = {
     bool: hf_config.flag,

@@ -4,21 +4,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, llama
+from jaxserve.models import llama
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA, read_config
+from jaxserve.models.reading import LLAMA
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 155136,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 80,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 524288,
-    "attention_bias": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +20,6 @@ class Config(llama.Config):
 
     attention_out_bias: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(cls, fields)
-
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
@@ -40,4 +27,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, layers=layers, doc=__doc__)

@@ -10,16 +10,9 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,21 +22,19 @@ class Config(llama.Config):
     rotates: tuple[bool, ...]
     sliding_windows: tuple[int | None, ...]
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        rotates = hf_config.rotating_layers(fields)
-        window = hf_config.optional_integer(fields, "sliding_window")
-        window = window if hf_config.flag(fields, "use_sliding_window") else None
-        kinds = ["full_attention" if is_rotated else "sliding_attention" for is_rotated in rotates]
-        return read_config(
-            cls,
-            fields,
-            rotates=rotates,
-            sliding_windows=hf_config.windows_by_type(fields, window, kinds),
-            rope=hf_rope.rope(fields, theta=2_000_000.0),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    rotates = hf_config.rotating_layers(fields)
+    window = hf_config.optional_integer(fields, "sliding_window")
+    window = window if hf_config.flag(fields, "use_sliding_window") else None
+    kinds = ["full_attention" if is_rotated else "sliding_attention" for is_rotated in rotates]
+    return read_config(
+        Config,
+        fields,
+        rotates=rotates,
+        sliding_windows=hf_config.windows_by_type(fields, window, kinds),
+        rope=hf_rope.rope(fields, theta=2_000_000.0),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -55,4 +46,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-FAMILY = Family(Config=Config, layers=layers, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__)

@@ -14,17 +14,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 50304,
-    "intermediate_size": 6912,
-    "hidden_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "layer_norm_eps": 1e-05,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 50304, "intermediate_size": 6912, "hidden_size": 2560, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 4096,
+    "layer_norm_eps": 1e-05
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,19 +28,17 @@ class Config(DecoderConfig):
     qk_layernorm: bool
     use_parallel_residual: bool
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-        return read_config(
-            cls,
-            fields,
-            head_dim=head_dim,
-            norm_eps=hf_config.number(fields, "layer_norm_eps"),
-            qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
-            rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    return read_config(
+        Config,
+        fields,
+        head_dim=head_dim,
+        norm_eps=hf_config.number(fields, "layer_norm_eps"),
+        qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
+        rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -74,4 +65,4 @@ def amend(specs: Params, config: Config) -> Params:
 
 
 NAMES = Names(q_norm="q_layernorm", k_norm="k_layernorm")
-FAMILY = Family(Config=Config, layers=layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, amend=amend, doc=__doc__)

@@ -12,19 +12,10 @@ from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 3072,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 2,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 4096,
-    "norm_epsilon": 1e-05,
-    "use_bias": True,
-    "tie_word_embeddings": True,
-}
-"""Defaults of this family's config in transformers, for fields that a config.json omits."""
+    "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096, "norm_epsilon": 1e-05, "use_bias": True, "tie_word_embeddings": True
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +25,11 @@ class Config(DecoderConfig):
     bias: bool
     sliding_window: int | None
 
-    @classmethod
-    def from_hf(cls, fields: dict[str, Any]) -> "Config":
-        """Read the fields of config.json. Raises CheckpointError, naming the field that is missing or not supported."""
-        fields = hf_config.with_defaults(fields, DEFAULTS)
-        return read_config(
-            cls, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
-        )
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read_config(
+        Config, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
+    )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
@@ -57,4 +46,4 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (layer,) * config.num_layers
 
 
-FAMILY = Family(Config=Config, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)

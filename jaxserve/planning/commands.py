@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 
 from jaxserve.arguments import Parser
-from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.flags import add_config_flags, given

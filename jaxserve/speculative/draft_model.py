@@ -40,14 +40,14 @@ class DraftModel(Drafter):
         """
         assert fields is not None
         family = get_family(fields)
-        config = family.Config.from_hf(fields)
+        config = family.config(fields)
         if any(spec.keeps_state for spec in family.kv_specs(config)):
             raise ConfigError(
                 "speculative_config: model has layers that keep a state, which rejected drafts would change"
             )
         if any(source_of(spec) is not None for spec in family.kv_specs(config)):
             raise ConfigError("speculative_config: model has layers that read keys and values of others")
-        vocab_size = get_family(target).Config.from_hf(target).vocab_size
+        vocab_size = get_family(target).config(target).vocab_size
         return cls(speculation.num_drafts, family, config, context, vocab_size)
 
     @property

@@ -64,8 +64,8 @@ class Eagle3(Drafter):
         """
         assert fields is not None
         family = get_family(target)
-        of_target = family.Config.from_hf(target)
-        config = llama.Config.from_hf(fields["layer"])
+        of_target = family.config(target)
+        config = llama.FAMILY.config(fields["layer"])
         num_layers, size = of_target.num_layers, of_target.hidden_size
         taps = tuple(sorted(fields["taps"] or (2, num_layers // 2, num_layers - 3)))
         if len(set(taps)) != NUM_TAPS or not 0 <= taps[0] <= taps[-1] < num_layers:

@@ -56,7 +56,7 @@ class MTP(Drafter):
                 f"num_nextn_predict_layers is {count}"
             )
         family = get_family(target)
-        return cls(speculation.num_drafts, family, family.Config.from_hf(target), context)
+        return cls(speculation.num_drafts, family, family.config(target), context)
 
     @property
     @override

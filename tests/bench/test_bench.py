@@ -11,7 +11,8 @@ from tiny_tokenizer import byte_level
 from jaxserve.bench import bits_per_byte, full_load, host, latency, speculation, steps, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load, traced
 from jaxserve.bench.report import table
-from jaxserve.bench.workloads import LLAMA_100M, BatchShape, Job, eagle3_head, mixed_jobs, write_config
+from jaxserve.bench.shapes import LLAMA_100M, eagle3_head, write_config
+from jaxserve.bench.workloads import BatchShape, Job, mixed_jobs
 from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine import profile

@@ -1,6 +1,7 @@
 """The command: help, flags that become options, `jaxserve generate`, mistakes and interrupts."""
 
 import argparse
+import dataclasses
 import io
 import pathlib
 import re
@@ -12,7 +13,7 @@ import pytest
 
 import jaxserve.llm
 from jaxserve import cli
-from jaxserve.config import ReasoningParser, ToolCallParser
+from jaxserve.config import EngineConfig, ReasoningParser, ServerConfig, ToolCallParser
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.flags import parse_size
 from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
@@ -62,8 +63,8 @@ def test_every_field_of_the_configs_is_a_flag_of_serve(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     text = capsys.readouterr().out
-    for name in cli._ENGINE_FIELDS + cli._SERVER_FIELDS:
-        assert f"--{name.replace('_', '-')}" in text
+    for field in dataclasses.fields(EngineConfig) + dataclasses.fields(ServerConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
 
 
 def test_a_server_has_a_limit_of_requests_that_wait_and_a_program_none():

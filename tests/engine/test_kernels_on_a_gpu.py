@@ -6,7 +6,7 @@ import jax
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench.workloads import LLAMA_100M, write_config
+from jaxserve.bench.shapes import LLAMA_100M, write_config
 from jaxserve.execution.programs import model
 from jaxserve.layers import launch
 from jaxserve.llm import LLM

@@ -43,7 +43,7 @@ def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):
     assert len(ours.batches) < len(ours.outputs)
 
 
-def test_a_request_arrives_as_it_was_sent(engine):
+async def test_a_request_arrives_as_it_was_sent(engine):
     sent = EngineRequest(
         request_id="a",
         group_id="a",
@@ -56,14 +56,10 @@ def test_a_request_arrives_as_it_was_sent(engine):
         priority=-4,
         cache_salt="pepper",
     )
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([sent], sink)
-            await until(lambda: bool(sink.reasons))
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        sink = Sink()
+        x.submit([sent], sink)
+        await until(lambda: bool(sink.reasons))
     (received,) = engine.client.submitted
     assert msgspec.to_builtins(received) == msgspec.to_builtins(sent)
 
@@ -105,187 +101,140 @@ def test_a_refusal_comes_as_the_error_it_was(engine, error):
     assert vars(refusal.error()) == vars(error)
 
 
-def test_a_full_queue_is_an_error_before_anything_has_come(engine):
+async def test_a_full_queue_is_an_error_before_anything_has_come(engine):
     engine.client.refusal = QueueFull("100 are waiting", retry_after=2.5)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            frontend = Frontend(x, byte_tokenizer())
-            group = frontend.prepare([5, 6], SamplingParams(n=2), request_id="a")
-            with pytest.raises(QueueFull, match="100 are waiting") as refused:
-                await frontend.run([group], lambda *_: pytest.fail("something has come"))
-            assert refused.value.retry_after == 2.5
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        frontend = Frontend(x, byte_tokenizer())
+        group = frontend.prepare([5, 6], SamplingParams(n=2), request_id="a")
+        with pytest.raises(QueueFull, match="100 are waiting") as refused:
+            await frontend.run([group], lambda *_: pytest.fail("something has come"))
+        assert refused.value.retry_after == 2.5
 
 
-def test_a_refusal_in_the_middle_of_a_text(engine):
+async def test_a_refusal_in_the_middle_of_a_text(engine):
     error = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
     engine.play = lambda _: Script(token_ids=[7, 8], error=error)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            frontend, token_ids = Frontend(x, byte_tokenizer()), []
-            group = frontend.prepare([5, 6], SamplingParams(), request_id="a")
-            with pytest.raises(InvalidRequest, match="too complex") as refused:
-                await frontend.run([group], lambda _, delta: token_ids.extend(delta.outputs[0].token_ids))
-            assert token_ids == [7, 8]
-            assert vars(refused.value) == vars(error)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        frontend, token_ids = Frontend(x, byte_tokenizer()), []
+        group = frontend.prepare([5, 6], SamplingParams(), request_id="a")
+        with pytest.raises(InvalidRequest, match="too complex") as refused:
+            await frontend.run([group], lambda _, delta: token_ids.extend(delta.outputs[0].token_ids))
+        assert token_ids == [7, 8]
+        assert vars(refused.value) == vars(error)
 
 
 def test_a_refusal_of_an_unknown_kind_is_still_an_error():
     assert type(Refusal(kind="Surprise", message="?").error()) is JaxserveError
 
 
-def test_an_id_that_runs_is_refused_at_once(engine):
+async def test_an_id_that_runs_is_refused_at_once(engine):
     engine.play = lambda request: Script(token_ids=[], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
+    async with connected(engine, "x") as (x,):
+        x.submit([request("a")], Sink())
+        with pytest.raises(InvalidRequest, match="running already"):
             x.submit([request("a")], Sink())
-            with pytest.raises(InvalidRequest, match="running already"):
-                x.submit([request("a")], Sink())
-            with pytest.raises(InvalidRequest, match="running already"):
-                x.submit([request("b"), request("b")], Sink())
-
-    asyncio.run(run())
+        with pytest.raises(InvalidRequest, match="running already"):
+            x.submit([request("b"), request("b")], Sink())
 
 
-def test_abort_from_another_thread(engine):
+async def test_abort_from_another_thread(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a")], sink)
-            await until(lambda: bool(sink.outputs))
-            await asyncio.to_thread(x.abort, ["a", "unknown"])
-            await until(lambda: engine.client.num_running == 0)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        sink = Sink()
+        x.submit([request("a")], sink)
+        await until(lambda: bool(sink.outputs))
+        await asyncio.to_thread(x.abort, ["a", "unknown"])
+        await until(lambda: engine.client.num_running == 0)
     assert engine.client.aborted == ["a"]
 
 
-def test_requests_of_a_client_that_is_gone_are_aborted(engine):
+async def test_requests_of_a_client_that_is_gone_are_aborted(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x", "y") as (x, y):
-            mine, others = Sink(), Sink()
-            x.submit([request("a"), request("b")], mine)
-            y.submit([request("c")], others)
-            await until(lambda: len(mine.outputs) == 2 and bool(others.outputs))
-            engine.server.client_gone("x")
-            await until(lambda: engine.client.num_running == 1)
-            assert sorted(engine.client.aborted) == ["a", "b"]
-
-    asyncio.run(run())
+    async with connected(engine, "x", "y") as (x, y):
+        mine, others = Sink(), Sink()
+        x.submit([request("a"), request("b")], mine)
+        y.submit([request("c")], others)
+        await until(lambda: len(mine.outputs) == 2 and bool(others.outputs))
+        engine.server.client_gone("x")
+        await until(lambda: engine.client.num_running == 1)
+        assert sorted(engine.client.aborted) == ["a", "b"]
 
 
-def test_stats_follow_the_engine(engine):
+async def test_stats_follow_the_engine(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            x.submit([request("a")], Sink())
-            await until(lambda: x.stats().num_running == 1)
-            x.abort(["a"])
-            await until(lambda: x.stats().num_running == 0)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        x.submit([request("a")], Sink())
+        await until(lambda: x.stats().num_running == 1)
+        x.abort(["a"])
+        await until(lambda: x.stats().num_running == 0)
 
 
-def test_with_the_last_answer_nothing_runs_any_more(engine):
-    async def run():
-        async with connected(engine, "x") as (x,):
-            for number in range(20):
-                seen = asyncio.Queue()
-                x.submit([request(f"{number}")], lambda outputs, seen=seen: seen.put_nowait((outputs, x.stats())))
+async def test_with_the_last_answer_nothing_runs_any_more(engine):
+    async with connected(engine, "x") as (x,):
+        for number in range(20):
+            seen = asyncio.Queue()
+            x.submit([request(f"{number}")], lambda outputs, seen=seen: seen.put_nowait((outputs, x.stats())))
+            outputs, stats = await asyncio.wait_for(seen.get(), PATIENCE)
+            while outputs[-1].finish_reason is None:
                 outputs, stats = await asyncio.wait_for(seen.get(), PATIENCE)
-                while outputs[-1].finish_reason is None:
-                    outputs, stats = await asyncio.wait_for(seen.get(), PATIENCE)
-                assert stats.num_running == 0
-
-    asyncio.run(run())
+            assert stats.num_running == 0
 
 
-def test_calls_wait_for_their_answers(engine):
+async def test_calls_wait_for_their_answers(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x", "y") as (x, y):
-            assert await asyncio.to_thread(x.reset_prefix_cache) is True
-            x.submit([request("a")], Sink())
-            await until(lambda: engine.client.num_running == 1)
-            answers = await asyncio.gather(*(asyncio.to_thread(client.reset_prefix_cache) for client in (x, y, x, y)))
-            assert answers == [False] * 4
-
-    asyncio.run(run())
+    async with connected(engine, "x", "y") as (x, y):
+        assert await asyncio.to_thread(x.reset_prefix_cache) is True
+        x.submit([request("a")], Sink())
+        await until(lambda: engine.client.num_running == 1)
+        answers = await asyncio.gather(*(asyncio.to_thread(client.reset_prefix_cache) for client in (x, y, x, y)))
+        assert answers == [False] * 4
 
 
-def test_a_call_that_fails_is_answered(engine, caplog):
+async def test_a_call_that_fails_is_answered(engine, caplog):
     def fail(directory):
         raise RuntimeError(f"cannot write to {directory}")
 
     engine.client.start_profile = fail
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            with pytest.raises(JaxserveError, match="start_profile: cannot write to /profiles"):
-                await asyncio.wait_for(asyncio.to_thread(x.start_profile, "/profiles"), PATIENCE)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        with pytest.raises(JaxserveError, match="start_profile: cannot write to /profiles"):
+            await asyncio.wait_for(asyncio.to_thread(x.start_profile, "/profiles"), PATIENCE)
     assert "start_profile has failed" in caplog.text
 
 
-def test_a_snapshot_comes_over_the_wire(engine):
+async def test_a_snapshot_comes_over_the_wire(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            x.submit([request("a")], Sink())
-            await until(lambda: engine.client.num_output_tokens == 1)
-            assert await asyncio.to_thread(x.snapshot) == engine.client.snapshot()
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        x.submit([request("a")], Sink())
+        await until(lambda: engine.client.num_output_tokens == 1)
+        assert await asyncio.to_thread(x.snapshot) == engine.client.snapshot()
 
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["before it is sent", "before it is answered"])
-def test_a_call_ends_when_its_client_is_closed(engine, is_sent):
+async def test_a_call_ends_when_its_client_is_closed(engine, is_sent):
     has_come, gate = threading.Event(), threading.Event()
     take = engine.client.snapshot
     engine.client.snapshot = lambda: (has_come.set(), gate.wait(PATIENCE), take())[-1]
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            loop = asyncio.get_running_loop()
-            called = threading.Event()
-            answer = loop.run_in_executor(None, lambda: (called.set(), x.snapshot()))
-            assert called.wait(PATIENCE)
-            if is_sent:
-                await until(has_come.is_set)
-            x.close()
-            with pytest.raises(EngineDead, match="the connection is closed"):
-                await asyncio.wait_for(answer, PATIENCE)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        loop = asyncio.get_running_loop()
+        called = threading.Event()
+        answer = loop.run_in_executor(None, lambda: (called.set(), x.snapshot()))
+        assert called.wait(PATIENCE)
+        if is_sent:
+            await until(has_come.is_set)
+        x.close()
+        with pytest.raises(EngineDead, match="the connection is closed"):
+            await asyncio.wait_for(answer, PATIENCE)
     gate.set()
 
 
-def test_a_call_does_not_wait_for_ever(engine, monkeypatch):
+async def test_a_call_does_not_wait_for_ever(engine, monkeypatch):
     monkeypatch.setattr("jaxserve.engine.remote.CALL_TIMEOUT", 0.05)
     gate = threading.Event()
     engine.client.snapshot = lambda: gate.wait(PATIENCE)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            with pytest.raises(Unavailable, match="in a step"):
-                await asyncio.to_thread(x.snapshot)
-            gate.set()
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        with pytest.raises(Unavailable, match="in a step"):
+            await asyncio.to_thread(x.snapshot)
+        gate.set()
 
 
 def test_what_is_no_message_is_refused():

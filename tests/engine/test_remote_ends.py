@@ -21,82 +21,66 @@ from jaxserve.engine.remote import RemoteEngineClient
 from jaxserve.errors import EngineDead
 
 
-def test_the_death_of_the_engine_is_an_error_of_every_request():
+async def test_the_death_of_the_engine_is_an_error_of_every_request():
     engine = Engine()
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
+    async with connected(engine, "x", "y") as clients:
+        sinks = [Sink(), Sink()]
+        alive = []
+        for client, sink, name in zip(clients, sinks, "ab", strict=True):
 
-    async def run():
-        async with connected(engine, "x", "y") as clients:
-            sinks = [Sink(), Sink()]
-            alive = []
-            for client, sink, name in zip(clients, sinks, "ab", strict=True):
+            def take(outputs, client=client, sink=sink):
+                alive.append(client.is_alive())
+                sink(outputs)
 
-                def take(outputs, client=client, sink=sink):
-                    alive.append(client.is_alive())
-                    sink(outputs)
-
-                client.submit([request(name)], take)
-            await until(lambda: all(sink.outputs for sink in sinks))
-            assert alive == [True, True]
-            engine.client.die("the device is gone")
-            await until(lambda: all(sink.reasons for sink in sinks))
-            assert alive == [True, True, False, False]  # when the error arrives, the engine already counts as dead
-            assert [sink.outputs[-1].error for sink in sinks] == ["the device is gone"] * 2
-            with pytest.raises(EngineDead, match="device"):
-                clients[0].submit([request("c")], Sink())
-
-    asyncio.run(run())
+            client.submit([request(name)], take)
+        await until(lambda: all(sink.outputs for sink in sinks))
+        assert alive == [True, True]
+        engine.client.die("the device is gone")
+        await until(lambda: all(sink.reasons for sink in sinks))
+        assert alive == [True, True, False, False]  # when the error arrives, the engine already counts as dead
+        assert [sink.outputs[-1].error for sink in sinks] == ["the device is gone"] * 2
+        with pytest.raises(EngineDead, match="device"):
+            clients[0].submit([request("c")], Sink())
     engine.close()
     assert engine.was_alive is False
 
 
-def test_a_request_that_the_end_of_the_process_cuts_off_has_failed(engine):
+async def test_a_request_that_the_end_of_the_process_cuts_off_has_failed(engine):
     """The engine closes in good order when its parent is gone, and aborts what it runs; no client has asked for it."""
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a")], sink)
-            await until(lambda: bool(sink.outputs))
-            engine.client.close()
-            await until(lambda: bool(sink.reasons))
-            assert sink.reasons == {"a": "error"}
-            assert sink.outputs[-1].error == "the engine has stopped: it is closed"
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        sink = Sink()
+        x.submit([request("a")], sink)
+        await until(lambda: bool(sink.outputs))
+        engine.client.close()
+        await until(lambda: bool(sink.reasons))
+        assert sink.reasons == {"a": "error"}
+        assert sink.outputs[-1].error == "the engine has stopped: it is closed"
 
 
-def test_a_process_that_ends_without_a_word(engine):
+async def test_a_process_that_ends_without_a_word(engine):
     engine.play = lambda request: Script(token_ids=[5], hangs=True)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a")], sink)
-            await until(lambda: bool(sink.outputs))
-            x.engine_died("its process has ended")
-            assert not x.is_alive()
-            assert sink.reasons == {"a": "error"}
-            with pytest.raises(EngineDead, match="its process has ended"):
-                await asyncio.to_thread(x.reset_prefix_cache)
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        sink = Sink()
+        x.submit([request("a")], sink)
+        await until(lambda: bool(sink.outputs))
+        x.engine_died("its process has ended")
+        assert not x.is_alive()
+        assert sink.reasons == {"a": "error"}
+        with pytest.raises(EngineDead, match="its process has ended"):
+            await asyncio.to_thread(x.reset_prefix_cache)
 
 
-def test_silence_counts_as_death(engine, monkeypatch):
+async def test_silence_counts_as_death(engine, monkeypatch):
     monkeypatch.setattr(remote, "TICK", 0.01)
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            assert x.is_alive()
-            monkeypatch.setattr(remote, "SILENCE_LIMIT", 0.1)
-            monkeypatch.setattr(engine.server, "_send_stats", lambda: None)
-            await until(lambda: not x.is_alive())
-            with pytest.raises(EngineDead, match="nothing has been heard"):
-                x.submit([request("a")], Sink())
-
-    asyncio.run(run())
+    async with connected(engine, "x") as (x,):
+        assert x.is_alive()
+        monkeypatch.setattr(remote, "SILENCE_LIMIT", 0.1)
+        monkeypatch.setattr(engine.server, "_send_stats", lambda: None)
+        await until(lambda: not x.is_alive())
+        with pytest.raises(EngineDead, match="nothing has been heard"):
+            x.submit([request("a")], Sink())
 
 
 LISTEN = """
@@ -138,20 +122,17 @@ def test_who_was_paused_takes_nobody_for_dead(engine, monkeypatch):
             listener.kill()
 
 
-def test_a_client_may_come_before_the_engine():
-    async def run():
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
-        connecting = asyncio.create_task(RemoteEngineClient.connect(folder, "early"))
-        await asyncio.sleep(0.2)
-        assert not connecting.done()
-        fake = FakeEngineClient()
-        server = EngineServer(fake, folder)
-        running = asyncio.create_task(asyncio.to_thread(server.run))
-        client = await asyncio.wait_for(connecting, PATIENCE)
-        assert client.info == fake.info
-        client.close()
-        server.stop()
-        assert await running
-        shutil.rmtree(folder)
-
-    asyncio.run(run())
+async def test_a_client_may_come_before_the_engine():
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
+    connecting = asyncio.create_task(RemoteEngineClient.connect(folder, "early"))
+    await asyncio.sleep(0.2)
+    assert not connecting.done()
+    fake = FakeEngineClient()
+    server = EngineServer(fake, folder)
+    running = asyncio.create_task(asyncio.to_thread(server.run))
+    client = await asyncio.wait_for(connecting, PATIENCE)
+    assert client.info == fake.info
+    client.close()
+    server.stop()
+    assert await running
+    shutil.rmtree(folder)

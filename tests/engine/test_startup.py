@@ -15,7 +15,7 @@ from engine_harness import GOLDENS, Model, request, run
 from few_sizes import every_size
 from waiting import PATIENCE, wait_until
 
-from jaxserve.bench.workloads import QWEN3_30B_A3B
+from jaxserve.bench.shapes import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import device, report, sizing, startup
 from jaxserve.engine.client import EngineInfo
@@ -47,7 +47,7 @@ def test_page_cache_is_memory_to_be_had(tmp_path, monkeypatch):
 
 def test_weights_of_every_step_and_of_experts():
     family = get_family(QWEN3_30B_A3B)
-    config = family.Config.from_hf(QWEN3_30B_A3B)
+    config = family.config(QWEN3_30B_A3B)
     experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 32 + 2 * 4) * 128 * 2048
     rest = 151_936 * 2048 + 48 * 128 * 2048

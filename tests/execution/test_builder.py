@@ -9,7 +9,7 @@ from few_sizes import every_size
 from golden_folder import GOLDENS
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kind import Kind
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs

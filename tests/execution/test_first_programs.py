@@ -6,7 +6,7 @@ import jax
 import pytest
 from depths import quick_first
 
-from jaxserve.bench.workloads import LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Finish, Forward, PlainDecode
 from jaxserve.execution.programs.spec import ON_GPU, MeshSpec, StepSpec

@@ -7,7 +7,7 @@ from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.mosaic import compile_kernel, kernels_of

@@ -9,7 +9,7 @@ from golden_models import GOLDENS
 from jax.sharding import AbstractMesh, AxisType
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.layers.cache import parts_of
 from jaxserve.layers.layouts import rounded_to
@@ -36,7 +36,7 @@ def make_builder(fields, *, num_devices=1, scheme=None, without="", **sizes):
     schemes = {}
     if scheme is not None:
         family = get_family(fields)
-        schemes = rounded_to(family.param_specs(family.Config.from_hf(fields)), SCHEMES.get(scheme, scheme))
+        schemes = rounded_to(family.param_specs(family.config(fields)), SCHEMES.get(scheme, scheme))
     schemes = {name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)}
     mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
     return StepBuilder(make_spec(fields, schemes=schemes, **FEW_SIZES | sizes), mesh)
@@ -171,7 +171,7 @@ def test_every_model_has_a_table_of_paths(golden):
     family = get_family(fields)
     lines = make_builder(fields, max_model_len=64, max_num_seqs=16, max_num_batched_tokens=64).describe_paths()
     assert lines[0].startswith("decode of 1 ")
-    layers = family.layers(family.Config.from_hf(fields))
+    layers = family.layers(family.config(fields))
     attends = not all(part.keeps_state for layer in layers for part in parts_of(layer.mixer.cache_spec))
     assert all((line.count("LM head: "), line.count("attention: ")) == (1, attends) for line in lines)
     for reason in {layer.why_not_fused for layer in layers} - {None}:

@@ -8,7 +8,7 @@ import jax
 import pytest
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, QWEN3_30B_A3B
 from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
@@ -272,7 +272,7 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     fields = LLAMA_3_8B | {"num_hidden_layers": num_layers}
     family = get_family(fields)
     scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     builder = make_builder(fields, schemes=dict.fromkeys(rounded_to(specs, Scheme(codes="fp8")), scheme))
     program = compile_program(builder, make(builder))
     assert program.spill_bytes == 0
@@ -297,7 +297,7 @@ def test_steps_with_codes_of_experts(held, num_tokens):
     """The codes are read where they are: nothing of the size of an expert's weights is written."""
     fields, scheme = HELD[held]
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     schemes = {name: scheme for name in rounded_to(specs, scheme) if "experts" in name or held == "fp8"}
     builder = make_builder(fields, schemes=schemes)
     bucket = bucket_of(builder, num_tokens)
@@ -326,7 +326,7 @@ def test_prompts_with_codes_of_matrices(scheme, num_devices):
     """Each device multiplies by its codes where they are, also by those with minimums."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
     family = get_family(fields)
-    schemes = dict.fromkeys(rounded_to(family.param_specs(family.Config.from_hf(fields)), scheme), scheme)
+    schemes = dict.fromkeys(rounded_to(family.param_specs(family.config(fields)), scheme), scheme)
     builder = make_builder(fields, num_devices, schemes=schemes)
     program = compile_program(builder, forward_of_512_tokens(builder))
     assert program.spill_bytes == 0

@@ -230,7 +230,7 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
     """
     family = replace(smollm3.FAMILY, layers=mixed_layers)
     fields = FIELDS | {"head_dim": 16, "num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 3}
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     params, mesh, rng = make_params(family, config), None, np.random.default_rng(0)
     shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 16)
     pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(9)]

@@ -9,7 +9,7 @@ import pytest
 from depths import quick_first
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.layers import activations, mlp
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.context import StepContext
@@ -113,7 +113,7 @@ def compile_prefill(num_tokens=8192, num_blocks=1024):
     """Compile a layer of Llama 3 8B over one prompt for an H200."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = with_explicit_axes(h200_mesh((1,), ("tensor",)))
     dtype = np.dtype(jnp.bfloat16)
     params = abstract_params(family.param_specs(config), dtype=dtype, mesh=mesh)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from paged import empty_cache, make_batch
 
-from jaxserve.bench.workloads import DEEPSEEK_V2_LITE
+from jaxserve.bench.shapes import DEEPSEEK_V2_LITE
 from jaxserve.execution.kv_cache import abstract_kv_cache, block_bytes
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.latent_attention import LatentAttention, LatentHeads, PagedLatent
@@ -74,7 +74,7 @@ def test_steps_of_deepseek_for_an_h200(num_tokens, is_decode_only, num_devices):
     """A layer without experts and one with them use the same kernels, and neither copies the pool."""
     fields = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh, num_rows = with_explicit_axes(h200_mesh((num_devices,), ("tensor",))), 16
     bfloat16 = np.dtype(jnp.bfloat16)
     params = abstract_params(family.param_specs(config), dtype=bfloat16, mesh=mesh)

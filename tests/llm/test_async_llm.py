@@ -150,7 +150,7 @@ def test_options_of_vllm_that_need_nothing_are_taken_and_logged(owner, options, 
         (
             {"enable_lora": True, "max_loras": 2, "speculative_model": "a", "block_size": 3, "max_num_seqs": 0},
             "enable_lora, max_loras: instead: merge the adapter into the model with peft before it is served; "
-            "speculative_model: not supported; max_num_seqs must be at least 1, got 0; block_size must be a power",
+            "speculative_model: not supported; max_num_seqs must be in [1, 2147483647], got 0; block_size must be",
         ),
     ],
 )

@@ -76,14 +76,14 @@ def test_numbers_of_rotary_embedding(tmp_path, parameters, name, value):
 def test_every_number_of_every_family_is_bounded(model_type):
     fields = read_config(ONE_OF_EACH[model_type] / "config.json")
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     complaints = {}
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         for senseless in (10**30, float("inf"), float("nan"), 10**400):
             try:
-                assert family.Config.from_hf(fields | {name: senseless}) == config, f"{name} is not checked"
+                assert family.config(fields | {name: senseless}) == config, f"{name} is not checked"
             except CheckpointError as error:
                 complaints[name] = str(error)
     assert [name for name, complaint in complaints.items() if name not in complaint] == []
@@ -97,7 +97,7 @@ def test_the_largest_numbers_are_listed_in_seconds(model_type):
     for name in fields.keys() & MAXIMA.keys() - {"num_hidden_layers", "n_layer"}:  # slow with every call checked
         began = time.thread_time()
         try:
-            config = family.Config.from_hf(fields | {name: int(MAXIMA[name])})
+            config = family.config(fields | {name: int(MAXIMA[name])})
             family.param_specs(config)
             family.kv_specs(config)
         except CheckpointError:

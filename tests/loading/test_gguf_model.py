@@ -38,7 +38,7 @@ LLAMA = {
 def load(path):
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     return (
         load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False),
@@ -63,7 +63,7 @@ def random_llama():
 
 def random_tensors(fields):
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     rng = np.random.default_rng(3)
     return {
         name: rng.normal(size=shape).astype(np.float32)
@@ -206,7 +206,7 @@ def test_config_and_weights_of_the_safetensors(tmp_path, name):
     params, config, family, mesh = load(tmp_path / "m.gguf")
     epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
     fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | unsaid
-    assert config == family.Config.from_hf(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
+    assert config == family.config(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
     whole = load_weights(GOLDENS / name, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
 
@@ -284,7 +284,7 @@ def test_linear_rope_and_biases(tmp_path):
     tensors = tensors_of(name)
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=rope)
     params, config, family, mesh = load(tmp_path / "m.gguf")
-    expected = family.Config.from_hf(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
+    expected = family.config(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
     assert config.rope == expected.rope
     whole = load_weights(GOLDENS / name, family.param_specs(expected), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
@@ -294,11 +294,11 @@ def test_linear_rope_and_biases(tmp_path):
 def test_rope_is_linear_unless_the_file_says_otherwise(tmp_path, key):
     embedding = {"model.embed_tokens.weight": np.ones((48, 64), np.float32)}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata={f"llama.{key}": 4.0})
-    config = get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf"))
+    config = get_family(LLAMA).config(load_config(tmp_path / "m.gguf"))
     assert config.rope.scaling == LinearScaling(factor=4.0)
     plain = {f"llama.{key}": 4.0, "llama.rope.scaling.type": "none"}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=plain)
-    assert get_family(LLAMA).Config.from_hf(load_config(tmp_path / "m.gguf")).rope.scaling is None
+    assert get_family(LLAMA).config(load_config(tmp_path / "m.gguf")).rope.scaling is None
 
 
 YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
@@ -320,8 +320,8 @@ def test_yarn(tmp_path, metadata, parameters):
     keys = YARN | {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, embedding, metadata=keys)
     rope = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0} | parameters}
-    config = get_family(LLAMA).Config
-    assert config.from_hf(load_config(tmp_path / "m.gguf")).rope == config.from_hf(LLAMA | rope).rope
+    read = get_family(LLAMA).config
+    assert read(load_config(tmp_path / "m.gguf")).rope == read(LLAMA | rope).rope
 
 
 def test_experts_are_quantized_together(tmp_path):

@@ -23,7 +23,7 @@ def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monk
     tensors["model.layers.0.self_attn.o_proj.weight"] = np.ones((64, 64), np.int32)
     gguf_files.write_model(path, LLAMA, tensors)
     family = get_family(LLAMA)
-    specs = family.param_specs(family.Config.from_hf(LLAMA))
+    specs = family.param_specs(family.config(LLAMA))
     monkeypatch.setattr(jax, "device_put", None)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     with pytest.raises(CheckpointError) as error:

@@ -68,7 +68,7 @@ def wrap(folder, name, model_type, form="transformers 5", **outer):
 def params_of(folder):
     fields = load_config(folder)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     return config, load_params(
         folder, family.param_specs(config), dtype=np.dtype(np.float32), mesh=mesh, progress=False
@@ -102,7 +102,7 @@ def test_all_wrappers(tmp_path, model_type):
 
 
 def family_config(fields):
-    return get_family(fields).Config.from_hf(fields)
+    return get_family(fields).config(fields)
 
 
 @pytest.mark.parametrize("model_type", sorted(WRAPPERS.keys() & CONFIG_MAPPING.keys()))

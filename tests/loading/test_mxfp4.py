@@ -56,7 +56,7 @@ def checkpoint(tmp_path):
 
 def load(path, tensors):
     save_file(tensors, path / "model.safetensors")
-    specs = gpt_oss.FAMILY.param_specs(gpt_oss.Config.from_hf(load_config(path)))
+    specs = gpt_oss.FAMILY.param_specs(gpt_oss.FAMILY.config(load_config(path)))
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     return load_params(path, specs, dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
 

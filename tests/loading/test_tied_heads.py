@@ -65,7 +65,7 @@ def other_head(path, tensors):
 def load(path):
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     return config, load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
 

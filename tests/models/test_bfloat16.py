@@ -25,7 +25,7 @@ def test_bfloat16_step(golden):
     dtype = jnp.dtype(jnp.bfloat16)
     fields = load_config(golden)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype_in(dtype)), leaf_specs(family.param_specs(config))
     )

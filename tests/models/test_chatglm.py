@@ -10,7 +10,7 @@ CHATGLM = {"model_type": "chatglm", "padded_vocab_size": 65024, "multi_query_att
 
 def read(**fields):
     fields = CHATGLM | fields
-    return get_family(fields).Config.from_hf(fields)
+    return get_family(fields).config(fields)
 
 
 @pytest.mark.parametrize("name", [{}, {"_name_or_path": "x/chatglm2-6b-32k"}, {"_name_or_path": None}])

@@ -27,7 +27,7 @@ def completed(fields):
 def read(fields):
     """Return the family's Config, or the error about the fields."""
     try:
-        return get_family(fields).Config.from_hf(fields)
+        return get_family(fields).config(fields)
     except CheckpointError as error:
         return str(error)
 

@@ -29,20 +29,20 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 def read(model_type, **changes):
     fields = FIELDS | {"model_type": model_type} | changes
-    return get_family(fields).Config.from_hf(fields)
+    return get_family(fields).config(fields)
 
 
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.name)
 def test_senseless_fields_are_named_or_not_read(path):
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
-    assert hash(config) == hash(family.Config.from_hf(fields))
+    config = family.config(fields)
+    assert hash(config) == hash(family.config(fields))
     complaints = {}
     for name, value in fields.items():
         senseless = -1 if isinstance(value, int | float) and not isinstance(value, bool) else "senseless"
         try:
-            assert family.Config.from_hf(fields | {name: senseless}) == config, f"{name} is not checked"
+            assert family.config(fields | {name: senseless}) == config, f"{name} is not checked"
         except CheckpointError as error:
             complaints[name] = str(error)
     vocabulary = "padded_vocab_size" if fields["model_type"] == "chatglm" else "vocab_size"

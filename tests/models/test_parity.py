@@ -77,7 +77,7 @@ def test_random_weights(model_type):
     """
     fields = next(fields for fields in map(load_config, GOLDENS) if fields["model_type"] == model_type)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
 

@@ -41,7 +41,7 @@ GPT2 = {"n_embd": 64, "n_inner": 96, "n_layer": 1, "n_head": 8, "n_positions": 6
 def quantized_specs(model_type, quantization):
     fields = fields_of(model_type, **SIZES) | (GPT2 if model_type == "gpt2" else {})
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     specs = family.param_specs(config)
     schemes = rounded_to(specs, SCHEMES[quantization])
     return with_schemes(specs, schemes, dtype=FLOAT32), config, family
@@ -103,7 +103,7 @@ def test_each_device_has_the_codes_and_scales_of_its_values(num_devices, changes
     specs = quantized_specs("llama", quantization)[0]
     fields = fields_of("llama", **SIZES) | changes
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     specs = with_schemes(specs, rounded_to(specs, SCHEMES[quantization]), dtype=FLOAT32)
     mesh = make_mesh(tensor=num_devices)
     params = draw(specs, mesh)

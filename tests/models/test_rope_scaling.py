@@ -42,8 +42,8 @@ def test_frequencies_and_factors(name):
 
 
 def test_dynamic_rope_stretches_only_for_a_context_beyond_the_original():
-    plain = llama.Config.from_hf(FIELDS)
-    config = llama.Config.from_hf(FIELDS | {"rope_parameters": DYNAMIC})
+    plain = llama.FAMILY.config(FIELDS)
+    config = llama.FAMILY.config(FIELDS | {"rope_parameters": DYNAMIC})
     assert max_context(config) == 2048
     for context in (7, 512):
         served = with_context(config, context)
@@ -55,8 +55,8 @@ def test_dynamic_rope_stretches_only_for_a_context_beyond_the_original():
 
 
 def test_longrope_takes_long_factors_only_for_a_context_beyond_the_original():
-    plain = llama.Config.from_hf(FIELDS)
-    config = llama.Config.from_hf(FIELDS | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}})
+    plain = llama.FAMILY.config(FIELDS)
+    config = llama.FAMILY.config(FIELDS | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}})
     assert max_context(config) == 512
     for context, factors in ((64, "short_factor"), (65, "long_factor"), (512, "long_factor")):
         stretch = frequencies(plain.rope) / frequencies(with_context(config, context).rope)
@@ -64,18 +64,18 @@ def test_longrope_takes_long_factors_only_for_a_context_beyond_the_original():
 
 
 def test_yarn_serves_its_factor_times_the_original_context():
-    config = llama.Config.from_hf(FIELDS | {"rope_parameters": YARN})
+    config = llama.FAMILY.config(FIELDS | {"rope_parameters": YARN})
     assert max_context(config) == 2048
     assert with_context(config, 2048).rope == config.rope
-    config = llama.Config.from_hf(FIELDS | {"rope_parameters": YARN, "max_position_embeddings": 4096})
+    config = llama.FAMILY.config(FIELDS | {"rope_parameters": YARN, "max_position_embeddings": 4096})
     assert max_context(config) == 4096
-    assert max_context(llama.Config.from_hf(FIELDS)) == 512
+    assert max_context(llama.FAMILY.config(FIELDS)) == 512
 
 
 @pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize(("factor", "context"), [(4.0, 2048), (2, 1024), (1.5, 768), (1, 512), (65536, 2**24)])
 def test_linear_scaling_serves_its_factor_times_the_context(style, factor, context):
-    config = llama.Config.from_hf(FIELDS | {style: {"rope_type": "linear", "factor": factor}})
+    config = llama.FAMILY.config(FIELDS | {style: {"rope_type": "linear", "factor": factor}})
     assert (config.max_position_embeddings, max_context(config)) == (512, context)
     assert with_context(config, context).rope == config.rope
 
@@ -83,7 +83,7 @@ def test_linear_scaling_serves_its_factor_times_the_context(style, factor, conte
 def test_what_counts_the_scaling_already_is_not_stretched_twice():
     """Gemma 3 4B: a factor of 8, and 131,072 positions with it."""
     linear = {"rope_type": "linear", "factor": 8.0}
-    config = gemma3.Config.from_hf({"rope_scaling": linear})
+    config = gemma3.FAMILY.config({"rope_scaling": linear})
     assert (config.rope.scaling.factor, max_context(config)) == (8.0, 131_072)
 
 
@@ -99,12 +99,12 @@ def test_what_counts_the_scaling_already_is_not_stretched_twice():
 )
 def test_the_context_of_llama_1(changes, context):
     fields = {name: value for name, value in FIELDS.items() if name != "max_position_embeddings"}
-    assert llama.Config.from_hf(fields | changes).max_position_embeddings == context
+    assert llama.FAMILY.config(fields | changes).max_position_embeddings == context
 
 
 def test_what_rope_scaling_says_counts_where_both_styles_are_there():
     both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
-    assert llama.Config.from_hf(FIELDS | both).rope.scaling == LinearScaling(factor=2.0)
+    assert llama.FAMILY.config(FIELDS | both).rope.scaling == LinearScaling(factor=2.0)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_rope_scaling_says_counts_where_both_styles_are_there():
 )
 def test_what_cannot_be_scaled_is_refused(changes, message):
     with pytest.raises(CheckpointError, match=message):
-        llama.Config.from_hf(FIELDS | changes)
+        llama.FAMILY.config(FIELDS | changes)
 
 
 WITHOUT_ROPE = {"bloom", "gpt2", "gptj", "mamba2", "nemotron_h", "opt"}
@@ -152,10 +152,10 @@ def test_ropes_by_layer_type_are_refused_by_every_family_that_has_one(model_type
     ropes = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
     fields = ONE_OF_EACH[model_type] | {"rope_parameters": ropes, "rope_scaling": None}
     with pytest.raises(CheckpointError, match=r"rope_parameters (by layer type|\{.* is not supported)"):
-        FAMILIES[model_type].Config.from_hf(fields)
+        FAMILIES[model_type].config(fields)
 
 
 def test_layer_types_that_no_gemma_has():
     ropes = {"full_attention": {"rope_theta": 5e5}, "chunked_attention": {"rope_theta": 1e4}}
     with pytest.raises(CheckpointError, match="must be an object of full_attention and sliding_attention"):
-        gemma3.Config.from_hf({"rope_parameters": ropes})
+        gemma3.FAMILY.config({"rope_parameters": ropes})

@@ -23,7 +23,7 @@ def test_golden_story(test_data, tmp_path, stored_as):
         convert(str(published), path, progress=False)
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     params = load_weights(path, family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))

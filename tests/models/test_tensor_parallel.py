@@ -144,7 +144,7 @@ def test_two_all_reduces_a_layer_and_no_cache_moves(num_kv_heads):
 def test_every_matrix_of_a_layer_is_split(model_type):
     fields = fields_of(model_type) | GPT_FIELDS | OPT_FIELDS
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     layer = layouts(specs, make_mesh(tensor=4))["layers"][0]
     splits = jax.tree.map(
         lambda spec, weight: all(
@@ -178,6 +178,6 @@ def test_every_matrix_of_a_layer_is_split(model_type):
 def test_sizes_that_do_not_divide_are_refused(changes, numbers):
     fields = FIELDS | {"model_type": "llama"} | changes
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     with pytest.raises(ConfigError, match=numbers):
         layouts(specs, make_mesh(tensor=4))

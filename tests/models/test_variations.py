@@ -50,7 +50,7 @@ def served(directory):
     try:
         fields = load_config(directory)
         family = get_family(fields)
-        return family, family.Config.from_hf(fields)
+        return family, family.config(fields)
     except CheckpointError:
         return None
 

@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import constraints as cs
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from step_specs import make_spec
 
-from jaxserve.bench.workloads import LLAMA_3_8B
+from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.layers.sharding import with_explicit_axes
 from pallas_kernels import jax_internals

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import cli
 from jaxserve.bench.latency import LatencyRun, TimedBatch
-from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
 from jaxserve.errors import ConfigError, OutOfMemory

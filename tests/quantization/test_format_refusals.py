@@ -37,7 +37,7 @@ def load(path):
     fields = load_config(path)
     family = get_family(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     return load_params(path, specs, dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
 
 

@@ -272,7 +272,7 @@ def write_q4_k_m(path):
     family, rng = get_family(fields), np.random.default_rng(3)
     tensors = {
         name: rng.normal(size=shape).astype(np.float32)
-        for spec in jax.tree.leaves(family.param_specs(family.Config.from_hf(fields)))
+        for spec in jax.tree.leaves(family.param_specs(family.config(fields)))
         for name, shape in zip(spec.source, spec.source_shapes, strict=True)
     }
     stored, kinds = gguf_files.convert_tensors(fields, tensors), {}
@@ -295,7 +295,7 @@ def test_a_gguf_file_of_mixed_types_is_held_exactly(tmp_path, num_devices):
     write_q4_k_m(tmp_path / "m.gguf")
     fields = load_config(tmp_path / "m.gguf")
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
     held = stored_specs(tmp_path / "m.gguf", specs, dtype=FLOAT32, quantization=None)
     assert {name: scheme.codes for name, scheme in schemes_of(held).items()} == {
@@ -391,6 +391,6 @@ def test_a_quantized_config_without_weights_has_the_same_schemes(tmp_path):
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     fields = load_config(tmp_path)
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     found = schemes_of(stored_specs(tmp_path, specs, dtype=FLOAT32, quantization=None))
     assert found == schemes_of(stored_specs(path, specs, dtype=FLOAT32, quantization=None)) != {}

@@ -255,7 +255,7 @@ def from_files(folder, kind):
         fields = load_config(GOLDENS / "glm4_moe_qk_norm")
         options = {"method": "mtp"}
     family = get_family(fields)
-    specs = family.param_specs(family.Config.from_hf(fields))
+    specs = family.param_specs(family.config(fields))
     if kind == "mtp":
         specs = {"model": specs, "further": make_drafter(parse_speculation(options), fields, None, context=96).specs()}
     model = write_random(folder, fields, specs)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.workloads import LLAMA_100M
+from jaxserve.bench.shapes import LLAMA_100M
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.layouts import layouts
 from jaxserve.layers.peers import abstract_peers
@@ -57,7 +57,7 @@ def make_cache(pools):
 def make_model(model_type, **changes):
     fields = FIELDS | {"model_type": model_type, "head_dim": 16} | changes
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     return family, config, make_params(family, config)
 
 

@@ -51,7 +51,7 @@ class Model:
         fields = ({} if name is None else load_config(GOLDENS / name)) | (changes or {})
         self.speculation = speculation
         self.family = get_family(fields)
-        config = self.family.Config.from_hf(fields)
+        config = self.family.config(fields)
         self.config = with_context(config, MAX_MODEL_LEN)
         self.vocab_size = self.config.vocab_size
         self.mesh = mesh = mesh or jax.make_mesh(

@@ -37,7 +37,7 @@ def load_golden(path):
     """(params, config, family, arrays of golden.npz, mesh) of one golden, on one device."""
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     params = load_params(path, family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
     return params, config, family, np.load(path / "golden.npz"), mesh

@@ -190,7 +190,7 @@ def random_model(model_type, mesh, **changes):
     """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
     fields = fields_of(model_type, **changes)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     specs = family.param_specs(config)
     rng = np.random.default_rng(3)
 

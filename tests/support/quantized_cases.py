@@ -122,7 +122,7 @@ def write_models(folder, config, make):
     family = get_family(fields)
     rng = np.random.default_rng(7)
     quantized, floats = {}, {}
-    for spec in jax.tree.leaves(family.param_specs(family.Config.from_hf(fields))):
+    for spec in jax.tree.leaves(family.param_specs(family.config(fields))):
         for name, shape in zip(spec.source, spec.source_shapes, strict=True):
             if is_linear(name):
                 named = {"name": name.removesuffix(".weight")} if hasattr(make, "takes_name") else {}

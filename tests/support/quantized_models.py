@@ -39,7 +39,7 @@ PROMPTS = [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist(
 def specs_of(path):
     fields = load_config(path)
     family = get_family(fields)
-    return family.param_specs(family.Config.from_hf(fields))
+    return family.param_specs(family.config(fields))
 
 
 def write_random(path, fields):
@@ -102,7 +102,7 @@ def naive_tokens(path, quantization):
     """Return the tokens of full forward passes with plain arrays of the dequantized values in float32."""
     fields = load_config(path)
     family = get_family(fields)
-    config = family.Config.from_hf(fields)
+    config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     specs = stored_specs(path, family.param_specs(config), dtype=FLOAT32, quantization=quantization)
     params = jax.tree.map(

@@ -13,11 +13,9 @@ from jaxserve.arguments import Parser
 from jaxserve.bench.flags import add_flag, add_number, add_shape, positive
 from jaxserve.bench.served import served, write_tokenizer
 from jaxserve.bench.serving.options import CURVE_FIELDS, ServingOptions
-from jaxserve.bench.workloads import SHAPES, write_config
+from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given
-
-_SERVING_FIELDS = tuple(field.name for field in dataclasses.fields(ServingOptions))
 
 
 def add_serving_commands(add: Callable[[str, str, Callable[[argparse.Namespace], int | None]], Parser]) -> None:
@@ -107,7 +105,7 @@ def _curve(args: argparse.Namespace) -> int:
 def _serving(args: argparse.Namespace) -> int:
     with _needs_bench():
         from jaxserve.bench.serving.run import run
-    options: dict[str, Any] = given(args, _SERVING_FIELDS)
+    options: dict[str, Any] = given(args, ServingOptions)
     if args.served_model_name is not None:
         options = {"tokenizer": options.get("model")} | options | {"model": args.served_model_name}
     if args.host is not None or args.port is not None:

@@ -63,7 +63,7 @@ class StepModel:
         on this mesh. Raises CheckpointError or ConfigError if the model cannot run there.
         """
         family = get_family(spec.model)
-        config = family.Config.from_hf(spec.model)
+        config = family.config(spec.model)
         self.family = family
         self.dtype = jnp.dtype(spec.dtype)
         self.num_static_scales = sum(scales is not None for scales in spec.kv_scales)
