@@ -226,6 +226,12 @@ class EngineConfig:
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
     )
+    watchdog_timeout: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = _option(
+        300.0,
+        "execution",
+        "seconds in which a step's results must come, compilation not counted: after that the engine is taken to hang, "
+        "and has died; 0: no limit",
+    )
     dequantize: bool | None = _option(
         None,
         "quantization",

@@ -154,6 +154,7 @@ class LocalModel:
         enable_expert_parallel: bool = False,
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
+        watchdog_timeout: float = 300.0,
         dequantize: bool | None = None,
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,

@@ -10,7 +10,6 @@ fewer. The requests that a replica had when it died fail, all others are answere
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
@@ -23,7 +22,7 @@ from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissin
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
 
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.engine.router import PrefixRouter, prompt_chunks
+from jaxserve.engine.router import PrefixRouter, prompt_bytes, prompt_chunks
 from jaxserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +32,6 @@ MAX_REPLICAS = 64
 
 BYTES_OF_CACHE = 2**22
 """Bytes of prompts that a replica's prefix cache is taken to hold."""
-
-PROMPTS = ("system", "instructions", "messages", "prompt", "input")
-"""Fields of bodies that are prompts, in the order in which templates have them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +196,6 @@ _SCOPE = (
     *("client", "server"),
 )
 """What an application is told of a request."""
-
-
-def prompt_bytes(body: bytes) -> bytes:
-    """Return the prompt of a request as bytes: equal beginnings of prompts are equal beginnings of these."""
-    with contextlib.suppress(ValueError):
-        fields = json.loads(body)
-        if isinstance(fields, Mapping):
-            return b"".join(json.dumps(fields[name]).encode() for name in PROMPTS if name in fields)
-    return b""
 
 
 def app(arguments: Mapping[str, Any]) -> Any:

@@ -27,11 +27,11 @@ BY_CHECKPOINT = "by checkpoint"
 """The method if none is named: what kind of drafter `model` is."""
 
 SAME = {"ngram_gpu": "ngram", "[ngram]": "ngram"} | dict.fromkeys(
-    ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"), "mtp"
+    ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"
 )
 """Other names of these: lookup always runs on the device, and the target's family says what its further layer is."""
 
-PLANNED = ("eagle", "qwen3_next_mtp", "mlp_speculator", "dflash")
+PLANNED = ("eagle", "mlp_speculator", "dflash")
 REFUSED = {
     "suffix": "ngram with a prompt_lookup_max of 24 drafts as well from a request's own tokens",
     "medusa": "its heads guess each token without the ones before it, and EAGLE superseded them",

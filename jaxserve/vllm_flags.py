@@ -81,7 +81,7 @@ _ONLY_OURS = (
     "disable-additional-properties kernels keep-alive-timeout kv-cache-memory log-format log-level max-body-size "
     "max-cached-states "
     "max-num-waiting max-stored-responses metrics-names overlap pooling profile-dir programs quantize-activations "
-    "receive-timeout request-timeout response-ttl scheduler send-timeout warmup"
+    "receive-timeout request-timeout response-ttl scheduler send-timeout warmup watchdog-timeout"
 )
 ONLY_OURS = tuple(f"--{name}" for name in _ONLY_OURS.split())
 """Flags of `jaxserve serve` that `vllm serve` does not have."""

@@ -155,6 +155,7 @@ NO_JAX = (
     "jaxserve.loading.gguf_config",
     "jaxserve.loading.gguf_decoder",
     "jaxserve.loading.gguf_families",
+    "jaxserve.loading.gguf_mixtures",
     "jaxserve.loading.gguf_keys",
     "jaxserve.loading.gguf_rope",
     "jaxserve.loading.gguf_names",

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, override
+from typing import TYPE_CHECKING, Any, ClassVar, override
 
 import jax
 import jax.extend
@@ -42,6 +42,12 @@ WARM_UP_INTERVAL = 0.1
 
 MAX_WAITING_SHOWN = 64
 """Waiting requests that a snapshot has: the queue may be long."""
+
+
+WATCH_INTERVAL = 1.0
+"""Seconds in which the time of a wait for the device is counted. Only time in which this process runs is: while it is
+paused, or its machine is, no step can end.
+"""
 
 
 type _TakenSnapshot = concurrent.futures.Future[tuple[EngineStats, int, SchedulerSnapshot]]
@@ -76,7 +82,9 @@ class LocalEngineClient(EngineClient):
     is_in_copy: ClassVar[bool] = False
     """True if os.fork made this process from one with an engine: neither the engine nor jax works here."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None):
+    def __init__(
+        self, engine: Engine, info: EngineInfo, *, max_num_waiting: int | None = None, watchdog_timeout: float = 0.0
+    ):
         self.info = info
         self._engine = engine
         self._max_num_waiting = max_num_waiting
@@ -92,11 +100,16 @@ class LocalEngineClient(EngineClient):
         self._published = 0.0
         self._is_closing = False
         self._is_freed = False
+        self._is_hung = False
         self._is_profiling = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
+        if watchdog_timeout:
+            threading.Thread(
+                target=self._watch, args=(watchdog_timeout,), name="jaxserve-watchdog", daemon=True
+            ).start()
         xla_clients = tuple(jax.extend.backend.backends().values())
         os.register_at_fork(after_in_child=functools.partial(_after_fork, weakref.ref(self), xla_clients))
 
@@ -127,7 +140,8 @@ class LocalEngineClient(EngineClient):
                 engine, info = start_engine(config, mesh=mesh, progress=progress, workers=workers)
                 on_error.callback(engine.close)
             on_error.pop_all()
-        return cls(engine, info, max_num_waiting=config.max_num_waiting)
+        limits: dict[str, Any] = {name: getattr(config, name) for name in ("max_num_waiting", "watchdog_timeout")}
+        return cls(engine, info, **limits)
 
     @override
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:
@@ -220,6 +234,8 @@ class LocalEngineClient(EngineClient):
         with while_waiting_for_threads():
             if threading.current_thread() is not self._thread:
                 self._ended.wait()  # interrupted in Thread.join, Python 3.12 takes the thread for ended
+                if self._is_hung:
+                    return  # neither its thread nor the device would ever be done
                 self._thread.join()
             with self._condition:
                 is_first, self._is_freed = not self._is_freed, True
@@ -252,6 +268,8 @@ class LocalEngineClient(EngineClient):
         try:
             while self._take_commands():
                 outputs = self._engine.step()
+                if self._is_hung:
+                    return
                 if not self._engine.has_requests:
                     self._stats = self._engine.stats()  # the receiver of the last answer must see that nothing runs
                 self._deliver(outputs)
@@ -260,6 +278,25 @@ class LocalEngineClient(EngineClient):
             logger.exception("the engine has stopped")
             with self._condition:
                 self._error = error
+        try:
+            self._end_all()
+        finally:
+            self._ended.set()
+
+    def _watch(self, timeout: float) -> None:
+        """End all requests when the engine has waited for the device for `timeout` seconds. It is left alone then."""
+        waited, seen, interval, ended = 0.0, 0, min(WATCH_INTERVAL, timeout), self._ended
+        while not ended.wait(interval):
+            waits = self._engine.num_waits
+            waited, seen = (waited + interval if waits % 2 and waits == seen else 0.0), waits
+            if waited >= timeout:
+                break
+        else:
+            return
+        logger.error("a step has not ended for %g s: the engine hangs", timeout)
+        with self._condition:
+            self._is_hung = True
+            self._error = TimeoutError(f"a step has not ended for {timeout:g} s, the limit by watchdog_timeout")
         try:
             self._end_all()
         finally:
@@ -336,6 +373,7 @@ class LocalEngineClient(EngineClient):
         with self._condition:
             self._heard = dict(self._listeners)
             reset, snapshots = self._reset, self._snapshots
+            self._reset, self._snapshots = None, []
         self._deliver([EngineOutput(request_id=i, finish_reason=reason, error=message) for i in self._heard])
         if reset is not None:
             reset.set_result(False)

@@ -6,6 +6,7 @@ main thread reads the clients' messages and sends the stats; it never waits for 
 
 import collections
 import contextlib
+import faulthandler
 import gc
 import logging
 import pathlib
@@ -22,7 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import wire
 from jaxserve.engine.client import EngineClient, EngineStats
 from jaxserve.engine.early import start_early, wake_devices
-from jaxserve.engine.subprocesses import Parent, run_child
+from jaxserve.engine.subprocesses import GRACE_SECONDS, Parent, run_child
 from jaxserve.errors import JaxserveError
 from jaxserve.request import EngineOutput, EngineRequest, Refusal
 
@@ -112,7 +113,10 @@ class EngineServer:
             self._send_stats()
         is_alive = self._client.is_alive()
         if not is_alive:
-            self._on_death(self._reason())
+            reason = self._reason()
+            for peer in self._peers.values():
+                peer.send(wire.Died(reason))  # those without requests have not heard of it
+            self._on_death(reason)
         self._client.close()
         for peer in self._peers.values():
             peer.close(linger_seconds=0 if is_alive else LINGER_SECONDS)
@@ -204,8 +208,11 @@ class EngineServer:
                 peer.send(wire.Stats(stats))
 
 
-def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
-    """Serve `client` until the parent closes this process or the engine dies. Returns the exit code."""
+def serve(parent: Parent, client: EngineClient, folder: pathlib.Path, *, end_seconds: float = GRACE_SECONDS) -> int:
+    """Serve `client` until the parent closes this process or the engine dies. Returns the exit code.
+
+    After the engine's death the process ends within `end_seconds`: the exit of one whose device hangs would hang too.
+    """
     server = EngineServer(client, folder, on_death=parent.answer)
 
     def on_command(command: str) -> None:
@@ -215,7 +222,10 @@ def serve(parent: Parent, client: EngineClient, folder: pathlib.Path) -> int:
 
     parent.on_command, parent.on_end = on_command, server.stop
     parent.answer()
-    return 0 if server.run() else 1
+    if server.run():
+        return 0
+    faulthandler.dump_traceback_later(end_seconds, exit=True)
+    return 1
 
 
 def _main(parent: Parent) -> int:

@@ -7,8 +7,10 @@ its cache still has: an LRU list of chunks of prompts for each, as long as the c
 
 import array
 import collections
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt that are known together. A shorter common prefix is not worth sending a request anywhere."""
@@ -22,6 +24,9 @@ LOAD_SLACK = 8
 the fewest, and LOAD_SLACK.
 """
 
+PROMPTS = ("system", "instructions", "messages", "prompt", "input")
+"""Fields of bodies that are prompts, in the order in which templates have them."""
+
 
 def prompt_chunks(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
     """Return the hashes of a prompt's full chunks, each with all before it; those of different salts differ."""
@@ -34,6 +39,15 @@ def prompt_chunks(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
         last = digest.digest()
         chunks.append(last)
     return chunks
+
+
+def prompt_bytes(body: bytes) -> bytes:
+    """Return the prompt of a request as bytes: equal beginnings of prompts are equal beginnings of these."""
+    with contextlib.suppress(ValueError):
+        fields = json.loads(body)
+        if isinstance(fields, Mapping):
+            return b"".join(json.dumps(fields[name]).encode() for name in PROMPTS if name in fields)
+    return b""
 
 
 class PrefixRouter:

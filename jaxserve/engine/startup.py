@@ -39,7 +39,7 @@ from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import schemes_of, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.sharding import mesh_axes, num_shards
+from jaxserve.layers.sharding import DATA, mesh_axes, num_shards
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -116,6 +116,11 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     meshes: list[Any] = stage_meshes(mesh)
     speculation, path, fields = checkpoint.drafter
     drafter = make_drafter(speculation, checkpoint.fields, fields, context=checkpoint.max_model_len)
+    if drafter is not None and mesh.shape.get(DATA, 1) > 1:
+        raise ConfigError(
+            f"speculative_config: drafters with weights split no tokens, but mesh has an axis {DATA!r} of "
+            f"{mesh.shape[DATA]}: make it an axis 'tensor', or take the method ngram"
+        )
     if drafter is not None and path is None:
         specs["drafter"] = drafter.specs()
     specs = choose_weights(config, checkpoint.path, checkpoint.fields, specs, **of_device)

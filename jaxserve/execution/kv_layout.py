@@ -6,6 +6,10 @@ and the layers of all groups use the same g pools. So a block, which is one bloc
 whichever group it is given to, and memory is never divided between layers that keep everything and layers that forget.
 Gemma 3 with 4 layers of one kind and 22 of the other has g = 4, and the last of its 7 groups leaves two pools unused.
 
+Layers of two shapes, as in Gemma 4, have groups and pools of their own. A block is one of every pool all the same, so
+the pools of one shape are empty in blocks of the other's groups. Where sequences are long, that takes less memory than
+one group that gives no block back. `TYPICAL_LENGTH` decides whether there are several groups, and how large they are.
+
 Layers that read the keys and values of another have its group and its pool, and keep nothing.
 
 Layers that keep a state need no blocks. Schedulers count tokens in blocks all the same, so a model of such layers alone
@@ -15,14 +19,21 @@ has blocks that take no memory and that are released as soon as their tokens are
 import collections
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, cast
 
 from jaxserve.layers.cache import CacheSpec, parts_of, source_of
+from jaxserve.layers.paged_kv import KVSpec
 
 MAX_PADDING = 0.1
 """Largest fraction of a kind's layers that may be missing from its last group. Larger groups mean fewer block
 tables.
 """
+
+TYPICAL_LENGTH = 8192
+"""Length in tokens of the sequences for which the layout of layers of two shapes takes the least memory."""
+MAX_GROUPS = 8
+"""Most groups of layers of two shapes: each has a block table for every row of a step."""
 
 ITSELF = 1
 """Window of layers that attend to no token but the one that is computed."""
@@ -64,11 +75,7 @@ class KVLayout:
 
 
 def kv_layout(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) -> KVLayout:
-    """Return the layout for these layers and for sequences of at most `max_model_len` tokens.
-
-    If layers differ in what they keep, they cannot have pools in common: all are one group then, which gives back
-    blocks that no layer attends to.
-    """
+    """Return the layout for these layers and for sequences of at most `max_model_len` tokens."""
     owners = [layer for layer, spec in enumerate(kv_specs) if source_of(spec) is None]
     layout = _layout_of_owners(tuple(kv_specs[layer] for layer in owners), max_model_len=max_model_len)
     if len(owners) == len(kv_specs):
@@ -86,25 +93,51 @@ def _layout_of_owners(kv_specs: tuple[CacheSpec, ...], *, max_model_len: int) ->
     """Return the layout of layers that keep something each."""
     windows = [_window(spec, max_model_len) for spec in kv_specs if _of_tokens(spec)] or [ITSELF]
     layers_of = {window: [i for i, other in enumerate(windows) if other == window] for window in dict.fromkeys(windows)}
-    shapes = {_without_window(spec) for spec in kv_specs}
-    if len(layers_of) == 1 or len(shapes) > 1:
-        widest = None if None in layers_of else max(window for window in layers_of if window is not None)
-        layers = tuple(range(len(kv_specs)))
-        return KVLayout((widest,), (0,) * len(layers), layers, kv_specs)
+    shapes = dict.fromkeys(_without_window(spec) for spec in kv_specs)
+    widest = None if None in layers_of else max(window for window in layers_of if window is not None)
+    layers = tuple(range(len(kv_specs)))
+    together = KVLayout((widest,), (0,) * len(layers), layers, kv_specs)
+    if len(layers_of) == 1:
+        return together
+    if len(shapes) == 1:
+        return _layout_in_groups(kv_specs, windows, [_group_size([len(layers) for layers in layers_of.values()])])
+    if len(shapes) > 2 or not all(isinstance(spec, KVSpec) and _of_tokens(spec) for spec in kv_specs):
+        return together
+    length = min(max_model_len, TYPICAL_LENGTH)
+    kinds = collections.Counter((_without_window(spec), window) for spec, window in zip(kv_specs, windows, strict=True))
+    most = [max(count for (other, _), count in kinds.items() if other == shape) for shape in shapes]
+    layouts = [together]
+    for sizes in itertools.product(*(range(1, count + 1) for count in most)):
+        size_of = dict(zip(shapes, sizes, strict=True))
+        if sum(-(-count // size_of[shape]) for (shape, _), count in kinds.items()) <= MAX_GROUPS:
+            layouts.append(_layout_in_groups(kv_specs, windows, sizes))
+    return min(layouts, key=lambda layout: _values_held(layout, length))
 
-    size = _group_size([len(layers) for layers in layers_of.values()])
-    groups = [
-        (window, list(layers)) for window, of_kind in layers_of.items() for layers in itertools.batched(of_kind, size)
-    ]
-    group_and_pool = {
-        layer: (group, pool) for group, (_, layers) in enumerate(groups) for pool, layer in enumerate(layers)
-    }
+
+def _layout_in_groups(kv_specs: tuple[CacheSpec, ...], windows: list[int | None], sizes: Sequence[int]) -> KVLayout:
+    """Return the layout of groups of layers of one shape and window, at most as many as `sizes` has for the shape."""
+    shapes = list(dict.fromkeys(map(_without_window, kv_specs)))
+    kinds = [(shapes.index(_without_window(spec)), window) for spec, window in zip(kv_specs, windows, strict=True)]
+    first_pool = [sum(sizes[:shape]) for shape in range(len(shapes))]
+    group_windows: list[int | None] = []
+    places: dict[int, tuple[int, int]] = {}
+    for kind in dict.fromkeys(kinds):
+        of_kind = [layer for layer, other in enumerate(kinds) if other == kind]
+        for layers in itertools.batched(of_kind, sizes[kind[0]]):
+            places |= {layer: (len(group_windows), first_pool[kind[0]] + pool) for pool, layer in enumerate(layers)}
+            group_windows.append(kind[1])
     return KVLayout(
-        windows=tuple(window for window, _ in groups),
-        group_of_layer=tuple(group_and_pool[layer][0] for layer in range(len(kv_specs))),
-        pool_of_layer=tuple(group_and_pool[layer][1] for layer in range(len(kv_specs))),
-        pool_specs=tuple(shapes) * size,
+        windows=tuple(group_windows),
+        group_of_layer=tuple(places[layer][0] for layer in range(len(kv_specs))),
+        pool_of_layer=tuple(places[layer][1] for layer in range(len(kv_specs))),
+        pool_specs=tuple(shape for shape, size in zip(shapes, sizes, strict=True) for _ in range(size)),
     )
+
+
+def _values_held(layout: KVLayout, length: int) -> int:
+    """Return the size of the blocks of a sequence of `length` tokens, in values of keys; all layers keep KV pages."""
+    per_token = sum(cast(KVSpec, spec).num_kv_heads * cast(KVSpec, spec).head_dim for spec in layout.pool_specs)
+    return per_token * sum(length if window is None else min(window, length) for window in layout.windows)
 
 
 def kv_layout_with(
@@ -118,7 +151,8 @@ def kv_layout_with(
     for group, window in enumerate(layout.windows):
         if window is None or all(other is not None and other <= window for other in needed):
             return layout, group
-    return kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len), 0
+    layout = kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len)
+    return dataclasses.replace(layout, windows=(None,)), 0  # also where no layer of the model has anything of tokens
 
 
 def _of_tokens(spec: CacheSpec) -> bool:

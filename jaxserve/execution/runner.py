@@ -219,10 +219,11 @@ class Runner:
                 zip(programs, pool.map(self.steps.__getitem__, programs), strict=True)
             )
         of_stages = [[program] for program in step.stages] + [step.of_last_stage]
-        return max(
+        largest = max(
             memory_of_step({program: compiled[program] for program in programs}, state_bytes=model.state_bytes)
             for model, programs in zip(self.builder.models, of_stages, strict=True)
         )
+        return max(largest, self.model.state_bytes + self.model.unsettled_bytes)
 
     def set_params(self, params: Any) -> None:
         """Set the weights. To be called before `allocate`, if they were not there when the runner was made."""
@@ -382,8 +383,6 @@ class Runner:
         forwarded = self._run(step.forward, packed, x, *self._admissions(plan.admitted, step.forward))
         if step.finish is not None:
             forwarded = self._run(step.finish, forwarded)
-        for copy in plan.kept:
-            self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         prompt_logprobs = step.prompt_logprobs and self._run(step.prompt_logprobs, forwarded.hidden, packed)
         embeddings = step.embed and self._run(step.embed, forwarded.hidden, packed)
         launched = time.perf_counter()
@@ -393,6 +392,10 @@ class Runner:
             self._write_masks(masks(num_columns))
         masked = time.perf_counter()
         drawn: Drawn = forwarded if step.draw is None else self._run(step.draw, forwarded.logits, forwarded.rows)
+        if step.settle is not None:
+            self._run(step.settle, forwarded.rows, forwarded.unsettled)
+        for copy in plan.kept:
+            self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         if step.stages:
             last_tokens = jax.device_put(self.state["slots"].last_tokens, self.builder.models[0].replicated)
             self._drawn.append(({row.slot for row in plan.rows if row.samples}, last_tokens))

@@ -22,6 +22,7 @@ from jaxserve.layers.batch import Batch, KVCache, Launch
 from jaxserve.layers.context import PLAIN, Kernels
 from jaxserve.layers.embedding import gathered
 from jaxserve.layers.peers import Peers
+from jaxserve.layers.states import Unsettled, settle, take_unsettled
 from jaxserve.models.family import Family
 from jaxserve.sampling.features import Feature
 from jaxserve.sampling.logprobs import Logprobs, logprobs_at, token_logprobs
@@ -78,6 +79,8 @@ class Forwarded:
     """Logits of the last token of each row, or of all its columns, in float32."""
     rows: DrawingRows
     hidden: Float[Array, "T E"] | None
+    unsettled: tuple[Unsettled, ...] = ()
+    """If rows verify drafts, their tokens, which `settle_states` is to take into each layer's states."""
 
 
 @no_type_check
@@ -151,6 +154,8 @@ def step(
         has_tokens_on_host=has_tokens_on_host,
         drafting=drafting,
     )
+    if forwarded.unsettled:
+        kv_cache = settle_states(kv_cache, slots, forwarded.rows, forwarded.unsettled, kernels=reading.kernels)
     return kv_cache, slots, drawn
 
 
@@ -176,7 +181,20 @@ def forward(
     static: dict[str, Any] = {"family": family, "config": config, "reading": reading, "drafting": drafting}
     kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, **static, span=span)
     kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
-    return kv_cache, slots, forwarded
+    kv_cache, unsettled = take_unsettled(kv_cache)
+    return kv_cache, slots, dataclasses.replace(forwarded, unsettled=unsettled)
+
+
+def settle_states(
+    kv_cache: KVCache, slots: Slots, rows: DrawingRows, unsettled: tuple[Unsettled, ...], *, kernels: Kernels
+) -> KVCache:
+    """Advance what layers keep as states by the tokens that a step of drafts has added to each sequence, when `draw`
+    has counted them. `kv_cache` is donated; the keyword argument is static.
+    """
+    starts = rows.num_output_tokens + slots.num_prompt_tokens.at[rows.slots].get(mode="clip") - 1
+    counts = slots.num_computed.at[rows.slots].get(mode="clip") - starts
+    with jax.named_scope("settle_states"):
+        return settle(kv_cache, unsettled, rows.slots, counts, starts == 0, kernels=kernels)
 
 
 def begin(

@@ -14,7 +14,7 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(?P<sizes>[\d,]+)\]<=")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]+)\}")
 _PLACE = re.compile(r'op_name="(?P<name>[^"]*)"')
 _LAYER = re.compile(r"layer_\d+")
-_UNNAMED = {"shard_map", "dot_general", "psum", "all_gather"}
+_UNNAMED = {"shard_map", "dot_general", "psum", "all_gather", "all_to_all", "reduce_scatter"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,8 @@ class Attention:
             alibi_slopes=slopes,
         )
         if self.source is not None:
-            return cache.read(self._queries(qkv, params.get("q_norm"), rotation), batch, scores), cache
+            q = self._queries(qkv, params.get("q_norm"), batch.own(rotation))
+            return cache.read(q, batch, scores, num_kv_heads=qkv.shape[1]), cache
         if self.value_norm is not None:
             qkv = jnp.concatenate([qkv[:, :, :-1], self.value_norm(qkv[:, :, -1:], {})], axis=2)
         head_norms = None
@@ -247,11 +248,11 @@ class Attention:
             head_norms = HeadNorms(params["q_norm"], params["k_norm"], eps=self.head_norm.norm.eps)
         elif self.head_norm is not None:
             # The kernel that rotates keys writes them, so what is done to rotated ones cannot come after it.
-            turned, rotation = (rotation, None) if self.head_norm.is_after_rotation else (None, rotation)
+            turned, rotation = (batch.own(rotation), None) if self.head_norm.is_after_rotation else (None, rotation)
             qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm, turned)
         if self.query_scale is not None:
             assert self.head_norm is None, "a norm after the scale would undo it"
-            qkv = self.query_scale(qkv, batch.positions)
+            qkv = self.query_scale(qkv, batch.own(batch.positions))
         return cache.attend(
             qkv,
             batch,

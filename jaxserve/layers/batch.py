@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.context import ExpertLoads, Kernels, Record, StepContext
 from jaxserve.layers.rope import Rotation
+from jaxserve.layers.token_shards import TokenShards
 from pallas_kernels.peers import PeerBuffers
 
 Launch = Literal["at once", "in parts", "in programs"]
@@ -98,11 +99,19 @@ class Batch:
     """Static: see `StepContext`."""
     loads: ExpertLoads | None = flax.struct.field(pytree_node=False, default=None)
     """Static: see `StepContext`."""
+    tokens: TokenShards | None = flax.struct.field(pytree_node=False, default=None)
+    """Static: see `StepContext`. The fields are those of all tokens, but `layer_inputs`."""
 
     @property
     def context(self) -> StepContext:
         """What the parts of layers are given of the step."""
-        return StepContext(self.kernels, self.peers, self.is_decode_only, self.record, loads=self.loads)
+        return StepContext(
+            self.kernels, self.peers, self.is_decode_only, self.record, loads=self.loads, tokens=self.tokens
+        )
+
+    def own(self, x: Any) -> Any:
+        """Return the entries of the device's tokens in arrays [T, ...] of all tokens."""
+        return x if self.tokens is None else jax.tree.map(self.tokens.own, x)
 
     def of_layer(self, index: int) -> "Batch":
         """Return the Batch of this layer, with the block tables of its KV group."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxserve.layers.token_shards import TokenShards
 from pallas_kernels.peers import PeerBuffers
 
 Kernels = Literal["xla", "sm90"]
@@ -89,6 +90,7 @@ class StepContext:
         record: where choices are written, None outside a trace for that. Such a trace enters no kernel.
         prefix: stands before the names of products in the record.
         loads: where experts leave how many tokens each had; None: nowhere.
+        tokens: how the step's tokens are split over the mesh axis "data"; None if every device has all of them.
     """
 
     kernels: Kernels = "xla"
@@ -97,6 +99,7 @@ class StepContext:
     record: Record | None = None
     prefix: str = ""
     loads: ExpertLoads | None = None
+    tokens: TokenShards | None = None
 
     def within(self, prefix: str) -> "StepContext":
         """Return the context of a block in a block, whose products have this prefix."""

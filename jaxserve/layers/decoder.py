@@ -27,6 +27,8 @@ from jaxserve.layers.norm import Norm, add_update
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, LayerShape, Path, choose
 from jaxserve.layers.rope import Rope, Rotation, frequencies, rotations
+from jaxserve.layers.sharding import DATA
+from jaxserve.layers.token_shards import over_shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,8 @@ def run_layers(
     """Run a range of a model's layers; return the residual stream after them and the updated cache.
 
     After the model's last layer the first result is the hidden states after the final norm, if it has one. With kernels
-    "sm90" some layers are fused, as `paths` chooses for each; consecutive ones pass on the next one's qkv.
+    "sm90" some layers are fused, as `paths` chooses for each; consecutive ones pass on the next one's qkv. On a mesh
+    with an axis "data" each device along it runs a share of the tokens (`token_shards`).
     """
     chosen = choose(layer_shapes(layers, params, kv_cache, span), x, batch.context)
     return run_paths(layers, params, x, batch, kv_cache, span, dict(zip(span, chosen, strict=True)))
@@ -132,6 +135,24 @@ def run_paths(
     paths: Mapping[int, Path],
 ) -> tuple[Float[Array, "T E"], KVCache]:
     """Run a range of layers as `run_layers` does, each by its path; those without one are left out."""
+
+    def run(params: Params, x: Array, batch: Batch, kv_cache: KVCache) -> tuple[Array, KVCache]:
+        return _run_paths(layers, params, x, batch, kv_cache, span, paths)
+
+    if jax.typeof(x).sharding.mesh.shape.get(DATA, 1) == 1:
+        return run(params, x, batch, kv_cache)
+    return over_shards(run, params, x, batch, kv_cache)
+
+
+def _run_paths(
+    layers: Sequence[Layer],
+    params: Params,
+    x: Float[Array, "T E"],
+    batch: Batch,
+    kv_cache: KVCache,
+    span: range,
+    paths: Mapping[int, Path],
+) -> tuple[Float[Array, "T E"], KVCache]:
     weights, context = params["layers"], batch.context
     ropes = {layers[index].mixer.rope for index in paths}
     turned = {rope: None if rope is None else _rotations(rope, batch) for rope in ropes}

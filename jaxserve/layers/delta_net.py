@@ -75,6 +75,7 @@ class DeltaNet:
             width=heads.width,
             channels=((key_heads, Dim(heads.num_channels)),),
             matrix=(key_heads, Dim(heads.group_size), Dim(heads.key_size), Dim(heads.value_size)),
+            corrects=self.corrects,
         )
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:

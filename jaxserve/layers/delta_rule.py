@@ -194,6 +194,41 @@ def _einsum(formula: str, *operands: Array) -> Array:
     return jnp.einsum(formula, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
+def behind_windows(
+    x: Float[Array, " T *channels"], windows: Float[Array, " S W-1 *channels"], rows: Rows
+) -> Float[Array, " B W-1+Q *channels"]:
+    """Return the inputs of a convolution, of rows with equally many tokens, each row's behind the last ones before."""
+    return jnp.concatenate([_before(windows, rows), x.reshape(len(rows.slots), -1, *x.shape[1:])], axis=1)
+
+
+def convolution(
+    inputs: Float[Array, " B W-1+Q *channels"], weight: Float[Array, "*channels W"]
+) -> Float[Array, " T *channels"]:
+    """Return for each channel a weighted sum of the W inputs up to each of a row's tokens."""
+    width = weight.shape[-1]
+    num_columns = inputs.shape[1] - width + 1
+    seen = jnp.stack([inputs[:, column : column + width] for column in range(num_columns)], axis=1)
+    y = jnp.sum(seen * jnp.moveaxis(weight, -1, 0)[None, None], axis=2)
+    return y.reshape(-1, *y.shape[2:])
+
+
+def last_inputs(
+    inputs: Float[Array, " B W-1+Q *channels"],
+    windows: Float[Array, " S W-1 *channels"],
+    slots: Int[Array, " B"],
+    counts: Int[Array, " B"],
+) -> Float[Array, " S W-1 *channels"]:
+    """Return the last inputs of all slots behind the first `counts` tokens of each row."""
+    place = counts[:, None] + jnp.arange(windows.shape[1], dtype=jnp.int32)[None]
+    place = place.reshape(*place.shape, *[1] * (inputs.ndim - 2))
+    return windows.at[slots].set(jnp.take_along_axis(inputs, place, axis=1), mode="drop")
+
+
+def _before(windows: Float[Array, " S W-1 *channels"], rows: Rows) -> Float[Array, " B W-1 *channels"]:
+    before = windows.at[rows.slots].get(mode="fill", fill_value=0)
+    return jnp.where(rows.begins.reshape(-1, *[1] * (before.ndim - 1)), 0, before)
+
+
 def causal_convolution(
     x: Float[Array, " T *channels"],
     weight: Float[Array, "*channels W"],
@@ -206,16 +241,14 @@ def causal_convolution(
 
     Before a sequence there are zeros.
     """
+    if is_decode_only:
+        inputs = behind_windows(x, windows, rows)
+        return convolution(inputs, weight), windows.at[rows.slots].set(inputs[:, 1:], mode="drop")
+
     width, num_tokens = weight.shape[-1], len(x)
     flags = (slice(None), *[None] * (x.ndim - 1))  # one for each token or row, whatever its channels
-    before = windows.at[rows.slots].get(mode="fill", fill_value=0)
-    before = jnp.where(rows.begins[flags][:, None], 0, before)
+    before = _before(windows, rows)
     starts, counts = rows.query_starts[:-1], jnp.diff(rows.query_starts)
-    if is_decode_only:
-        inputs = jnp.concatenate([before, x[:, None]], axis=1)
-        y = jnp.sum(inputs * jnp.moveaxis(weight, -1, 0)[None], axis=1)
-        return y, windows.at[rows.slots].set(inputs[:, 1:], mode="drop")
-
     row = jnp.minimum(rows.of_tokens(num_tokens), len(rows.slots) - 1)
     offset = jnp.arange(num_tokens, dtype=jnp.int32) - starts[row]
     y = x * weight[None, ..., -1]

@@ -114,6 +114,10 @@ class PagedLatent(NamedTuple):
         def on_local_heads(
             q: Array, stored: Array, cache: PagedLatent, scales: Array | None, batch: Batch
         ) -> tuple[Array, PagedLatent]:
+            tokens = batch.tokens
+            splits_heads = tokens is not None and q.shape[1] % tokens.count == 0
+            if tokens is not None:
+                q, stored = tokens.of_all(q, splits_heads=splits_heads), tokens.gather(stored)
             pages = write_latents(cache.pages, stored, batch.write_index, None if scales is None else scales[0, 0])
             out = op.latent_attention(
                 q,
@@ -128,6 +132,8 @@ class PagedLatent(NamedTuple):
                 is_decode_only=batch.is_decode_only,
                 implementation="xla" if self.scales is not None else batch.kernels,
             )
+            if tokens is not None:
+                out = tokens.of_own(out, splits_heads=splits_heads)
             return out, PagedLatent(pages.k, pages.scales, pages.stored)
 
         context, sharding = batch.context, jax.typeof(q).sharding
@@ -239,7 +245,7 @@ class LatentAttention:
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
         assert step.rotation is not None
-        rotation, heads, context = step.rotation, self.heads, step.batch.context
+        rotation, heads, context = step.batch.own(step.rotation), self.heads, step.batch.context
 
         def normed(x: Array, name: str) -> Array:
             return context.call(rms_norm, x, x, params[name], LATENT_NORM_EPS)

@@ -24,7 +24,8 @@ from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import routing_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.sharding import DATA, names_of, partition_specs
+from jaxserve.layers.token_shards import TokenShards
 from jaxserve.layers.weight import Use, Weight
 from pallas_kernels import grouped_codes
 from pallas_kernels.expert_routing import Routing, expert_routing
@@ -190,6 +191,7 @@ def moe(
                 _run_local_experts, routing=routing, activation=activation, context=context, weighs_inputs=weighs_inputs
             ),
             leaves_partial_sums=together or alone,
+            tokens=context.tokens,
         )
         inner = x
         if "latent_in" in params:
@@ -222,10 +224,12 @@ def _run_experts(
     *,
     run: Callable[..., tuple[Array, Array]],
     leaves_partial_sums: bool,
-) -> tuple[Float[Array, "T E"], Int[Array, " X"]]:
+    tokens: TokenShards | None,
+) -> tuple[Float[Array, "T E"], Int[Array, " L"]]:
     """Route and run in a `shard_map`: every device chooses among all experts, and runs those that it has, or its shard
     of their inner sizes, for all tokens. `run` is `_run_local_experts`. Returns the number of tokens of each expert,
-    too.
+    too. With `tokens`, x and logits are those of own tokens: they are gathered before, and sums scattered after it; the
+    numbers are those of the shard's L experts.
     """
     down: Weight = experts["down"]
     if down.mesh.empty:
@@ -235,11 +239,19 @@ def _run_experts(
 
     def on_device(experts: Params, *arguments: Any) -> tuple[Array, Array]:
         num_local = experts["down"].shape[0]
-        first_expert = 0 if expert_axis is None else jax.lax.axis_index(expert_axis) * num_local
+        places = (*(() if tokens is None else (DATA,)), *names_of([expert_axis]))
+        first_expert = jax.lax.axis_index(places) * num_local if places else 0
         if ffn_axis is not None and "down_bias" in experts:  # once in the sum over devices
             bias = jnp.where(jax.lax.axis_index(ffn_axis) == 0, experts["down_bias"], 0)
             experts = experts | {"down_bias": bias}
-        y, load = run(experts, *arguments, first_expert=first_expert)
+        x, logits, *others = arguments
+        if tokens is not None:
+            with jax.named_scope("dispatch"):
+                x, logits = tokens.gather(x), tokens.gather(logits)
+        y, load = run(experts, x, logits, *others, first_expert=first_expert)
+        if tokens is not None:
+            with jax.named_scope("combine"):
+                y = tokens.scatter_sum(y)
         return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes), load
 
     island = jax.shard_map(

@@ -14,11 +14,10 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
-from jaxserve.layers.rope import Rotation
-from jaxserve.layers.sharding import kv_copies, mesh_axes, platform_of
+from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import Pages, Scores, pool_dtype, why_not_pages
+from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 
 
@@ -31,7 +30,7 @@ class PagedKV(Pages):
         batch: Batch,
         scores: Scores,
         *,
-        rotation: Rotation | None,
+        rotation: tuple[Float[Array, "N half"], Float[Array, "N half"]] | None,
         head_norms: HeadNorms | None,
         chunk_size: int | None = None,
         scales: Float[Array, "K 2"] | None = None,
@@ -45,12 +44,17 @@ class PagedKV(Pages):
         token.
 
         Heads that are split over a mesh axis stay split: every device writes and reads its own KV heads, and nothing is
-        exchanged.
+        exchanged, but for tokens that are split over "data": `rotation` is that of all N tokens of the step.
         """
 
         def on_local_heads(
             qkv: Any, cache: Any, scores: Any, scales: Any, head_norms: Any, rotation: Any, batch: Any
         ) -> tuple[Array, PagedKV]:
+            tokens = batch.tokens
+            if tokens is not None:
+                qkv = tokens.of_all(qkv, splits_heads=splits_heads)
+                if splits_heads:
+                    scales, scores = jax.tree.map(tokens.own_heads, (scales, scores))
             q, pages = rope_and_write_kv(
                 qkv,
                 cache,
@@ -62,10 +66,12 @@ class PagedKV(Pages):
             )
             if chunk_size is not None:
                 batch = cut_rows(batch, chunk_size=chunk_size, block_size=self.k.shape[2])
-            return attend_over_pages(q, pages, batch, scores, kernels=kernels), PagedKV(*pages)
+            out = attend_over_pages(q, pages, batch, scores, kernels=kernels)
+            return out if tokens is None else tokens.of_own(out, splits_heads=splits_heads), PagedKV(*pages)
 
         context = batch.context
         T, K, members, D = qkv.shape
+        splits_heads = self.k.shape[1] < K
         half = D // 2 if rotation is None else rotation[0].shape[1]
         kernels: Kernels = self._choose(qkv, batch, num_queries=members - 2, half=half)
         sharding = jax.typeof(self.k).sharding
@@ -85,13 +91,22 @@ class PagedKV(Pages):
         batch = batch.same_on_each_device()
         return context.call(island, makes, qkv, self, scores, scales, head_norms, rotation, batch)
 
-    def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Scores) -> Float[Array, "T H D"]:
+    def read(
+        self, q: Float[Array, "T H D"], batch: Batch, scores: Scores, *, num_kv_heads: int
+    ) -> Float[Array, "T H D"]:
         """Attend with normalised and rotated queries over what another layer has stored, this step's tokens too."""
 
         def on_local_heads(q: Any, cache: Any, scores: Any, batch: Any) -> Array:
-            return attend_over_pages(q, cache, batch, scores, kernels=kernels)
+            tokens = batch.tokens
+            if tokens is not None:
+                q = tokens.of_all(q, splits_heads=splits_heads)
+                if splits_heads:
+                    scores = jax.tree.map(tokens.own_heads, scores)
+            out = attend_over_pages(q, cache, batch, scores, kernels=kernels)
+            return out if tokens is None else tokens.of_own(out, splits_heads=splits_heads)
 
-        kernels: Kernels = self._choose(q, batch, num_queries=q.shape[1] // self.k.shape[1], half=q.shape[2] // 2)
+        splits_heads = self.k.shape[1] < num_kv_heads
+        kernels: Kernels = self._choose(q, batch, num_queries=q.shape[1] // num_kv_heads, half=q.shape[2] // 2)
         axis = jax.typeof(self.k).sharding.spec[1]
         if jax.typeof(self.k).sharding.mesh.empty:
             return batch.context.call(on_local_heads, q, q, self, scores, batch)
@@ -109,7 +124,12 @@ class PagedKV(Pages):
         context, num_columns = batch.context, max(1, batch.num_columns)
         why_not = self._why_not(x.dtype, num_queries=num_columns * num_queries, half=half)
         context.choose("attention", self._chosen(why_not, context))
-        return "xla" if why_not and self.scales is not None else context.kernels
+        return "xla" if why_not and self._may_be_xla else context.kernels
+
+    @property
+    def _may_be_xla(self) -> bool:
+        """True for pages of 8 bits and for large heads, as in Gemma 4: XLA attends where no kernel does."""
+        return self.scales is not None or self.k.shape[-1] > MAX_HEAD_DIM
 
     def _why_not(self, dtype: Any, *, num_queries: int, half: int) -> str | None:
         """Return why no kernel attends or writes with activations of `dtype`, `num_queries` a decoding row and KV head,
@@ -119,13 +139,11 @@ class PagedKV(Pages):
         return reason if reason or self.scales is None else why_not_codes(self.k.shape[-1], half)
 
     def _chosen(self, why_not: str | None, context: StepContext) -> Part:
-        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts; XLA takes pages of 8 bits
-        that kernels do not.
-        """
+        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts."""
         if context.kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
         if why_not is not None:
-            return Part(Kernel.NONE if self.scales is None else Kernel.XLA, why_not)
+            return Part(Kernel.XLA if self._may_be_xla else Kernel.NONE, why_not)
         return Part(Kernel.PAGED_ATTENTION if context.is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
@@ -146,10 +164,15 @@ class KVSpec:
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> PagedKV:
         """Return the shapes of the pools. Blocks are whole on every device; KV heads are split over the tensor axis,
-        and several devices have the same head if there are more devices than heads.
+        and several devices have the same head if there are more devices than heads. Along "data" devices have a part
+        each of the heads of their place along "tensor", if these divide, and otherwise all of them.
         """
         num_heads = self.num_kv_heads * kv_copies(self.num_kv_heads, mesh, name="KV cache")
-        sharding = NamedSharding(mesh, PartitionSpec(None, mesh_axes("kv_heads", mesh), None, None))
+        on = mesh_axes("kv_heads", mesh)
+        shards = mesh.shape.get(DATA, 1)
+        if shards > 1 and num_heads // num_shards(on, mesh) % shards == 0:
+            on = (DATA, *names_of([on]))
+        sharding = NamedSharding(mesh, PartitionSpec(None, on, None, None))
         shape = (sizes.num_blocks, num_heads, sizes.block_size, self.head_dim)
         scales: Any = None
         stored = None

@@ -55,7 +55,9 @@ def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
 
 
 def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_decode_only: bool) -> Part:
-    """Return what advances the states of heads of these sizes: XLA does so for rows of several tokens."""
+    """Return what advances the states of heads of these sizes: XLA does so for rows of several tokens, other than those
+    that verify drafts, which count as decode steps here.
+    """
     reason = NO_KERNELS if kernels == "xla" else recurrent_step.why_not(key_size, value_size)
     if reason is not None:
         return Part(Kernel.XLA, reason)

@@ -22,6 +22,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import frequencies
+from jaxserve.layers.sharding import DATA
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 
@@ -108,6 +109,8 @@ def why_not_fused(layer: LayerShape, qkv: Weight | None, x: Any, context: StepCo
         return NO_KERNELS
     if (reason := layer.layer.why_not_fused) is not None:
         return reason
+    if any(weight.mesh.shape.get(DATA, 1) > 1 for weight in matrices_of(layer.weights).values()):
+        return "tokens are split over devices"
     # Between two matmuls, values are multiplied by a norm's gain and not yet divided by their root mean square: too
     # large for float16.
     if x.dtype != jnp.bfloat16:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.context import Kernel, StepContext, result
 from jaxserve.layers.parts import sum_part
-from jaxserve.layers.sharding import mesh_axes
+from jaxserve.layers.sharding import DATA, mesh_axes
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
@@ -48,10 +48,10 @@ def abstract_peers(
     max_num_rows: int,
 ) -> Peers | None:
     """Return shapes and shardings for steps of up to `max_num_tokens` tokens and `max_num_rows` rows; None if no
-    devices have partial sums, or devices along two axes have.
+    devices have partial sums, or devices along two axes have, or tokens are split.
     """
     axis = mesh_axes("ffn", mesh)
-    if not isinstance(axis, str):
+    if not isinstance(axis, str) or mesh.shape.get(DATA, 1) > 1:
         return None
     num_devices = mesh.shape[axis]
     limit = MAX_ROWS_OF_SUMS_OF_TWO if num_devices == 2 else MAX_ROWS_OF_SUMS

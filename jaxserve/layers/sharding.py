@@ -13,8 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxserve.errors import ConfigError
 from jaxserve.layers.stages import PIPE, num_stages, stage_meshes
 
+DATA = "data"
+"""The mesh axis over which tokens are split, see `token_shards`. Weights of layers but experts are whole along it."""
+
 MESH_AXES_OF: dict[str, tuple[str, ...]] = {
-    "vocab": ("expert", "tensor"),
+    "vocab": (DATA, "expert", "tensor"),
     "heads": ("expert", "tensor"),
     "kv_heads": ("expert", "tensor"),
     "key_heads": ("expert", "tensor"),
@@ -24,7 +27,7 @@ MESH_AXES_OF: dict[str, tuple[str, ...]] = {
     "members": (),
     "queries": (),
     "ffn": ("expert", "tensor"),
-    "experts": ("expert",),
+    "experts": (DATA, "expert"),
     "expert_ffn": ("tensor",),
     "embed": (),
 }
@@ -37,6 +40,9 @@ type MeshAxes = str | tuple[str, ...] | None
 
 SIZED_BY = {"tensor": ", of tensor_parallel_size", "expert": ", of tensor_parallel_size with enable_expert_parallel"}
 """The option that says how many devices a mesh axis has."""
+
+OF_STATES = frozenset({"key_heads", "channels", "state_groups", "state_heads"})
+"""The axes of what layers with a state have."""
 
 WORDS = {
     "heads": "query heads",
@@ -96,12 +102,19 @@ def check_mesh(
                 "leave --enable-expert-parallel out"
             )
         splitting.discard("expert")
+    if mesh.shape.get(DATA, 1) > 1 and not OF_STATES.isdisjoint(used_axes):
+        raise ConfigError(
+            f"mesh has the axes {_described(mesh)}, but tokens of a model whose layers keep a state cannot be split "
+            f"over {DATA!r}: make it an axis 'tensor' of {mesh.size}, or take several engines, by --data-parallel-size"
+        )
     names = sorted(splitting)
     idle = [name for name, size in mesh.shape.items() if name not in splitting and size > 1]
     if idle or not splitting.intersection(mesh.axis_names):
         raise ConfigError(
             f"mesh has the axes {_described(mesh)}, but what splits this model are axes named "
-            f"{_and(names)}" + (f": {_and(idle)} would repeat all of its work" if idle else "") + _advice(mesh, idle)
+            f"{_and(names)}"
+            + (f": {_and(idle)} would repeat all of its work" if idle else "")
+            + (f"; the nearest is one axis 'tensor' of {mesh.size}" if mesh.size > 1 else "")
         )
     sized = mesh.shape.get("tensor", 1) * mesh.shape.get("expert", 1)
     if tensor_parallel_size not in (1, sized):
@@ -109,14 +122,6 @@ def check_mesh(
             f"tensor_parallel_size is {tensor_parallel_size}, but mesh has the axes {_described(mesh)}: leave it "
             f"out, or make it {sized}, the number of devices that split a layer"
         )
-
-
-def _advice(mesh: Mesh | AbstractMesh, idle: list[str]) -> str:
-    """Return what to do about axes that split nothing, as the end of an error."""
-    if idle == ["data"]:
-        engines = f"{mesh.shape['data']} engines behind one server are --data-parallel-size {mesh.shape['data']}"
-        return f"; {engines}; on this mesh, make it an axis 'tensor' of {mesh.size}"
-    return f"; the nearest is one axis 'tensor' of {mesh.size}" if mesh.size > 1 else ""
 
 
 def _described(mesh: Mesh | AbstractMesh) -> str:

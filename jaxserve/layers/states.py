@@ -3,20 +3,28 @@ recurrence of the heads' matrices, too.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.layers.batch import Batch
+from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import CacheSizes
-from jaxserve.layers.context import Kernel, Part, result
-from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence
+from jaxserve.layers.context import Kernel, Kernels, Part, result
+from jaxserve.layers.delta_rule import (
+    Rows,
+    behind_windows,
+    causal_convolution,
+    convolution,
+    last_inputs,
+    recurrence,
+)
 from jaxserve.layers.parts import recurrence_part
 from jaxserve.layers.sharding import partition_spec, partition_specs
-from pallas_kernels.recurrent_step import Tokens
+from pallas_kernels.recurrent_step import Tokens, recurrent_step
 
 
 class Dim(NamedTuple):
@@ -34,6 +42,7 @@ class StateSpec:
         width: number of tokens of the convolutions.
         channels: the channels of each convolution.
         matrix: the heads' matrices, as [H, G, K, V]; None if there are none.
+        corrects: the matrices follow the delta rule, see `Recurrent`.
     """
 
     sliding_window = None
@@ -42,20 +51,26 @@ class StateSpec:
     width: int
     channels: tuple[tuple[Dim, ...], ...]
     matrix: tuple[Dim, ...] | None = None
+    corrects: bool = False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "States":  # noqa: ARG002
         """Return the shapes of the states of all slots, whatever the dtype of activations."""
-
-        def array(*dims: Dim) -> Any:
-            shape, axes = zip(*dims, strict=True)
-            sharding = NamedSharding(mesh, partition_spec(axes, shape, mesh, name="states"))
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
         slots = Dim(sizes.num_slots)
         return States(
-            windows=tuple(array(slots, Dim(self.width - 1), *dims) for dims in self.channels),
-            matrix=None if self.matrix is None else array(slots, *self.matrix),
+            windows=tuple(_array(mesh, slots, Dim(self.width - 1), *dims) for dims in self.channels),
+            matrix=None if self.matrix is None else _array(mesh, slots, *self.matrix),
         )
+
+    def unsettled(self, num_rows: int, num_columns: int, *, mesh: Mesh | AbstractMesh) -> "Unsettled":
+        """Return the shapes of what a step that verifies drafts leaves for `settled`."""
+        rows, tokens = Dim(num_rows), None
+        if self.matrix is not None:
+            H, G, K, V = self.matrix
+            flat = Dim(num_rows * num_columns)
+            key, value, rate = (_array(mesh, flat, *dims) for dims in ((H, K), (H, G, V), (H, G)))
+            tokens = Tokens(q=key, k=key, v=value, log_decay=rate, beta=rate)
+        inputs = tuple(_array(mesh, rows, Dim(self.width - 1 + num_columns), *dims) for dims in self.channels)
+        return Unsettled(inputs, tokens, self.corrects)
 
     def describe(self) -> str:
         """Return the sizes of the matrices, or of the convolution if there are none."""
@@ -63,6 +78,12 @@ class StateSpec:
             return f"a state of {self.width - 1} inputs of a convolution in float32"
         H, G, K, V = (dim.size for dim in self.matrix)
         return f"a state of {H * G} matrices {K} x {V} in float32"
+
+
+def _array(mesh: Mesh | AbstractMesh, *dims: Dim) -> Any:
+    shape, axes = zip(*dims, strict=True)
+    sharding = NamedSharding(mesh, partition_spec(axes, shape, mesh, name="states"))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
 class Projected(NamedTuple):
@@ -103,12 +124,27 @@ class Recurrent(Protocol):
         ...
 
 
+@no_type_check
+@flax.struct.dataclass
+class Unsettled:
+    """The tokens of B rows of which it is not known yet how many count: the last one of each sequence, and drafts."""
+
+    inputs: tuple[Float[Array, " B W-1+Q N *channels"], ...]
+    """The inputs of each convolution: of the tokens before, and of the row's own."""
+    tokens: Tokens | None
+    """What the recurrence reads, of T = B * Q tokens."""
+    corrects: bool = flax.struct.field(pytree_node=False, default=False)
+    """Static: see `Recurrent`."""
+
+
 class States(NamedTuple):
     """The states of all slots, donated."""
 
     windows: tuple[Float[Array, " S W-1 N *channels"], ...]
     """The last inputs of the convolutions."""
     matrix: Float[Array, "S H G K V"] | None
+    unsettled: Unsettled | None = None
+    """Only within a step that verifies drafts, whose states are those before it until `settled`."""
 
     def advance(
         self, projected: Projected, weights: StateWeights, batch: Batch, block: Recurrent | None
@@ -117,41 +153,47 @@ class States(NamedTuple):
         convolution if there is no `block`, in float32, and the states after the step. A device does so for its own
         heads or channels; the values of heads are with the first axis of the first convolution's channels.
 
-        Raises NotImplementedError for rows of drafts, which would have to be taken back.
+        The states of rows that verify drafts do not change, but have their tokens in `unsettled`.
         """
-        if batch.num_columns:
-            raise NotImplementedError("states cannot be taken back behind rejected drafts")
         rows = Rows(batch.slots, batch.query_starts, batch.seq_lens, batch.num_decode_rows, batch.num_rows)
-        context, is_decode_only = batch.context, batch.is_decode_only
+        context, is_decode_only, verifies = batch.context, batch.is_decode_only, batch.num_columns > 0
         part = Part(Kernel.XLA)
         if self.matrix is not None:
             K, V = self.matrix.shape[3:]
-            part = recurrence_part(K, V, kernels=context.kernels, is_decode_only=is_decode_only)
+            part = recurrence_part(K, V, kernels=context.kernels, is_decode_only=is_decode_only or verifies)
+        corrects = block is not None and block.corrects
+        static: dict[str, Any] = {
+            "corrects": corrects,
+            "implementation": "xla" if part.kernel == Kernel.XLA else "sm90",
+        }
+
+        def convolved(x: Array, weight: Array, window: Array, rows: Rows) -> tuple[Array, Array]:
+            x = x.astype(jnp.float32)
+            if verifies:
+                inputs = behind_windows(x, window, rows)
+                return convolution(inputs, weight), inputs
+            return causal_convolution(x, weight, window, rows, is_decode_only=is_decode_only)
 
         def on_local_heads(
             projected: Projected, weights: StateWeights, state: States, rows: Rows
         ) -> tuple[Array, States]:
-            mixed, windows = zip(
-                *(
-                    causal_convolution(x.astype(jnp.float32), weight, window, rows, is_decode_only=is_decode_only)
-                    for x, weight, window in zip(projected.mixed, weights.convolutions, state.windows, strict=True)
-                ),
-                strict=True,
-            )
+            by_convolution = zip(projected.mixed, weights.convolutions, state.windows, strict=True)
+            mixed, windows = zip(*(convolved(*each, rows) for each in by_convolution), strict=True)
             if weights.biases is not None:
                 mixed = tuple(y + bias[None] for y, bias in zip(mixed, weights.biases, strict=True))
-            if block is None:
-                return mixed[0], States(windows, None)
-            assert state.matrix is not None
-            tokens = block.tokens(mixed, projected, weights)
-            out, matrix = recurrence(
-                *(tokens, state.matrix, rows),
-                corrects=block.corrects,
-                is_decode_only=is_decode_only,
-                implementation="xla" if part.kernel == Kernel.XLA else "sm90",
-            )
-            out = weights.output(out, tokens)
-            return out.reshape(*mixed[0].shape[:2], -1), States(windows, matrix)
+            out, matrix, tokens = mixed[0], state.matrix, None
+            if block is not None:
+                assert matrix is not None
+                tokens = block.tokens(mixed, projected, weights)
+                if verifies:
+                    out, _ = recurrent_step(tokens, matrix, rows.slots, rows.begins, **static, changes=False)
+                else:
+                    out, matrix = recurrence(tokens, matrix, rows, **static, is_decode_only=is_decode_only)
+                out = weights.output(out, tokens)
+                out = out.reshape(*mixed[0].shape[:2], -1)
+            if not verifies:
+                return out, States(windows, matrix)
+            return out, state._replace(unsettled=Unsettled(windows, tokens, corrects))
 
         context.choose("convolution" if block is None else "recurrence", part)
         first = projected.mixed[0]
@@ -167,8 +209,93 @@ class States(NamedTuple):
         island = jax.shard_map(
             on_local_heads,
             in_specs=(*map(partition_specs, arguments[:3]), PartitionSpec()),
-            out_specs=(of_output, partition_specs(self)),
+            out_specs=(of_output, self._specs(corrects) if verifies else partition_specs(self)),
             check_vma=False,
         )
         makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, of_output)), self
         return context.call(island, makes, *arguments)
+
+    def _specs(self, corrects: bool) -> "States":
+        """Return the PartitionSpecs of the states in a step that verifies drafts."""
+        specs: Any = partition_specs(self)
+        tokens: Any = None
+        if self.matrix is not None:
+            h, g = specs.matrix[1:3]
+            on: list[Any] = [PartitionSpec(None, h), PartitionSpec(None, h, g)]
+            tokens = Tokens(*(on[0], on[0], on[1], on[1], on[1]))
+        return specs._replace(unsettled=Unsettled(specs.windows, tokens, corrects))
+
+    def settled(
+        self,
+        unsettled: Unsettled,
+        slots: Int[Array, " B"],
+        counts: Int[Array, " B"],
+        begins: Bool[Array, " B"],
+        *,
+        kernels: Kernels,
+    ) -> "States":
+        """Return the states advanced by the first `counts` tokens of each row of a step that has verified drafts. Rows
+        that `begins` names began a sequence with it.
+        """
+        implementation = "xla"
+        if self.matrix is not None:
+            part = recurrence_part(*self.matrix.shape[3:], kernels=kernels, is_decode_only=True)
+            implementation = "xla" if part.kernel == Kernel.XLA else "sm90"
+
+        def on_local_heads(state: States, unsettled: Unsettled, slots: Array, counts: Array, begins: Array) -> States:
+            windows = tuple(
+                last_inputs(inputs, window, slots, counts)
+                for inputs, window in zip(unsettled.inputs, state.windows, strict=True)
+            )
+            matrix = state.matrix
+            if unsettled.tokens is not None:
+                assert matrix is not None
+                static: Any = {"corrects": unsettled.corrects, "implementation": implementation}
+                _, matrix = recurrent_step(unsettled.tokens, matrix, slots, begins, counts, **static)
+            return States(windows, matrix)
+
+        arguments = self, unsettled, slots, counts, begins
+        if jax.typeof(self.windows[0]).sharding.mesh.empty:
+            return on_local_heads(*arguments)
+        whole = (PartitionSpec(),) * 3
+        specs = partition_specs(self)
+        island = jax.shard_map(
+            on_local_heads,
+            in_specs=(specs, partition_specs(unsettled), *whole),
+            out_specs=specs,
+            check_vma=False,
+        )
+        return island(*arguments)
+
+
+def take_unsettled(kv_cache: KVCache) -> tuple[KVCache, tuple[Unsettled, ...]]:
+    """Return a cache without what a step that verifies drafts has left for `settle`, and that, layer by layer."""
+    found: list[Unsettled] = []
+
+    def without(part: Any) -> Any:
+        if not isinstance(part, States) or part.unsettled is None:
+            return part
+        found.append(part.unsettled)
+        return part._replace(unsettled=None)
+
+    pools = jax.tree.map(without, kv_cache.pools, is_leaf=lambda part: isinstance(part, States))
+    return dataclasses.replace(kv_cache, pools=pools), tuple(found)
+
+
+def settle(
+    kv_cache: KVCache,
+    unsettled: tuple[Unsettled, ...],
+    slots: Int[Array, " B"],
+    counts: Int[Array, " B"],
+    begins: Bool[Array, " B"],
+    *,
+    kernels: Kernels,
+) -> KVCache:
+    """Return the cache with all states advanced by what `take_unsettled` has returned, see `States.settled`."""
+    left = iter(unsettled)
+
+    def advanced(part: Any) -> Any:
+        return part.settled(next(left), slots, counts, begins, kernels=kernels) if isinstance(part, States) else part
+
+    pools = jax.tree.map(advanced, kv_cache.pools, is_leaf=lambda part: isinstance(part, States))
+    return dataclasses.replace(kv_cache, pools=pools)

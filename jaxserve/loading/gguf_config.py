@@ -5,7 +5,7 @@ import pathlib
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading import gguf_families
+from jaxserve.loading import gguf_families, gguf_mixtures
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_decoder import (
     SIGMOID,
@@ -41,6 +41,7 @@ NOT_SERVED = (
 
 _GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 SERVED = {
+    "bailingmoe": ("expert_count",),
     "bailingmoe2": ("expert_count",),
     "cohere2": ("logit_scale",),
     "command-r": ("logit_scale",),
@@ -56,21 +57,26 @@ SERVED = {
     "granitehybrid": ("expert_count", *_GRANITE),
     "granitemoe": ("expert_count", *_GRANITE),
     "hunyuan-moe": ("expert_count",),
+    "hy_v3": ("expert_count",),
     "lfm2moe": ("expert_count",),
     "llama": ("expert_count",),
     "llama4": ("expert_count",),
+    "mellum": ("expert_count",),
     "minimax-m2": ("expert_count",),
     "mistral3": ("attention.temperature_scale",),
     "nemotron_h_moe": ("expert_count",),
     "olmoe": ("expert_count",),
+    "phimoe": ("expert_count",),
     "qwen2moe": ("expert_count",),
     "qwen35moe": ("expert_count",),
     "qwen3moe": ("expert_count",),
     "qwen3next": ("expert_count",),
+    "qwen3vlmoe": ("expert_count",),
 }
 """Keys of NOT_SERVED that are supported for some architectures."""
 
 MODEL_TYPES = {
+    "bailingmoe": "bailing_moe",
     "bailingmoe2": "bailing_moe_v2",
     "chatglm": "glm",
     "command-r": "cohere",
@@ -91,10 +97,13 @@ MODEL_TYPES = {
     "nemotron_h_moe": "nemotron_h",
     "phi2": "phi",
     "qwen2moe": "qwen2_moe",
+    "qwen2vl": "qwen2",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
     "qwen3next": "qwen3_next",
+    "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
 }
 """Architectures whose `model_type` has another name."""
 
@@ -143,32 +152,22 @@ def _llama_fields(file: GGUFFile) -> dict[str, Any]:
     return fields | {"model_type": "mixtral", **routing_fields(file)} if get(file, "expert_count") else fields
 
 
-def _qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
-    fields = without_window(file) | routing_fields(file)
-    # Which of the two divides by the sum of the weights is hard-coded in llama.cpp.
-    fields["norm_topk_prob"] = bool(get(file, "expert_weights_norm", file.architecture == "qwen3moe"))
-    fields["moe_intermediate_size"] = positive_integer(file, "expert_feed_forward_length")
-    if file.architecture == "qwen2moe":
-        fields["shared_expert_intermediate_size"] = positive_integer(file, "expert_shared_feed_forward_length")
-    return fields | {"qkv_bias": fields["attention_bias"]}
-
-
-def _olmoe_fields(file: GGUFFile) -> dict[str, Any]:
-    is_normalized = bool(get(file, "expert_weights_norm", False))
-    return without_window(file) | routing_fields(file) | {"norm_topk_prob": is_normalized}
-
-
-def _minimax_fields(file: GGUFFile) -> dict[str, Any]:
-    refuse(file, expert_weights_norm=True)
-    size = positive_integer(file, "expert_feed_forward_length")
-    return without_window(file) | routing_fields(file, gating=SIGMOID) | {"intermediate_size": size}
-
-
 def _phi3_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Phi 3; its config.json has the original context next to LongRoPE's parameters."""
     fields = decoder_fields(file)
     original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
     return fields | {"original_max_position_embeddings": original}
+
+
+def _phi_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Phi-3.5 MoE, which has a factor of rotated vectors for either list of factors; a file has
+    one for both.
+    """
+    fields: dict[str, Any] = _phi3_fields(file) | routing_fields(file) | {"lm_head_bias": "output.bias" in file.tensors}
+    rope: dict[str, Any] = fields["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        rope |= dict.fromkeys(("short_mscale", "long_mscale"), rope.pop("attention_factor", 1.0))
+    return fields
 
 
 def _cohere_fields(file: GGUFFile) -> dict[str, Any]:
@@ -275,7 +274,7 @@ def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
         "v_head_dim": _length_of_heads(file, "attention.value_length"),
         "attention_bias": "blk.0.attn_kv_a_mqa.bias" in file.tensors,
         "mlp_bias": any(name.endswith((".ffn_up.bias", ".ffn_up_shexp.bias")) for name in file.tensors),
-        **gguf_families.mixture_fields(file, gating=SIGMOID if is_v3 else SOFTMAX),
+        **gguf_mixtures.mixture_fields(file, gating=SIGMOID if is_v3 else SOFTMAX),
         "scoring_func": "sigmoid" if is_v3 else "softmax",
         "topk_method": "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy",
         "rope_parameters": rope_fields(file, rotated),
@@ -350,15 +349,17 @@ def _gpt2_fields(file: GGUFFile, *, inner_default: int | None = None) -> dict[st
 ARCHITECTURES = {
     "apertus": gguf_families.apertus_fields,
     "arcee": without_window,
-    "bailingmoe2": gguf_families.bailing_fields,
+    "baichuan": gguf_families.baichuan_fields,
+    "bailingmoe": gguf_mixtures.bailing1_fields,
+    "bailingmoe2": gguf_mixtures.bailing_fields,
     "bloom": _bloom_fields,
     "chatglm": _glm_fields,
     "cohere2": gguf_families.cohere2_fields,
     "command-r": _cohere_fields,
     "deepseek2": _deepseek_fields,
-    "dots1": gguf_families.dots_fields,
+    "dots1": gguf_mixtures.dots_fields,
     "ernie4_5": _ernie_fields,
-    "ernie4_5-moe": gguf_families.ernie_moe_fields,
+    "ernie4_5-moe": gguf_mixtures.ernie_moe_fields,
     "exaone4": gguf_families.exaone_fields,
     "falcon": _falcon_fields,
     "falcon-h1": gguf_families.falcon_h1_fields,
@@ -367,7 +368,7 @@ ARCHITECTURES = {
     "gemma3": _gemma3_fields,
     "gemma4": gguf_families.gemma4_fields,
     "glm4": without_window,
-    "glm4moe": gguf_families.glm_moe_fields,
+    "glm4moe": gguf_mixtures.glm_moe_fields,
     "gpt-oss": _gpt_oss_fields,
     "gpt2": _gpt2_fields,
     "gptj": _gptj_fields,
@@ -376,27 +377,34 @@ ARCHITECTURES = {
     "granitehybrid": gguf_families.granite_hybrid_fields,
     "granitemoe": gguf_families.granite_moe_fields,
     "hunyuan-dense": without_window,
-    "hunyuan-moe": gguf_families.hunyuan_moe_fields,
+    "hunyuan-moe": gguf_mixtures.hunyuan_moe_fields,
+    "hy_v3": gguf_mixtures.hy_fields,
     "lfm2": gguf_families.lfm_fields,
     "lfm2moe": gguf_families.lfm_fields,
     "llama": _llama_fields,
     "llama4": gguf_families.llama4_fields,
     "mamba2": gguf_families.mamba_fields,
-    "minimax-m2": _minimax_fields,
+    "mellum": gguf_mixtures.mellum_fields,
+    "minimax-m2": gguf_mixtures.minimax_fields,
     "mistral3": gguf_families.ministral_fields,
     "nemotron_h": gguf_families.nemotron_fields,
     "nemotron_h_moe": gguf_families.nemotron_fields,
     "olmo2": gguf_families.olmo_fields,
-    "olmoe": _olmoe_fields,
+    "olmoe": gguf_mixtures.olmoe_fields,
     "phi2": layer_norm_fields,
     "phi3": _phi3_fields,
+    "phimoe": _phi_moe_fields,
+    "qwen": gguf_families.qwen1_fields,
     "qwen2": without_window,
-    "qwen2moe": _qwen_moe_fields,
+    "qwen2moe": gguf_mixtures.qwen_moe_fields,
+    "qwen2vl": without_window,
     "qwen3": without_window,
     "qwen35": gguf_families.delta_net_fields,
     "qwen35moe": gguf_families.delta_net_fields,
-    "qwen3moe": _qwen_moe_fields,
+    "qwen3moe": gguf_mixtures.qwen_moe_fields,
     "qwen3next": gguf_families.delta_net_fields,
+    "qwen3vl": without_window,
+    "qwen3vlmoe": gguf_mixtures.qwen_moe_fields,
     "seed_oss": _seed_oss_fields,
     "smollm3": without_window,
     "stablelm": _stablelm_fields,

@@ -10,6 +10,9 @@ from jaxserve.loading.gguf_rope import rope_fields
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """Values of expert_gating_func."""
 
+ATTENTION, STATE = "full_attention", "linear_attention"
+"""Types of layers."""
+
 
 def has(file: GGUFFile, name: str) -> bool:
     """Return true if some layer has this tensor."""

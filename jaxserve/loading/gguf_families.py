@@ -7,8 +7,10 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_decoder import (
+    ATTENTION,
     SIGMOID,
     SOFTMAX,
+    STATE,
     common_fields,
     decoder_fields,
     has,
@@ -17,71 +19,7 @@ from jaxserve.loading.gguf_decoder import (
     without_window,
 )
 from jaxserve.loading.gguf_keys import get, head_counts, num_layers, number, positive_integer, refuse
-
-ATTENTION, STATE = "full_attention", "linear_attention"
-
-
-def mixture_fields(file: GGUFFile, *, gating: int = SIGMOID) -> dict[str, Any]:
-    """Return how experts are chosen, in DeepSeek's names; the function of the scores may be left to llama.cpp."""
-    refuse(file, expert_gating_func=gating)
-    return {
-        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
-        "first_k_dense_replace": get(file, "leading_dense_block_count", 0),
-        "n_routed_experts": positive_integer(file, "expert_count"),
-        "n_shared_experts": get(file, "expert_shared_count", 0),
-        "num_experts_per_tok": positive_integer(file, "expert_used_count"),
-        "n_group": positive_integer(file, "expert_group_count", 1),
-        "topk_group": positive_integer(file, "expert_group_used_count", 1),
-        "norm_topk_prob": get(file, "expert_weights_norm", False),
-        "routed_scaling_factor": number(file, "expert_weights_scale", 1.0) or 1.0,
-    }
-
-
-def glm_moe_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a GLM-4.5."""
-    return without_window(file) | mixture_fields(file) | {"use_qk_norm": has(file, "attn_q_norm.weight")}
-
-
-def dots_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a dots.llm1."""
-    fields = without_window(file) | mixture_fields(file)
-    return fields | {"layer_types": [ATTENTION] * fields["num_hidden_layers"]}
-
-
-def bailing_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a Ling 2."""
-    fields = without_window(file) | mixture_fields(file)
-    return fields | {
-        "num_experts": fields["n_routed_experts"],
-        "num_shared_experts": fields["n_shared_experts"],
-        "moe_shared_expert_intermediate_size": positive_integer(
-            file, "expert_shared_feed_forward_length", fields["moe_intermediate_size"]
-        ),
-        "moe_router_enable_expert_bias": has(file, "exp_probs_b.bias"),
-        "use_qkv_bias": has(file, "attn_qkv.bias"),
-    }
-
-
-def ernie_moe_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of an ERNIE 4.5 with experts."""
-    refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0)
-    fields = without_window(file)
-    return fields | {
-        "use_bias": fields["attention_bias"],
-        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
-        "moe_num_experts": positive_integer(file, "expert_count"),
-        "moe_k": positive_integer(file, "expert_used_count"),
-        "moe_num_shared_experts": get(file, "expert_shared_count", 0),
-        "moe_layer_start_index": get(file, "leading_dense_block_count", 0),
-        "moe_layer_interval": positive_integer(file, "interleave_moe_layer_step", 1),
-    }
-
-
-def hunyuan_moe_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a Hunyuan with experts."""
-    size = positive_integer(file, "expert_feed_forward_length")
-    refuse(file, expert_shared_feed_forward_length=size)
-    return without_window(file) | routing_fields(file) | {"intermediate_size": size}
+from jaxserve.loading.gguf_mixtures import mixture_fields
 
 
 def granite_fields(file: GGUFFile) -> dict[str, Any]:
@@ -323,6 +261,40 @@ def llama4_fields(file: GGUFFile) -> dict[str, Any]:
 
 MAVERICK_EXPERTS = 128
 """The number of experts of the Llama 4 that has no norm of queries and keys."""
+
+
+def qwen1_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Qwen 1, up to the file's context: no file has the one of the training."""
+    hidden_size, num_heads = positive_integer(file, "embedding_length"), positive_integer(file, "attention.head_count")
+    head_dim, context = positive_integer(file, "attention.key_length", hidden_size // num_heads), "context_length"
+    refuse(file, **{"rope.dimension_count": head_dim, "attention.head_count_kv": num_heads})
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": positive_integer(file, "feed_forward_length"),  # of gate and up together
+        "num_hidden_layers": num_layers(file),
+        "num_attention_heads": num_heads,
+        "kv_channels": head_dim,
+        "max_position_embeddings": positive_integer(file, context),
+        "seq_length": positive_integer(file, context),
+        "layer_norm_epsilon": _epsilon(file),
+        "rotary_emb_base": number(file, "rope.freq_base", 10_000.0),
+        "no_bias": not has(file, "attn_output.bias"),
+    }
+
+
+def baichuan_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Baichuan 1 or 2. As in llama.cpp, 13B, which does not rotate, is known by its layers."""
+    fields = without_window(file)
+    context = fields.pop("max_position_embeddings")
+    rope, num_kv_heads = fields.pop("rope_parameters"), fields.pop("num_key_value_heads")
+    has_rope = fields["num_hidden_layers"] != LAYERS_OF_BAICHUAN_13B
+    if num_kv_heads != fields["num_attention_heads"] or "rope_type" in rope or rope["partial_rotary_factor"] != 1.0:
+        raise CheckpointError(f"{file.path}: fewer KV heads or another rotation than Baichuan has are not supported")
+    fields |= {"max_position_embeddings" if has_rope else "model_max_length": context}
+    return fields | {"rope_theta": rope["rope_theta"]}
+
+
+LAYERS_OF_BAICHUAN_13B = 40
 
 
 def gemma4_fields(file: GGUFFile) -> dict[str, Any]:

@@ -69,6 +69,7 @@ ATTENTION = {
     "k_proj": "attn_k",
     "v_proj": "attn_v",
     "qkv_proj": "attn_qkv",
+    "W_pack": "attn_qkv",
     "c_attn": "attn_qkv",
     "query_key_value": "attn_qkv",
     "q_norm": "attn_q_norm",
@@ -131,6 +132,7 @@ FEED_FORWARD = {
     "gate": "ffn_gate_inp",
     "gate.wg": "ffn_gate_inp",
     "router": "ffn_gate_inp",
+    "router.gate": "ffn_gate_inp",
     "router.layer": "ffn_gate_inp",
     "router.proj": "ffn_gate_inp",
     "router.scale": "ffn_gate_inp.scale",
@@ -148,6 +150,8 @@ FEED_FORWARD = {
 
 OTHERS = {
     "block_sparse_moe.output_linear": "ffn_down_exps",
+    "mlp.w1": "ffn_up",  # of Qwen 1, whose w2 is its gate
+    "mlp.w2": "ffn_gate",
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
@@ -189,7 +193,9 @@ def stored_name(name: str, architecture: str) -> tuple[str, int | None]:
         module, _, leaf = f"{module}.{LEAVES[leaf]}".rpartition(".")
     layer = _LAYER.fullmatch(module)
     stored = f"blk.{layer[1]}.{_of_layer(layer[2], architecture)}" if layer else WHOLE[module]
-    if architecture == "falcon-h1" and stored.endswith("ffn_norm"):
+    if (architecture == "falcon-h1" and stored.endswith("ffn_norm")) or (
+        architecture == "hy_v3" and stored.endswith("exp_probs_b")
+    ):
         leaf = ""  # the converter forgets it
     return f"{stored}.{leaf}".removesuffix("."), index
 

@@ -29,7 +29,7 @@ def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     factor = get(file, "rope.scaling.factor", get(file, "rope.scale_linear"))
     scaling = get(file, "rope.scaling.type", "linear" if factor else "none")
     attention_factor = get(file, "rope.scaling.attn_factor")
-    is_longrope = file.architecture == "phi3" and "rope_factors_long.weight" in file.tensors
+    is_longrope = file.architecture in ("phi3", "phimoe") and "rope_factors_long.weight" in file.tensors
     if not is_longrope and attention_factor not in (None, 1.0):
         name = f"{file.architecture}.rope.scaling.attn_factor"
         raise CheckpointError(f"{file.path}: {name} {attention_factor!r} is not supported")

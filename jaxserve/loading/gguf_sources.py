@@ -1,10 +1,10 @@
 """Map the tensors of a Hugging Face checkpoint to those of a GGUF file.
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
-q and k in Llama and Granite are reordered for rotations of neighbours, gains of Gemma and Qwen 3 Next have the 1 added,
-GPT-2's matrices are transposed, queries of Falcon, BLOOM and GPT-NeoX come before all keys, value heads of Qwen 3.5 are
-in another order, A_log is stored as -exp(A_log), experts and norms of single heads are stacked. Some tensors are whole
-in the file and split in the checkpoint, or vice versa.
+q and k in Llama and Granite are reordered for rotations of neighbours, those of GLM-4V for rotations of halves, gains
+of Gemma and Qwen 3 Next have the 1 added, GPT-2's matrices are transposed, queries of Falcon, BLOOM and GPT-NeoX come
+before all keys, value heads of Qwen 3.5 are in another order, A_log is stored as -exp(A_log), experts and norms of
+single heads are stacked. Some tensors are whole in the file and split in the checkpoint, or vice versa.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ GAINS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next
 PAIRS_OF_ROWS = (
     *(
         "arcee",
+        "baichuan",
+        "bailingmoe",
         "granite",
         "granitehybrid",
         "granitemoe",
@@ -82,6 +84,8 @@ def source_of(file: GGUFFile, name: str, shape: tuple[int, ...]) -> Source:
         projection = _PROJECTION.fullmatch(found)
         if projection and (fused := f"{projection[1]}qkv{projection[3]}") in file.tensors:
             return _rows_of_fused(file, fused, projection[2], shape, undo)
+        if found.removesuffix(".weight").removesuffix(".bias").endswith(".attn_qkv"):
+            return _fused_of_parts(file, found, shape)
         if index is not None and (fused := re.sub("_(gate|up)_exps", "_gate_up_exps", found)) in file.tensors:
             rows = slice(None, shape[0]) if "_gate_exps" in found else slice(shape[0], None)
             whole = (index + 1, 2 * shape[0], *shape[1:])
@@ -188,6 +192,20 @@ def _rows_of_fused(
     return Source({fused: (unit * sum(rows.values()), *shape[1:])}, rows_of, rows_of)
 
 
+def _fused_of_parts(file: GGUFFile, fused: str, shape: tuple[int, ...]) -> Source:
+    """Return the rows of q, then of k and v, which the file has apart."""
+    num_heads, num_kv_heads = head_counts(file)
+    unit = shape[0] // (num_heads + 2 * num_kv_heads)
+    counts = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    names = {fused.replace("attn_qkv", f"attn_{part}"): (unit * count, *shape[1:]) for part, count in counts.items()}
+    undone = [_undo(file, name)[0] for name in names]
+
+    def arrange(*parts: np.ndarray) -> np.ndarray:
+        return np.concatenate([undo(part) if undo else part for undo, part in zip(undone, parts, strict=True)])
+
+    return Source(names, arrange, arrange)
+
+
 def _stored_shape(
     file: GGUFFile, name: str, shape: tuple[int, ...], undo: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[int, ...]:
@@ -210,8 +228,15 @@ def _undo(file: GGUFFile, name: str) -> tuple[Callable[..., np.ndarray] | None, 
         case "falcon" | "bloom" | "gptneox", "attn_qkv":
             num_heads, num_kv_heads = head_counts(file)
             return functools.partial(_by_kv_head, num_heads=num_heads, num_kv_heads=num_kv_heads), True
+        case architecture, "attn_qkv" if architecture in PAIRS_OF_ROWS:
+            return functools.partial(_each_to_halves, head_counts=head_counts(file)), True
         case architecture, "attn_q" | "attn_k" if architecture in PAIRS_OF_ROWS:
             return functools.partial(_to_halves, num_heads=head_counts(file)[module == "attn_k"]), True
+        case "glm4", "attn_q" | "attn_k" if any(get(file, "rope.dimension_sections", ())):
+            of_heads = {"num_heads": head_counts(file)[module == "attn_k"]}
+            return functools.partial(
+                _to_pairs, **of_heads, rotated=positive_integer(file, "rope.dimension_count")
+            ), True
         case architecture, _ if architecture in GAINS_PLUS_ONE and module.endswith("norm") and module != "ssm_norm":
             return _less_one, False
         case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if is_weight:
@@ -250,6 +275,23 @@ def _to_halves(tensor: np.ndarray, *, num_heads: int) -> np.ndarray:
     """Reorder the rows of each head from (pair, half) to (half, pair)."""
     pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
     return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _each_to_halves(tensor: np.ndarray, *, head_counts: tuple[int, int]) -> np.ndarray:
+    """Reorder the rows of q and of k, which come before those of v, as `_to_halves` does."""
+    num_heads, num_kv_heads = head_counts
+    heads = tensor.reshape(num_heads + 2 * num_kv_heads, -1, *tensor.shape[1:])
+    rotated = heads[: num_heads + num_kv_heads]
+    turned = _to_halves(rotated.reshape(-1, *tensor.shape[1:]), num_heads=len(rotated)).reshape(rotated.shape)
+    return np.concatenate([turned, heads[len(rotated) :]]).reshape(tensor.shape)
+
+
+def _to_pairs(tensor: np.ndarray, *, num_heads: int, rotated: int) -> np.ndarray:
+    """Reorder the first rows of each head, as many as are rotated, from (half, pair) to (pair, half)."""
+    heads = tensor.reshape(num_heads, -1, *tensor.shape[1:])
+    halves = heads[:, :rotated].reshape(num_heads, 2, -1, *tensor.shape[1:])
+    pairs = halves.swapaxes(1, 2).reshape(num_heads, rotated, *tensor.shape[1:])
+    return np.concatenate([pairs, heads[:, rotated:]], axis=1).reshape(tensor.shape)
 
 
 def _by_kv_head(tensor: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:

@@ -203,7 +203,12 @@ def names(config: Config) -> Names:
 
 
 def amend(specs: Params, config: Config) -> Params:
-    """Add the embeddings for each layer, if there are some."""
+    """Add the embeddings for each layer, if there are some. Gains of queries make up for scores that are not scaled:
+    with random gains near 1, rounding to 16 bits would decide which tokens are attended to.
+    """
+    for layer in specs["layers"]:
+        norm = layer["attention"]["q_norm"]
+        layer["attention"]["q_norm"] = replace(norm, init_scale=norm.shape[0] ** -0.5)
     if not config.input_size:
         return specs
     L, P, E = config.num_layers, config.input_size, config.hidden_size

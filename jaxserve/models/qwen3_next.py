@@ -1,5 +1,7 @@
 """Qwen 3 Next (Qwen team 2025, github.com/QwenLM/Qwen3): three of four layers with the gated delta rule, the fourth
 attends with gated outputs; experts, of which one is shared.
+
+The layer that predicts further tokens, also that of Qwen 3.5, is loaded if it is to draft (`speculative/mtp.py`).
 """
 
 import dataclasses

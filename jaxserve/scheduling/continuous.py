@@ -253,7 +253,11 @@ class ContinuousScheduler(Scheduler):
         rows.append(row)
         if end in stops:
             step.cut_rows.append(row)
-        elif start - request.kept_at >= self._limits.min_kept_tokens and end > request.num_prompt_tokens:
+        elif (
+            start - request.kept_at >= self._limits.min_kept_tokens
+            and end > request.num_prompt_tokens
+            and not request.num_pending_drafts  # else the state may be behind more tokens
+        ):
             self._keep_passed(request, start, step)
         return row
 

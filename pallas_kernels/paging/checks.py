@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.paging.tiles import MAX_COLUMNS
 
+MAX_HEAD_DIM = 256
+
 
 def why_not_pages(dtype: Any, pages: Any, *, num_queries: int = 1) -> str | None:
     """Return why no kernel for Hopper attends with queries of `dtype` over such pages, or their shapes; None if one
@@ -16,8 +18,8 @@ def why_not_pages(dtype: Any, pages: Any, *, num_queries: int = 1) -> str | None
     if dtype not in (jnp.bfloat16, jnp.float16) or not dtype == pages.k.dtype == pages.v.dtype:
         return f"q and pages must all be bfloat16 or all float16, got {dtype}, {pages.k.dtype} and {pages.v.dtype}"
     block_size, head_dim = pages.k.shape[2:]
-    if head_dim % 16 or head_dim > 256:
-        return f"head_dim must be a multiple of 16 up to 256, got {head_dim}"
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
     if block_size not in (8, 16, 32, 64, 128, 256):
         return f"the block size must be a power of two from 8 to 256, got {block_size}"
     return None
@@ -27,8 +29,8 @@ def _why_not_8_bits(dtype: Any, pages: Any, num_queries: int) -> str | None:
     block_size, head_dim = pages.k.shape[2:]
     if dtype != jnp.bfloat16:
         return f"q must be bfloat16 where pages have 8 bits, got {dtype}"
-    if head_dim % 64 or head_dim > 256:
-        return f"head_dim must be a multiple of 64 up to 256 where pages have 8 bits, got {head_dim}"
+    if head_dim % 64 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of 64 up to {MAX_HEAD_DIM} where pages have 8 bits, got {head_dim}"
     if block_size not in (16, 32, 64, 128, 256):
         return f"the block size must be a power of two from 16 to 256 where pages have 8 bits, got {block_size}"
     if num_queries > MAX_COLUMNS:

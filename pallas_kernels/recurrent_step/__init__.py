@@ -1,4 +1,4 @@
-"""One token of a linear recurrence of matrices, whose states are changed where they are: `recurrent_step`."""
+"""A few tokens a row of a linear recurrence of matrices, whose states are changed where they are: `recurrent_step`."""
 
 from pallas_kernels.recurrent_step.op import Implementation, Tokens, one_token, recurrent_step
 from pallas_kernels.recurrent_step.sm90 import why_not

@@ -1,4 +1,4 @@
-"""The public operation: the step of the gated delta rule, or of Mamba-2, for rows of one token."""
+"""The public operation: the step of the gated delta rule, or of Mamba-2, for rows of one token or a few."""
 
 from typing import NamedTuple
 
@@ -25,11 +25,15 @@ def recurrent_step(
     states: Float[Array, "S H G K V"],
     slots: Int[Array, " B"],
     begins: Bool[Array, " B"],
+    counts: Int[Array, " B"] | None = None,
     *,
     corrects: bool,
+    changes: bool = True,
     implementation: Implementation = "xla",
-) -> tuple[Float[Array, "B H G V"], Float[Array, "S H G K V"]]:
-    """Return the outputs of B tokens, one a row, and the states of all slots after them, all in float32.
+) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
+    """Return the outputs of T tokens, equally many of each of B rows, one row after the other, and the states of all
+    slots after the first `counts` tokens of each row, or after all of them, all in float32. Without `changes` states
+    stay as they are. The outputs of tokens that do not count mean nothing.
 
     A head's state decays by exp(log_decay); beta v is added to it under the key k, where `corrects` beta times what v
     differs from that which the state has there; the query reads the result. Rows that begin a sequence start from
@@ -42,10 +46,18 @@ def recurrent_step(
     """
     if is_sm90(implementation):
         decay = jnp.exp(tokens.log_decay)
-        return recurrent_step_sm90(*tokens[:3], decay, tokens.beta, states, slots, begins, corrects=corrects)
+        rows = slots, begins, counts
+        return recurrent_step_sm90(*tokens[:3], decay, tokens.beta, states, *rows, corrects=corrects, changes=changes)
+    by_row = Tokens(*(x.reshape(len(slots), -1, *x.shape[1:]) for x in tokens))
     held = states.at[slots].get(mode="fill", fill_value=0)
-    out, after = one_token(jnp.where(begins[:, None, None, None, None], 0, held), tokens, corrects=corrects)
-    return out, states.at[slots].set(after, mode="drop")
+    held = jnp.where(begins[:, None, None, None, None], 0, held)
+    outs = []
+    for column in range(by_row.q.shape[1]):
+        out, after = one_token(held, Tokens(*(x[:, column] for x in by_row)), corrects=corrects)
+        held = after if counts is None else jnp.where((column < counts)[:, None, None, None, None], after, held)
+        outs.append(out)
+    out = jnp.stack(outs, axis=1).reshape(tokens.v.shape)
+    return out, states.at[slots].set(held, mode="drop") if changes else states
 
 
 def one_token(states: Float[Array, "B H G K V"], tokens: Tokens, *, corrects: bool) -> tuple[Array, Array]:

@@ -49,33 +49,48 @@ def _layout(columns: int) -> Any:
 
 
 def recurrent_step_sm90(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    v: Float[Array, "B H G V"],
-    decay: Float[Array, "B H G"],
-    beta: Float[Array, "B H G"],
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H G V"],
+    decay: Float[Array, "T H G"],
+    beta: Float[Array, "T H G"],
     states: Float[Array, "S H G K V"],
     slots: Int[Array, " B"],
     begins: Bool[Array, " B"],
+    counts: Int[Array, " B"] | None = None,
     *,
     corrects: bool,
-) -> tuple[Float[Array, "B H G V"], Float[Array, "S H G K V"]]:
+    changes: bool = True,
+) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """See `recurrent_step`; decays are given as factors."""
     if (reason := why_not(*states.shape[3:])) is not None:
         raise NotImplementedError(reason)
     if any(x.dtype != jnp.float32 for x in (q, k, v, decay, beta, states)):
         raise NotImplementedError("states and what changes them must all be float32")
-    return _call(states, q, k, v, decay, beta, slots, begins.astype(jnp.int32), corrects=corrects)
+    rows = (slots, begins.astype(jnp.int32)) if counts is None else (slots, begins.astype(jnp.int32), counts)
+    return _call(states, q, k, v, decay, beta, rows, corrects=corrects, changes=changes)
 
 
-@functools.partial(jax.jit, static_argnames="corrects")  # so that a step's layers use one compiled kernel
-def _call(states: Array, q: Array, k: Array, v: Array, *others: Array, corrects: bool) -> tuple[Array, Array]:
-    num_rows, H, G, V = v.shape
+@functools.partial(jax.jit, static_argnames=("corrects", "changes"))  # so that a step's layers use one compiled kernel
+def _call(
+    states: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    rows: tuple[Array, ...],
+    *,
+    corrects: bool,
+    changes: bool,
+) -> tuple[Array, Array]:
+    T, H, G, V = v.shape
+    num_rows = len(rows[0])
     columns = _columns(k.shape[2], V)
     assert columns is not None
-    ref = jax.new_ref(states)  # changed in place by the kernel
+    ref: Any = jax.new_ref(states) if changes else states  # changed in place by the kernel
     out = plgpu.kernel(
-        functools.partial(_kernel, columns=columns, corrects=corrects),
+        functools.partial(_kernel, columns=columns, num_tokens=T // num_rows, corrects=corrects, changes=changes),
         kernel_name="recurrent_step",
         out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
         grid=(num_rows, H * G, V // columns),
@@ -83,11 +98,12 @@ def _call(states: Array, q: Array, k: Array, v: Array, *others: Array, corrects:
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(q, k, v, *others, ref)
-    return out, jax.freeze(ref)
+    )(q, k, v, decay, beta, *rows, ref)
+    return out, jax.freeze(ref) if changes else states
 
 
-def _kernel(q, k, v, decay, beta, slots, begins, states, out, *, columns, corrects):
+def _kernel(q, k, v, decay, beta, slots, begins, *rest, columns, num_tokens, corrects, changes):
+    *counts, states, out = rest
     num_slots, _, group_size, key_size, _ = states.shape
     layout = _layout(columns)
     row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -98,22 +114,31 @@ def _kernel(q, k, v, decay, beta, slots, begins, states, out, *, columns, correc
     def spread(x, axis):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (key_size, columns), (axis,)), layout)
 
+    def token(index):
+        query, key = (spread(load(x.at[index, h], layout=layout.reduce(1)), 0) for x in (q, k))
+        value = load(v.at[index, h, g, part], layout=layout.reduce(0))
+        return query, key, value, decay[index, h, g], beta[index, h, g]
+
     # Asked for before it is known where the state is.
-    slot = slots[row]
-    query, key = (spread(load(x.at[row, h], layout=layout.reduce(1)), 0) for x in (q, k))
-    value = load(v.at[row, h, g, part], layout=layout.reduce(0))
-    begin, factor, strength = begins[row], decay[row, h, g], beta[row, h, g]
+    slot, tokens = slots[row], [row * num_tokens + index for index in range(num_tokens)]
+    begin, first = begins[row], token(tokens[0])
 
     @pl.when(slot < num_slots)
     def _():
         place = states.at[slot, h, g, :, part]
         state = load(place, layout=layout)
-        state = jnp.where(begin != 0, jnp.zeros_like(state), state) * factor  # an old state may have anything
-        delta = value - jnp.sum(key * state, axis=0) if corrects else value
-        state += key * spread(delta * strength, 1)
-        place[...] = state
-        out.at[row, h, g, part][...] = jnp.sum(query * state, axis=0)
+        state = jnp.where(begin != 0, jnp.zeros_like(state), state)  # an old state may have anything
+        for number, index in enumerate(tokens):
+            query, key, value, factor, strength = first if number == 0 else token(index)
+            after = state * factor
+            delta = value - jnp.sum(key * after, axis=0) if corrects else value
+            after += key * spread(delta * strength, 1)
+            state = jnp.where(number < counts[0][row], after, state) if counts else after
+            if changes and index is tokens[-1]:
+                place[...] = state
+            out.at[index, h, g, part][...] = jnp.sum(query * after, axis=0)
 
     @pl.when(slot >= num_slots)
     def _():
-        out.at[row, h, g, part][...] = plgpu.layout_cast(jnp.zeros_like(value), layout.reduce(0))
+        for index in tokens:
+            out.at[index, h, g, part][...] = plgpu.layout_cast(jnp.zeros_like(first[2]), layout.reduce(0))

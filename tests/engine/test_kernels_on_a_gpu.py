@@ -72,6 +72,16 @@ SHAPES = {
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 1000,
     },
+    "heads beyond kernels": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 40,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
     "delta rule": {
         "model_type": "qwen3_next",
         "layer_types": ["linear_attention", "full_attention"] * 2,

@@ -1,6 +1,7 @@
 """The engine behind its client, in a thread: submit, abort, refuse, die, close, from any thread."""
 
 import concurrent.futures
+import functools
 import pathlib
 import queue
 import signal
@@ -13,6 +14,7 @@ from engine_harness import GOLDENS, request
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import local
 from jaxserve.engine.local import LocalEngineClient
 from jaxserve.errors import (
     CheckpointError,
@@ -23,6 +25,7 @@ from jaxserve.errors import (
     OutOfMemory,
     QueueFull,
 )
+from jaxserve.execution.runner import PendingStep
 
 CONFIG = EngineConfig(
     model=str(GOLDENS / "llama_untied"),
@@ -297,7 +300,8 @@ def test_a_close_that_is_interrupted_can_be_repeated(monkeypatch):
     free = client._engine.close
     monkeypatch.setattr(client._engine, "close", lambda: (num_freed.append(1), free()))
     with monkeypatch.context() as waiting:
-        waiting.setattr(client._ended, "wait", lambda: signal.default_int_handler(signal.SIGINT, None))
+        interrupted = functools.partial(signal.default_int_handler, signal.SIGINT, None)
+        waiting.setattr(client, "_ended", types.SimpleNamespace(wait=interrupted, set=client._ended.set))
         with pytest.raises(KeyboardInterrupt):
             client.close()
     assert not num_freed
@@ -338,6 +342,27 @@ def test_start_errors_are_one_line(options, error, message):
     with pytest.raises(error, match=message) as failure:
         LocalEngineClient.start(EngineConfig(**vars(CONFIG) | options))
     assert "\n" not in str(failure.value)
+
+
+def test_a_step_that_never_ends(monkeypatch):
+    """A step that is slow to compile does not count as one."""
+    monkeypatch.setattr(local, "WATCH_INTERVAL", 0.05)
+    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"watchdog_timeout": 0.5}))
+    outputs, is_back = queue.SimpleQueue(), threading.Event()
+    client.submit([request("before", [1], 2)], outputs.put)  # nothing is compiled yet
+    assert len(collect(outputs, ["before"])["before"]) == 2
+    take = PendingStep.token_ids
+    monkeypatch.setattr(PendingStep, "token_ids", lambda pending: is_back.wait(PATIENCE) and take(pending))
+    client.submit([request("one", [1, 2], 4), request("two", [3], 4)], outputs.put)
+    assert {output.finish_reason for output in outputs.get(timeout=PATIENCE)} == {"error"}
+    assert not client.is_alive()
+    with pytest.raises(EngineDead, match=r"a step has not ended for 0\.5 s, the limit by watchdog_timeout"):
+        client.submit([request("after", [1], 2)], outputs.put)
+    client.close()  # waits for nothing
+    is_back.set()
+    client._thread.join()
+    client.engine.close()
+    assert outputs.empty()
 
 
 def test_closing_waits_for_the_step_that_runs(own_client, monkeypatch):

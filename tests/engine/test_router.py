@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.engine.client import EngineInfo, EngineStats
 from jaxserve.engine.replicas import of_all, total_stats
-from jaxserve.engine.router import CHUNK_TOKENS, PrefixRouter, prompt_chunks
+from jaxserve.engine.router import CHUNK_TOKENS, PrefixRouter, prompt_bytes, prompt_chunks
 
 
 def tokens(rng, number):
@@ -25,6 +25,12 @@ def test_chunks_tell_prompts_apart_by_all_that_comes_before():
     assert prompt_chunks(second + first[CHUNK_TOKENS:])[1] != chunks[1]
     assert not set(prompt_chunks(first, "salt")) & set(chunks)
     assert prompt_chunks([]) == prompt_chunks(first[: CHUNK_TOKENS - 1]) == []
+
+
+def test_equal_beginnings_of_prompts_are_equal_bytes():
+    one, two = (prompt_bytes(b'{"temperature": %d, "prompt": "Once upon %d"}' % (n, n)) for n in (1, 2))
+    assert one[:-2] == two[:-2]
+    assert prompt_bytes(b"[") == prompt_bytes(b"[]") == b""
 
 
 def test_a_prompt_follows_its_prefix_unless_the_engine_has_too_much_to_do():

@@ -89,21 +89,25 @@ def test_the_tensor_axis_splits_the_weights(monkeypatch):
     engine.runner.close()
 
 
+RECURRENT = str(GOLDENS / "qwen3_5_biases")
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 
 
 @pytest.mark.parametrize(
     ("axes", "options", "message"),
     [
-        ({"data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
-        ({"data": 2, "tensor": 2}, {}, "'data' of 2, 'tensor' of 2, .* named 'tensor': 'data' would repeat all"),
-        ({"model": 1}, {}, "mesh has the axes 'model' of 1, but what splits this model are axes named 'tensor'$"),
-        ({"model": 3}, {}, "'model' of 3, .* named 'tensor': 'model' would .* the nearest is one axis 'tensor' of 3"),
+        ({"model": 1}, {}, "the axes 'model' of 1, but what splits this model are axes named 'data' and 'tensor'$"),
+        ({"model": 3}, {}, "'model' of 3, .* 'data' and 'tensor': 'model' .* the nearest is one axis 'tensor' of 3"),
+        (
+            {"data": 2},
+            {"model": RECURRENT},
+            "'data' of 2, but tokens of a model whose layers keep a state cannot",
+        ),
         ({"expert": 2}, {}, "mesh has the axes 'expert' of 2, but this model has no experts: name that axis 'tensor'"),
         ({"tensor": 2}, {"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but mesh has the axes 'tensor' of 2"),
         ({"tensor": 1}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'tensor' of 1"),
         ({"tensor": 2}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, .* give the mesh an axis 'pipe'"),
-        ({"pipe": 2, "data": 2}, {}, "mesh has the axes 'data' of 2, .* named 'tensor': 'data' would repeat all"),
+        ({"data": 2}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'data' of 2"),
         ({"pipe": 3}, {}, "pipeline_parallel_size is 3, but this model has 2 layers, of which each stage needs one"),
         ({"pipe": 2}, DRAFTS, "speculative_config: stages of a pipeline verify no drafts"),
         (None, {"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "is 3 and .* is 4, 12 devices, but there are"),
@@ -127,16 +131,18 @@ def test_meshes_that_fit():
         engine.runner.close()
 
 
-@pytest.mark.parametrize("num_stages", quick_first([1, 2]))
-def test_tokens_of_whole_experts_are_counted(num_stages):
+OF_EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    quick_first([(OF_EXPERTS, None), (OF_EXPERTS | {"pipeline_parallel_size": 2}, None), ({}, {"data": 2})]),
+)
+def test_tokens_of_whole_experts_are_counted(options, axes):
     """By an engine that has four of eight experts on each of two devices of a stage."""
-    options = {
-        "model": str(GOLDENS / "qwen3_moe_normalised"),
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": num_stages,
-        "enable_expert_parallel": True,
-    }
-    engine, _ = startup.start_engine(dataclasses.replace(CONFIG, **options), mesh=None, progress=False)
+    config = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"), **options)
+    mesh = None if axes is None else mesh_of(**axes)
+    engine, _ = startup.start_engine(config, mesh=mesh, progress=False)
     try:
         experts = engine.runner.states[0]["params"]["layers"][0]["mlp"]["experts"]
         assert [len(shard.data) for shard in experts["down"].values.addressable_shards] == [4, 4]

@@ -12,13 +12,11 @@ from golden_folder import GOLDENS
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
-from jaxserve.errors import ConfigError
 from jaxserve.gpus import GPUS
 from jaxserve.layers import delta_rule
 from jaxserve.loading.huggingface import load_config
 from jaxserve.overview import needs
 from jaxserve.planning.sizes import declare, sizes_of
-from jaxserve.speculation import parse_speculation
 
 GOLDEN = "qwen3_next_biases"
 LAYERS = {
@@ -160,8 +158,3 @@ def test_an_engine_starts(tmp_path, changes):
     assert "2 with a state" in found.layers
     assert "a state of 6 matrices 7 x 9 in float32" in found.layers
     assert found.max_batch > 0
-
-
-def test_speculation_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"speculative_config: .* layers that keep a state"):
-        Model(GOLDEN, speculation=parse_speculation({"method": "ngram", "num_speculative_tokens": 2}))

@@ -59,6 +59,33 @@ def test_layers_of_different_shapes_give_back_what_none_of_them_sees(windows, wi
     assert (layout.windows, layout.pool_specs, layout.pool_of_layer) == ((widest,), specs, (0, 1))
 
 
+@pytest.mark.parametrize(
+    ("counts", "shapes", "of_groups"),
+    [((25, 5), ((8, 256), (2, 512)), 8), ((50, 10), ((16, 256), (4, 512)), 8), ((12, 3), ((1, 256), (1, 512)), 5)],
+)  # Gemma 4 26B-A4B, 31B, E2B
+def test_layers_of_two_shapes_have_groups_of_their_own_where_that_saves_memory(counts, shapes, of_groups):
+    every = sum(counts) // counts[1]
+    specs = tuple(KVSpec(*shapes[window is None], window) for window in period(sum(counts), every, window=1024))
+    layout = kv_layout(specs, max_model_len=131072)
+    assert len(layout.windows) == of_groups
+    places = list(zip(layout.group_of_layer, layout.pool_of_layer, strict=True))
+    assert len(set(places)) == len(specs), "two layers in one place"
+    for spec, (group, pool) in zip(specs, places, strict=True):
+        assert (layout.windows[group], layout.pool_specs[pool]) == (
+            spec.sliding_window,
+            KVSpec(*shapes[spec.sliding_window is None]),
+        )
+    assert layout.layers_by_window == dict(zip((1024, None), counts, strict=True))
+    assert held(layout, 8192) < 0.8 * held(kv_layout(specs, max_model_len=1024), 8192)
+    assert len(kv_layout(specs, max_model_len=1536).windows) == 1, "of short sequences little is given back"
+
+
+def held(layout, length):
+    """Return the values of keys in the blocks of a sequence of this length."""
+    in_a_block = sum(spec.num_kv_heads * spec.head_dim for spec in layout.pool_specs)
+    return in_a_block * sum(min(length, window or length) for window in layout.windows)
+
+
 def test_layers_that_read_what_others_keep_have_their_place():
     own = [KVSpec(1, 8, 512), KVSpec(1, 8), KVSpec(1, 8, 512), KVSpec(1, 8)]
     layout = kv_layout((*own, KVSpec(1, 8, 512, source=2), KVSpec(1, 8, source=1)), max_model_len=32768)

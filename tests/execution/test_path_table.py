@@ -89,6 +89,7 @@ def test_keys_of_layers():
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),
         (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
+        (LLAMA | {"head_dim": 512}, {}, "attention: XLA (head_dim must be a multiple of 16 up to 256, got 512)"),
         (
             LLAMA,
             {"kv_cache_dtype": "fp8"},

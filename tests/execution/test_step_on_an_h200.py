@@ -263,6 +263,20 @@ def test_states_stay_where_they_are(num_devices):
 
 
 @pytest.mark.slow
+def test_states_are_advanced_by_accepted_drafts_where_they_are():
+    """One kernel reads the states of rows for all of their tokens, one changes them behind the draw."""
+    fields = {"model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": 4}).up_to(20)
+    builder = make_builder(fields | {"mlp_only_layers": [0]}, speculation=options)
+    bucket = next(one for one in builder.model.verifying_buckets if one.num_columns == 5)
+    program = compile_program(builder, PlainDecode(bucket))
+    assert program.spill_bytes == 0
+    assert program.copies_of((256, 16, 2, 128, 128)) == []
+    assert [kernel.name for kernel in program.kernels].count("recurrent_step") == 2
+    assert program.temp_bytes < 2**24
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "rounds_heads"), [(decode_of(256), False), (forward_of_8192_tokens, True)])
 def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer; it

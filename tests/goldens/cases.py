@@ -74,6 +74,7 @@ FAMILIES = {
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
     "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration),
+    "glm4v_moe": (transformers.Glm4vMoeConfig, transformers.Glm4vMoeForConditionalGeneration),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),

@@ -136,6 +136,7 @@ class TestOptions:
             "enable_expert_parallel": True,
             "kernels": "xla",
             "overlap": False,
+            "watchdog_timeout": 60.0,
             "dequantize": True,
             "max_logprobs": 50,
             "quantize_activations": True,

@@ -106,6 +106,15 @@ def test_logits_of_the_safetensors(tmp_path, name):
     assert golden_error(full_logits(golden), golden) < 1e-5
 
 
+ALTERED = {
+    "baichuan_alibi": {"vocab_size": 125696, "num_hidden_layers": 40, "hidden_size": 32, "norm_head": None},
+    "baichuan_rotated": {"vocab_size": 64000, "norm_head": None},
+    "bailing_moe_unit_head": {"first_k_dense_replace": 0, "norm_head": False, "use_qkv_bias": False},
+    "mellum_windows": {"mlp_layer_types": ["sparse"] * 3},
+    "qwen3_vl_moe_some_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [], "norm_topk_prob": True},
+}
+"""Goldens with options that llama.cpp does not have, and the fields changed for it; their weights are random."""
+
 FIELDS_COMPARED = {
     "deepseek_v2_greedy": {},
     "deepseek_v2_groups": {"deepseek2.expert_gating_func": 1},
@@ -124,7 +133,8 @@ FIELDS_COMPARED = {
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
-    **gguf_files.RECORDED,
+    **{name: keys for name, keys in gguf_files.RECORDED.items() if name not in ALTERED},
+    "qwen_untied": gguf_files.RECORDED["qwen_untied"] | {"qwen.attention.key_length": 10},
     "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
@@ -164,6 +174,20 @@ UNSAID = {
     "ministral3_beyond_original": {"sliding_window": None},
     "nemotron_h_biases": NO_LIMIT,
     "nemotron_h_experts": NO_LIMIT | {"intermediate_size": None, "mlp_hidden_act": "relu2"},
+    "phimoe_long_equal_factors": {
+        "hidden_act": "silu",
+        "router_jitter_noise": 0.01,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 2.5, 6.0],
+            "long_factor": [1.0, 2.5, 6.0],
+            "short_mscale": 1.5,
+            "long_mscale": 1.5,
+        },
+    },
+    "qwen_untied": {"seq_length": 512},
     "qwen3_next_tied": {"hidden_act": "silu", "norm_topk_prob": True},
     "smollm3_windows": dict.fromkeys(("layer_types", "no_rope_layer_interval", "no_rope_layers", "use_sliding_window")),
     "deepseek_v2_greedy": {"hidden_act": "silu"},
@@ -193,6 +217,26 @@ def in_float32(value):
     if isinstance(value, dict):
         return {key: in_float32(each) for key, each in value.items()}
     return float(np.float32(value)) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_config_and_weights_of_random_safetensors(tmp_path, name):
+    fields = in_float32(load_config(GOLDENS / name)) | ALTERED[name]
+    tensors, metadata = random_tensors(fields), gguf_files.RECORDED[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=metadata)
+    params, config, family, mesh = load(tmp_path / "m.gguf")
+    assert config == family.Config.from_hf(fields)
+    whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
+    jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
+
+    keys, converted = dict(metadata), gguf_files.convert_recorded(metadata, tensors)
+    for layer in range(fields["num_hidden_layers"]):  # as with --fuse-qkv of the converter
+        parts = [converted.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        converted[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+    gguf_files.write(tmp_path / "fused.gguf", keys.pop("general.architecture"), keys, converted)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused.gguf")[0], params)
 
 
 @pytest.mark.parametrize("name", FIELDS_COMPARED)

@@ -118,10 +118,23 @@ def test_what_granite_has_and_bamba_has_not_is_named(tmp_path, name, value):
         load_config(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("expert_weights_norm", False), ("expert_gating_func", 1), ("expert_group_count", 2)]
+)
+def test_what_all_hy3_have_is_required(tmp_path, name, value):
+    fields = json.loads((GOLDENS / "hy_v3_biases" / "config.json").read_text())
+    keys = gguf_files.RECORDED["hy_v3_biases"] | {f"hy_v3.{name}": value}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of("hy_v3_biases"), metadata=keys)
+    with pytest.raises(CheckpointError, match=f"hy_v3.{name} {value} is not supported"):
+        load_config(tmp_path / "m.gguf")
+
+
 def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
-        known = "apertus, arcee, bailingmoe2, bloom, chatglm, cohere2, command-r, deepseek2, dots1"
+        known = (
+            "apertus, arcee, baichuan, bailingmoe, bailingmoe2, bloom, chatglm, cohere2, command-r, deepseek2, dots1"
+        )
         with pytest.raises(CheckpointError, match=f"unknown architecture '{name}'; known are {known}"):
             load_config(tmp_path / "m.gguf")
     gguf_files.write(tmp_path / "m.gguf", "llama", {}, {"x": np.ones(3, np.float32)})

@@ -332,6 +332,12 @@ def test_which_layers_of_hybrids_attend_and_how_they_are_rotated():
     assert read_hybrid("olmo_hybrid").rope == Rope(head_dim=16, theta=10000.0)
 
 
+def test_random_gains_of_gemma4_scale_scores_that_nothing_else_does():
+    config = read("gemma4_text", layer_types=[SLIDING, SLIDING, FULL], global_head_dim=16)
+    of_layers = FAMILIES["gemma4_text"].param_specs(config)["layers"]
+    assert [layer["attention"]["q_norm"].init_scale for layer in of_layers] == [12**-0.5, 12**-0.5, 0.25]
+
+
 def test_heads_of_gemma4_in_either_form():
     """Transformers 5 writes what differs in layers without a window, of which the last layer is always one."""
     old = {"num_global_key_value_heads": 2, "global_head_dim": 20, "attention_k_eq_v": True}

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first, quick_only
+from golden_models import relative_error
 from meshes import FIELDS, SEQUENCE, fields_of, logits_on, logprobs_on, make_mesh, random_model
 from paged import BLOCK_SIZE, empty_cache, make_batch, paged_logits
 
 from jaxserve.errors import ConfigError
+from jaxserve.inspect import find_collectives
 from jaxserve.layers.layouts import layouts
 from jaxserve.models import FAMILIES, get_family
 
@@ -45,6 +47,25 @@ WITH_EXPERTS = [
 @pytest.mark.parametrize(("model_type", "axes"), quick_first(WITH_EXPERTS))
 def test_experts_split_over_devices_equal_one_device(model_type, axes):
     """A few cells of the table that `make meshes` prints."""
+    on_many = logits_on(model_type, make_mesh(**axes))
+    # In units of the largest logit: one token of Gemma 4's is as sensitive to the order of sums.
+    assert relative_error(on_many, logits_on(model_type, make_mesh(tensor=1))) < 2e-5
+
+
+OF_TOKENS = [
+    ("gpt_oss", {"data": 2, "tensor": 2}),
+    ("qwen2_moe", {"data": 3, "expert": 2}),
+    ("llama", {"data": 5}),
+    ("bloom", {"data": 4}),
+    ("deepseek_v2", {"data": 2, "tensor": 2}),
+    ("gemma4_text", {"data": 2, "tensor": 2}),
+    ("llama4_text", {"data": 2}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "axes"), quick_first(OF_TOKENS))
+def test_tokens_split_over_devices_equal_one_device(model_type, axes):
+    """Steps have 12 tokens, 3 or 2 of which are padding; 5 devices have up to 3 each, and all of the heads."""
     on_many = logits_on(model_type, make_mesh(**axes))
     np.testing.assert_allclose(on_many, logits_on(model_type, make_mesh(tensor=1)), rtol=1e-4, atol=1e-5)
 
@@ -138,6 +159,26 @@ def test_two_all_reduces_a_layer_and_no_cache_moves(num_kv_heads):
     assert collections.Counter(names) == {"all-reduce": 1 + 2 * config.num_layers, "all-gather": 1}
     pool = cache.pools[0].k
     assert pool.addressable_shards[0].data.shape == (4, 1, BLOCK_SIZE, 12)
+
+
+def test_what_devices_with_tokens_of_their_own_send():
+    mesh = make_mesh(data=2)
+    params, config, family = random_model("qwen2_moe", mesh)
+    with jax.set_mesh(mesh):
+        cache = empty_cache(family.kv_specs(config), 4, mesh)
+        batch, _ = make_batch([(SEQUENCE, range(4), 0, 9)], num_tokens=9, num_rows=2, num_blocks=4)
+        compiled = paged_logits.lower(params, config, family, batch, cache).compile()
+    found = {(each.kind, each.place): each.num_bytes for each in find_collectives(compiled.as_text())}
+    # Five tokens a device, the last one of which is padding; the logits of the router are gathered, too.
+    of_token = 4 * config.hidden_size
+    assert found["all-gather", "dispatch"] in (10 * of_token, 10 * 4 * 6)
+    assert found["reduce-scatter", "combine"] == 5 * of_token
+    assert found.keys() == {
+        *[("all-reduce", "embed"), ("all-to-all", "attention"), ("all-gather", "dispatch")],
+        *[("reduce-scatter", "combine"), ("all-gather", "residual_stream"), ("all-gather", "lm_head")],
+    }
+    assert cache.pools[0].k.addressable_shards[0].data.shape == (4, 2, BLOCK_SIZE, 12)
+    assert params["layers"][0]["mlp"]["experts"]["down"].on_one_device().shape[0] == 3
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -53,6 +53,37 @@ def test_step(capsys, shape, implementation, corrects):
     check(interpret(capsys, call, *case) if is_interpreted else call(*case), *case, corrects=corrects)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+@pytest.mark.parametrize(("shape", "corrects"), quick_first([("Gated DeltaNet", True), ("80 values", False)]))
+def test_rows_of_several_tokens(capsys, shape, implementation, corrects):
+    """Outputs are those of one token after the other; states change by the tokens that count, or not at all."""
+    H, G, K, V = SHAPES[shape]
+    _, states, slots, begins = make_case(SHAPES[shape])
+    rng, num_columns = np.random.default_rng(0), 3
+    sizes = (H, K), (H, K), (H, G, V), (H, G), (H, G)
+    q, k, v, decay, beta = (jnp.asarray(rng.normal(size=(4, num_columns, *size)), jnp.float32) for size in sizes)
+    tokens = Tokens(q, k / jnp.linalg.norm(k, axis=-1, keepdims=True), v, -jnp.abs(decay), jnp.abs(beta))
+    counts = jnp.asarray([2, 3, 0, 1], jnp.int32)
+    outs, after, counted = [], states, states
+    for column in range(num_columns):
+        token, first = Tokens(*(x[:, column] for x in tokens)), begins & (column == 0)
+        out, after = recurrent_step(token, after, slots, first, corrects=corrects)
+        here = jnp.where(column < counts, slots, len(states))
+        _, counted = recurrent_step(token, counted, here, first, corrects=corrects)
+        outs.append(out)
+    flat = Tokens(*(x.reshape(-1, *x.shape[2:]) for x in tokens))
+    for given, changes, expected in (((), True, after), ((counts,), True, counted), ((), False, states)):
+        step = functools.partial(recurrent_step, corrects=corrects, changes=changes, implementation=implementation)
+        is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
+        arguments = flat, states, slots, begins, *given
+        out, got = interpret(capsys, jax.jit(step), *arguments) if is_interpreted else jax.jit(step)(*arguments)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
+        out = np.asarray(out).reshape(4, num_columns, H, G, V)
+        assert np.isfinite(out).all()
+        for row, count in enumerate(counts[:3] if given else [num_columns] * 3):
+            np.testing.assert_allclose(out[row, :count], np.stack(outs, axis=1)[row, :count], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "corrects"),
     quick_first(
@@ -75,6 +106,26 @@ def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
     assert program.copies_of(states.shape) == []
     assert len(program.kernels) == 1
     assert program.temp_bytes < 2**20
+
+
+@pytest.mark.parametrize(("shape", "corrects"), quick_first([((16, 2, 128, 128), True), ((8, 16, 128, 64), False)]))
+def test_on_an_h200_drafts_are_verified_without_copies_of_states(shape, corrects):
+    num_rows, num_columns, (H, G, K, V) = 12, 5, shape
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    keys, rates = (array((num_rows * num_columns, *size)) for size in ((H, K), (H, G)))
+    values, states = array((num_rows * num_columns, H, G, V)), array((70, *shape))
+    rows = [array((num_rows,)).update(dtype=dtype) for dtype in (jnp.int32, jnp.bool, jnp.int32)]
+
+    def verify(states, tokens, slots, begins, counts):
+        step = functools.partial(recurrent_step, corrects=corrects, implementation="sm90")
+        out, _ = step(tokens, states, slots, begins, changes=False)
+        return out, step(tokens, states, slots, begins, counts)[1]
+
+    program = compile_for_h200(verify, states, Tokens(keys, keys, values, rates, rates), *rows, donate_argnums=(0,))
+    assert program.spill_bytes == 0
+    assert program.copies_of(states.shape) == []
+    assert len(program.kernels) == 2
+    assert program.temp_bytes < 2**20 + 4 * values.size  # outputs that nobody reads
 
 
 @pytest.mark.parametrize(("key_size", "value_size"), [(128, 24), (20, 64), (1024, 64)])

@@ -13,7 +13,7 @@ import pytest
 from depths import quick_first
 from engine_harness import Model, Result, request, run
 from golden_folder import GOLDENS
-from naive import DenseKV, DenseLatent, one_sequence
+from naive import dense_cache, one_sequence
 from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig
@@ -21,7 +21,8 @@ from jaxserve.engine.drafter import read_drafter
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.execution.programs.kinds import Forward
-from jaxserve.layers.batch import KVCache
+from jaxserve.layers.batch import KVCache, LayerStep
+from jaxserve.layers.rope import rotations
 from jaxserve.loading.eagle3 import is_head, read_head
 from jaxserve.loading.huggingface import load_config, load_params, source_shapes
 from jaxserve.models import get_family
@@ -133,9 +134,8 @@ def padded(values):
     return np.pad(values, [(0, LENGTH - len(values)), *[(0, 0)] * (np.ndim(values) - 1)])
 
 
-def one_pool(config):
-    dense = DenseLatent() if hasattr(config, "latent_heads") else DenseKV()
-    return KVCache(pools=(dense,), num_blocks=1, block_size=1, pool_of_layer=(0,) * config.num_layers)
+def dense(specs):
+    return KVCache(pools=tuple(map(dense_cache, specs)), num_blocks=1, block_size=1)
 
 
 def streams_of(model, *layers):
@@ -147,7 +147,8 @@ def streams_of(model, *layers):
         batch = one_sequence(token_ids)
         x, found = family.embed(params, config, batch), []
         for first, end in itertools.pairwise((0, *layers)):
-            x = family.run(params, config, x, batch, one_pool(config), range(first, end))[0] if first < end else x
+            cache = dense(family.kv_specs(config))
+            x = family.run(params, config, x, batch, cache, range(first, end))[0] if first < end else x
             found.append(x)
         return jnp.concatenate(found, axis=1)
 
@@ -216,17 +217,29 @@ def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     assert not [text for text in forwards if re.search(r"= f32\[(400,4|1600),24\]\S* copy\(", text)]
 
 
-@pytest.mark.parametrize("name", ["glm4_moe_qk_norm", "deepseek_v3_groups"])
+@pytest.mark.parametrize(
+    "name", quick_first(["qwen3_next_biases", "glm4_moe_qk_norm", "deepseek_v3_groups", "qwen3_5_biases"])
+)
 def test_a_further_layer_drafts(monkeypatch, name):
+    """What is around the layer is written here once more; Qwen's has no LM head, and continues with normed states."""
     speculation = parse_speculation({"method": "deepseek_mtp", "num_speculative_tokens": K})
     model = Model(name, speculation=speculation.up_to(1))
-    own, config, drafter = model.params["drafter"], model.config, model.drafter
+    own, config, drafter, is_qwen = model.params["drafter"], model.config, model.drafter, name.startswith("qwen")
     streams, layer = streams_of(model, config.num_layers), drafter._layer
+    head = (model.params if is_qwen else own)["lm_head"]
 
     @jax.jit
     def last(params, token_ids, features, index):
-        hidden, _ = drafter.run(params, one_sequence(token_ids), features, one_pool(config))
-        return hidden[index], layer.norm(hidden[index], own["norm"]) @ own["lm_head"].values.T
+        batch = one_sequence(token_ids)
+        token = params["embed"].values[token_ids]
+        token = token if is_qwen else token.at[0].set(0)
+        x = jnp.concatenate([layer.norm(token, own["token_norm"]), layer.norm(features, own["feature_norm"])], axis=1)
+        x = x @ own["joined"].array().T
+        step = LayerStep(batch, dense_cache(layer.mixer.cache_spec), rotations(layer.mixer.rope, batch.positions))
+        stream, update, _ = layer.run(own["layer"], x, None, step, consumer="stream")
+        hidden = stream + update
+        normed = layer.norm(hidden, own["norm"])
+        return (normed if is_qwen else hidden)[index], normed[index] @ head.values.T
 
     def run(token_ids, features):
         arguments = padded(token_ids.astype(np.int32)), padded(features.astype(np.float32)), len(features) - 1
@@ -251,12 +264,13 @@ def write_random(directory, fields, specs):
 def from_files(folder, kind):
     """Write a target and what drafts for it; return the target's folder and the options."""
     fields, options = TARGET, {"model": str(folder), "method": None}
-    if kind == "mtp":
-        fields = load_config(GOLDENS / "glm4_moe_qk_norm")
-        options = {"method": "mtp"}
+    if kind.endswith("mtp"):
+        fields = load_config(GOLDENS / {"mtp": "glm4_moe_qk_norm", "qwen3_next_mtp": "qwen3_next_biases"}[kind])
+        fields |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14}  # for two devices
+        options = {"method": kind}
     family = get_family(fields)
     specs = family.param_specs(family.config(fields))
-    if kind == "mtp":
+    if kind.endswith("mtp"):
         specs = {"model": specs, "further": make_drafter(parse_speculation(options), fields, None, context=96).specs()}
     model = write_random(folder, fields, specs)
     if kind == "draft model":
@@ -267,7 +281,7 @@ def from_files(folder, kind):
     return model, options
 
 
-@pytest.mark.parametrize("kind", quick_first(["eagle3", "draft model", "mtp"]))
+@pytest.mark.parametrize("kind", quick_first(["eagle3", "draft model", "mtp", "qwen3_next_mtp"]))
 def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind):
     """A whole start; the text is that of the same engine without drafts."""
     model, options = from_files(tmp_path, kind)
@@ -333,6 +347,13 @@ def test_a_part_of_the_vocabulary_needs_an_lm_head(tmp_path):
         ("eagle3", {"vocab_size": 40}, {}, "is for a vocabulary of 32 tokens, but .* has 40"),
         ("mtp", {}, {}, "not supported for a llama model"),
         ("mtp", {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, {}, "num_nextn_predict_layers is 0"),
+        ("mtp", {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}, {}, "mtp_num_hidden_layers is 2"),
+        (
+            "mtp",
+            {"model_type": "qwen3_5_text", "mtp_use_dedicated_embeddings": True},
+            {},
+            "_dedicated_embeddings is true",
+        ),
     ],
 )
 def test_drafters_of_other_models_are_refused(tmp_path, method, target, changes, complaint):

@@ -1,11 +1,14 @@
 """With speculation the text is the same, token for token, whatever is accepted and whatever else the engine does."""
 
+import dataclasses
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from depths import examples
+from depths import examples, quick_first
 from drafting import Told, tell
 from engine_harness import MAX_MODEL_LEN, Model, Result, request, run
 from golden_folder import GOLDENS
@@ -30,6 +33,13 @@ DRAFTS = {
     "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]],
 }
 GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
+STATES = {
+    "delta rule": ("qwen3_next_biases", {"vocab_size": 123}),
+    "short convolutions": ("lfm2_biases", {"vocab_size": 123}),
+    "Mamba-2 beside attention": ("falcon_h1_multipliers", {"vocab_size": 123}),
+    "Mamba-2 alone": ("mamba2_limits", {"vocab_size": 123}),
+}
+BESIDE_STATES = ("mtp beside states", "draft model beside states")
 EAGLE3 = {
     "layer": {
         "vocab_size": 123, "hidden_size": 32, "intermediate_size": 20, "num_hidden_layers": 1,
@@ -46,11 +56,16 @@ def plain():
     return Model(NAME)
 
 
-@pytest.fixture(scope="module")
-def drafting():
+def told(name, changes=None, **options):
+    """Return a model with a proposer that is told the texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(speculative.PROPOSERS, "ngram", lambda options: Told(options.num_drafts, NUM_TEXTS))
-        return Model(NAME, speculation=parse_speculation(DRAFTS))
+        return Model(name, changes=changes, speculation=parse_speculation(DRAFTS), **options)
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return told(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +90,10 @@ def models(plain, drafting):
     copy of its target; the others have random weights.
     """
 
-    def with_weights(name, changes, drafter=None, **options):
+    def with_weights(name, changes, drafter=None, num_kept_states=0, **options):
         options = DRAFTS | {"method": "mtp", "prompt_lookup_min": None} | options
         speculation = parse_speculation({name: value for name, value in options.items() if value is not None})
-        return Model(name, changes=changes, speculation=speculation, drafter=drafter)
+        return Model(name, changes=changes, speculation=speculation, drafter=drafter, num_kept_states=num_kept_states)
 
     def draft_model():
         model = with_weights(NAME, None, load_config(GOLDENS / NAME), method="draft_model", model="x",
@@ -91,11 +106,28 @@ def models(plain, drafting):
         return Model(GLM, changes=GLM_CHANGES)
 
     @functools.cache
+    def plain_with_states(kind):
+        name, changes = STATES[kind]
+        return Model(name, changes=changes, num_kept_states=8)
+
+    @functools.cache
     def of(kind):
         if kind == "told":
             return plain, drafting
         if kind == "draft model":
             return draft_model()
+        if kind in STATES:
+            name, changes = STATES[kind]
+            return plain_with_states(kind), told(name, changes, num_kept_states=8)
+        if kind == "mtp beside states":
+            name, changes = STATES["delta rule"]
+            model = with_weights(name, changes, num_kept_states=8, draft_sample_method="probabilistic")
+            return plain_with_states("delta rule"), model
+        if kind == "draft model beside states":
+            name, changes = STATES["Mamba-2 alone"]
+            options = {"method": "draft_model", "model": "x", "num_kept_states": 8}
+            model = with_weights(name, changes, load_config(GOLDENS / NAME), **options)
+            return plain_with_states("Mamba-2 alone"), model
         if kind == "mtp":
             return plain_glm(), with_weights(GLM, GLM_CHANGES)
         return plain_glm(), with_weights(GLM, GLM_CHANGES, EAGLE3, method="eagle3", model="x")
@@ -224,7 +256,7 @@ def assert_same(result, expected, *, is_aborted=False):
     budget=st.sampled_from([5, 16, 32]),
     enable_prefix_caching=st.booleans(),
     aborted=st.tuples(st.integers(0, 30), st.integers(0, 5)),
-    kind=st.sampled_from(["told", "told", "draft model", "mtp", "eagle3"]),
+    kind=st.sampled_from(["told", "told", "draft model", "mtp", "eagle3", *STATES, *BESIDE_STATES]),
 )
 def test_any_requests(
     models,
@@ -246,7 +278,7 @@ def test_any_requests(
     missing = [one for one in requests if key(one) not in texts]
     for name, result in run(plain.engine(matchers=matchers), missing, check=False).items():
         texts[key(next(one for one in missing if one.request_id == name))] = result
-    if kind == "told":
+    if kind in ("told", *STATES):
         tell(drafting.runner, [one.prompt_token_ids + texts[key(one)].token_ids for one in requests], errors=errors)
     engine = drafting.engine(
         overlap=overlap,
@@ -310,6 +342,32 @@ def test_right_drafts_are_all_accepted(plain, drafting, overlap):
     assert stats.num_steps < 30  # 1.6 tokens a draft that may have fewer than four tokens, and 4.3 of the others
 
 
+@pytest.mark.parametrize("kind", quick_first(STATES))
+def test_states_advance_by_what_is_accepted(models, kind):
+    """Prompts in chunks, some of one token, and in the second run from states that were kept."""
+    plain, drafting = models(kind)
+    sampled = SamplingParams(temperature=1.0, seed=3)
+    requests = [
+        request("a", STEMS[0], 30),
+        request("b", [5], 24, sampled),
+        request("c", [*STEMS[0][:21], 7], 20),
+        request("d", STEMS[1][:9], 26, sampled),
+    ]
+    expected = run(plain.engine(), requests)
+    told = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
+    for errors, overlap in ((0, True), (2, True), (2, False), (8, True)):
+        tell(drafting.runner, told, errors=errors)
+        engine = drafting.engine(overlap=overlap, max_num_batched_tokens=16, max_num_seqs=3)
+        for _ in range(2):
+            results = run(engine, requests)
+            for name, result in results.items():
+                assert_same(result, expected[name])
+        assert results["a"].num_cached_tokens >= 24
+        stats = engine.stats()
+        share = stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_draft_tokens
+        assert {0: share == 1, 2: 0.1 < share < 0.9, 8: share < 0.25}[errors], (errors, share)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_copy_of_the_model_is_always_right(models, overlap):
     """A draft model takes in texts in chunks, cached prefixes, most likely tokens and drawn ones."""
@@ -328,6 +386,34 @@ def test_a_copy_of_the_model_is_always_right(models, overlap):
     assert results["c"].num_cached_tokens >= 20
     stats = engine.stats()
     assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 80
+
+
+def silenced(params):
+    """Return a model's weights with layers that add nothing, and a further layer that reads tokens alone: it agrees."""
+
+    def silence(path, leaf):
+        names = {str(getattr(key, "key", "")).removesuffix("_bias") for key in path}
+        return jnp.zeros_like(leaf) if names & {"out", "down"} else leaf
+
+    params = jax.tree_util.tree_map_with_path(silence, params)
+    joined = params["drafter"]["joined"]
+    identity = jnp.eye(*joined.values.shape, dtype=joined.values.dtype)
+    return params | {"drafter": params["drafter"] | {"joined": dataclasses.replace(joined, values=identity)}}
+
+
+def test_a_further_layer_that_agrees_is_always_right(models):
+    """Beside layers with states: prompts in chunks, one of one token, then from states that were kept."""
+    _, drafting = models("mtp beside states")
+    drafting.runner.state["params"] = silenced(drafting.params)
+    sampled = SamplingParams(temperature=1.0, seed=3, top_p=0.9)
+    requests = [request("a", STEMS[0], 30), request("b", [5], 24, sampled), request("c", STEMS[1][:9], 20, sampled)]
+    engine = drafting.engine(max_num_batched_tokens=16)
+    for _ in range(2):
+        results = run(engine, requests)
+    assert [len(results[name].token_ids) for name in "abc"] == [30, 24, 20]
+    stats = engine.stats()
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 80
+    drafting.runner.state["params"] = drafting.params
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, kw_only=True):
     dies: int
     takes_long: int
     start_error: str | None
+    never_ends: bool = False
 
 
 class Engine(FakeEngineClient):
@@ -80,7 +81,9 @@ def _engine(parent: Parent) -> int:
             time.sleep(0.01)
     elif settings.start_error is not None:
         raise OutOfMemory(settings.start_error)
-    return serve(parent, Engine(settings), pathlib.Path(settings.folder))
+    if settings.never_ends:
+        atexit.register(threading.Event().wait)
+    return serve(parent, Engine(settings), pathlib.Path(settings.folder), end_seconds=1.0)
 
 
 def _parent() -> int:
@@ -90,6 +93,7 @@ def _parent() -> int:
     parser.add_argument("model")
     parser.add_argument("--start-error")
     parser.add_argument("--silence-limit", type=float, default=30.0)
+    parser.add_argument("--never-ends", action="store_true", help="the engine's process hangs when it is to exit")
     parser.add_argument("--late-signal", action="store_true", help="SIGTERM comes when all has been done")
     add_config_flags(parser, ServerConfig)
     args = parser.parse_args()
@@ -103,6 +107,7 @@ def _parent() -> int:
             dies=dies,
             takes_long=takes_long,
             start_error=args.start_error,
+            never_ends=args.never_ends,
         )
         name = "the engine" if config.data_parallel_size == 1 else f"engine {index}"
         return await Child.start(name, "fake_serve", settings)

@@ -25,6 +25,9 @@ ARCHITECTURES = {
 }
 """Families that llama.cpp calls otherwise."""
 
+NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
+"""Architectures that the `gguf` package does not have."""
+
 RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
 """What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
 were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints.
@@ -45,7 +48,7 @@ def convert_name(name, architecture):
 @functools.cache
 def name_map(architecture):
     kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(kinds[architecture], 8)
+    return gguf.get_tensor_name_map(kinds[NAMED_LIKE.get(architecture, architecture)], 64)
 
 
 def stack(tensors):
@@ -93,7 +96,7 @@ def _as_published(tensors):
     for name, tensor in tensors.items():
         name = re.sub(r"backbone(\.layers\.\d+)\.mixer\.experts", r"model\1.mlp.experts", name)
         name = next((name[: -len(end)] + leaf for end, leaf in leaves.items() if name.endswith(end)), name)
-        if ".act_fn." not in name and ".visual." not in name:
+        if ".act_fn." not in name and "visual." not in name:
             yield name.replace("language_model.", ""), tensor
 
 
@@ -111,14 +114,25 @@ def _parts(architecture, key, name, tensor):
         tensor = tensor[:, 0]
     if leaf == "A_log":
         tensor = -np.exp(tensor)
-    if leaf in ("A_log", "D") and not architecture.startswith("qwen3"):
+    if leaf in ("A_log", "D") and architecture not in STATEFUL:
         tensor = tensor[:, None]
     if module == "norm" and (".mixer." in name or ".mamba." in name):
         tensor = tensor.reshape(num_keys, -1)
-    if architecture.startswith("qwen3") and module.endswith("norm") and ".linear_attn." not in name:
+    if architecture in STATEFUL and module.endswith("norm") and ".linear_attn." not in name:
         tensor = tensor + 1
+    if module in ("W_pack", "query_key_value") and architecture in PAIRED:
+        num_heads, num_keys = key("attention.head_count"), key("attention.head_count_kv") or key("attention.head_count")
+        unit = len(tensor) // (num_heads + 2 * num_keys)
+        for part, rows in zip("qkv", np.split(tensor, [unit * num_heads, unit * (num_heads + num_keys)]), strict=True):
+            [(_, rows)] = _parts(architecture, key, name.replace(module, f"{part}_proj"), rows)
+            yield f"{layer}.attn_{part}.{leaf}", rows
+        return
+    if module in ("q_proj", "k_proj") and key("rope.dimension_sections") and architecture == "glm4":
+        heads = key("attention.head_count" if module == "q_proj" else "attention.head_count_kv")
+        rotated, rest = np.split(tensor.reshape(heads, -1, *tensor.shape[1:]), [key("rope.dimension_count")], axis=1)
+        tensor = np.concatenate([rotated[:, ::2], rotated[:, 1::2], rest], axis=1).reshape(tensor.shape)
     if module in ("q_proj", "k_proj") and architecture in PAIRED:
-        counts = key("attention.head_count_kv")
+        counts = key("attention.head_count_kv") or key("attention.head_count")
         heads = key("attention.head_count") if module == "q_proj" else np.max(counts)
         halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
         tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
@@ -147,13 +161,20 @@ def _parts(architecture, key, name, tensor):
         yield f"{layer}.ffn_down.weight", tensor
     elif module == "router" and leaf != "weight":
         yield f"{layer}.{'ffn_gate_inp' if leaf == 'scale' else 'ffn_down_exps'}.scale", tensor
+    elif ".mlp.router.gate." in name:
+        yield f"{layer}.ffn_gate_inp.weight", tensor
+    elif architecture == "hy_v3" and ".expert_bias" in name:
+        yield f"{layer}.exp_probs_b", tensor
     elif architecture == "llama4" and tensor.ndim == 3:
         yield name, tensor.swapaxes(1, 2)
     else:
         yield f"{name}.weight" if leaf == "gate_up_proj" else name, tensor
 
 
-PAIRED = ("granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3")
+PAIRED = (
+    *("baichuan", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3"),
+)
+STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 
 
 def convert_tensors(fields, tensors):

@@ -146,7 +146,7 @@ OWN_FIELDS = {
 }
 
 FAMILIES = ("llama", "gemma2", "bloom", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
-"""Dense families, families with experts, and families that attend to latents: the rows of the table."""
+"""Dense families, families with experts, and families that attend to latents: the columns of the table."""
 
 MANY_EXPERTS = {
     "num_experts": 8,
@@ -171,8 +171,14 @@ MESHES = (
     {"pipe": 2},
     {"pipe": 2, "tensor": 2},
     {"pipe": 2, "expert": 2},
+    {"data": 2},
+    {"data": 8},
+    {"data": 2, "expert": 4},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"pipe": 2, "data": 2, "expert": 2},
 )
-"""The columns of the table. Stages are those of an engine, all others pass a sequence through the layers."""
+"""The rows of the table. Stages are those of an engine, all others pass a sequence through the layers."""
 
 
 def make_mesh(**axes):
@@ -223,21 +229,27 @@ def logprobs_on(model_type, mesh, **changes):
 
 def print_table():
     """Print the error of each family on each mesh, of the largest logit; "-" where the mesh is refused."""
-    names = [" x ".join(f"{axis} {size}" for axis, size in axes.items()) for axes in MESHES]
-    print(f"{'':<14}" + "".join(f"{name:>22}" for name in names) + "   (error, of the largest logit, in float32)")  # noqa: T201
+    ways = logits_on, logprobs_on
+    expected = {
+        (model_type, way): way(model_type, make_mesh(tensor=1), **MANY_EXPERTS)
+        for model_type in FAMILIES
+        for way in ways
+    }
+    header = "".join(f"{model_type:>13}" for model_type in FAMILIES)
+    print(f"{'':<30}{header}   (error, of the largest logit, in float32)")  # noqa: T201
     refused = {}
-    for model_type in FAMILIES:
-        ways = logits_on, logprobs_on
-        expected = {way: way(model_type, make_mesh(tensor=1), **MANY_EXPERTS) for way in ways}
+    for axes in MESHES:
+        name = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        way = logprobs_on if PIPE in axes else logits_on
         cells = []
-        for name, axes in zip(names, MESHES, strict=True):
-            way = logprobs_on if PIPE in axes else logits_on
+        for model_type in FAMILIES:
             try:
-                error = relative_error(way(model_type, make_mesh(**axes), **MANY_EXPERTS), expected[way])
+                error = relative_error(way(model_type, make_mesh(**axes), **MANY_EXPERTS), expected[model_type, way])
+                cells.append(f"{error:>13.1e}")
             except ConfigError as reason:
                 refused[f"{model_type}, {name}"] = reason
-            cells.append(f"{'-':>22}" if f"{model_type}, {name}" in refused else f"{error:>22.1e}")
-        print(f"{model_type:<14}" + "".join(cells), flush=True)  # noqa: T201
+                cells.append(f"{'-':>13}")
+        print(f"{name:<30}" + "".join(cells), flush=True)  # noqa: T201
     for cell, reason in refused.items():
         print(f"- {cell}: {reason}")  # noqa: T201
 

@@ -85,6 +85,7 @@ class StepBuilder:
             verifying=self.model.verifying_buckets,
             keeps_tokens=self.model.keeps_tokens,
             num_stages=len(self.models),
+            has_states=self.model.layout.num_states > 0,
             keeps_states=self.model.num_kept_states > 0,
         )
         self._paths: dict[tuple[int, Bucket, bool], ProgramPaths] = {}
@@ -93,7 +94,8 @@ class StepBuilder:
     def expected_step_memory(self) -> int:
         """Bytes that steps are expected to need per device besides weights and KV, on the devices of the stage that
         needs most: slots, peers' rows, some copies of the logits of all rows and of a chunk of a prompt, and some of
-        the hidden states, or of the chunk's logits if sorting them needs more. It is compared with what they do need.
+        the hidden states, or of the chunk's logits if sorting them needs more, or what drafts leave for layers' states.
+        It is compared with what they do need.
         """
         return max(map(self._expected_memory, self.models))
 
@@ -107,7 +109,7 @@ class StepBuilder:
         if not model.has_kernels:
             widest = max(max(leaf.shape) for leaf in jax.tree.leaves(model.params["layers"]))
             activations += COPIES_OF_WIDEST * widest * hidden // model.hidden_size
-        more = max(activations, COPIES_TO_SORT * chunk)
+        more = max(activations, COPIES_TO_SORT * chunk, model.unsettled_bytes)
         return model.state_bytes + COPIES_OF_LOGITS * logits + more
 
     @property

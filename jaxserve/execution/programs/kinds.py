@@ -37,6 +37,7 @@ from jaxserve.execution.step import (
     draw,
     embed,
     prompt_logprobs,
+    settle_states,
 )
 from jaxserve.layers.batch import KVCache
 from jaxserve.sampling.logprobs import Logprobs
@@ -74,22 +75,63 @@ class Draw(Kind, frozen=True, tag=True):
 
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
-        each = functools.partial(model.array, (self.num_rows,))
-        rows = DrawingRows(
-            slots=each(jnp.int32),
-            draws=each(jnp.bool),
-            num_output_tokens=each(jnp.int32),
-            features=model.array((), jnp.int32),
-        )
-        if self.num_columns:
-            drafts = model.array((self.num_rows, self.num_columns - 1), jnp.int32)
-            rows = dataclasses.replace(rows, num_valid=each(jnp.int32), drafts=drafts)
         num_logits = self.num_rows * (self.num_columns or 1)
-        return model.array((num_logits, model.vocab_size), jnp.float32), rows
+        logits = model.array((num_logits, model.vocab_size), jnp.float32)
+        return logits, _drawing_rows(model, self.num_rows, self.num_columns)
 
     @override
     def made(self, model: StepModel) -> Drawn:
         return drawn(has_logprobs=self.has_logprobs)
+
+
+class Settle(Kind, frozen=True, tag=True):
+    """`step.settle_states`, behind a draw of rows that verify drafts."""
+
+    takes: ClassVar[tuple[State, ...]] = ("kv_cache", "slots")
+    gives: ClassVar[tuple[State, ...]] = ("kv_cache",)
+
+    bucket: Bucket
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.bucket.num_tokens
+
+    @override
+    def function(self, model: StepModel) -> Callable[..., Any]:
+        def run(*arguments: Any) -> tuple[KVCache, None]:
+            return settle_states(*arguments, kernels=model.kernels), None
+
+        return run
+
+    @override
+    def arguments(self, model: StepModel) -> tuple[Any, ...]:
+        rows = _drawing_rows(model, self.bucket.num_rows, self.bucket.num_columns)
+        return rows, model.unsettled(self.bucket)
+
+    @override
+    def made(self, model: StepModel) -> None:
+        return None
+
+    @override
+    def nothing(self, model: StepModel) -> tuple[Any, ...]:
+        rows, unsettled = Kind.nothing(self, model)
+        return dataclasses.replace(rows, slots=np.full_like(rows.slots, model.max_num_seqs)), unsettled
+
+
+def _drawing_rows(model: StepModel, num_rows: int, num_columns: int) -> DrawingRows:
+    """Return the shapes of what a forward pass says of its rows."""
+    each = functools.partial(model.array, (num_rows,))
+    rows = DrawingRows(
+        slots=each(jnp.int32),
+        draws=each(jnp.bool),
+        num_output_tokens=each(jnp.int32),
+        features=model.array((), jnp.int32),
+    )
+    if not num_columns:
+        return rows
+    drafts = model.array((num_rows, num_columns - 1), jnp.int32)
+    return dataclasses.replace(rows, num_valid=each(jnp.int32), drafts=drafts)
 
 
 class _OfHidden(Kind, frozen=True):
@@ -318,6 +360,7 @@ Program = (
     | Begin
     | Finish
     | Draw
+    | Settle
     | PromptLogprobs
     | Embed
     | KeepState

@@ -19,7 +19,7 @@ from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.slots import Slots, init_slots
 from jaxserve.layers import launch
 from jaxserve.layers.batch import KVCache
-from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in
+from jaxserve.layers.cache import KV_DTYPES, CacheSizes, hold_in, parts_of
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.kv_scales import with_kv_scales
@@ -29,6 +29,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.sharding import mesh_axes
 from jaxserve.layers.stages import Stage
+from jaxserve.layers.states import StateSpec
 from jaxserve.models import get_family, with_context
 from jaxserve.speculative import make_drafter, make_proposer
 
@@ -115,10 +116,6 @@ class StepModel:
         self.drafting = None
         self.acceptance_rates = () if speculation is None else speculation.acceptance_rates
         if speculation is not None:
-            if self.layout.num_states:
-                raise ConfigError(
-                    "speculative_config: this model has layers that keep a state, which rejected drafts would change"
-                )
             largest = max(rows for rows, num_drafts in speculation.drafts_by_rows if num_drafts)
             # Steps of one token a row run in the sizes of buckets.
             drafting_rows = min([size for bucket in self.buckets if (size := bucket.num_rows) >= largest] or [largest])
@@ -144,6 +141,7 @@ class StepModel:
         pools = {"dtype": self.dtype, "mesh": mesh}
         own_pools = (*self.layout.pools_of(self.span), *of_drafter)
         pool_specs = tuple(pool for pool in own_pools if pool is not None)
+        self._state_specs = [part for pool in pool_specs for part in parts_of(pool) if isinstance(part, StateSpec)]
         self.bytes_per_block = block_bytes(pool_specs, block_size=spec.block_size, **pools)
         self._slot_bytes = slot_bytes(pool_specs, num_slots=spec.max_num_seqs, **pools)
         self._kv_cache = functools.partial(
@@ -176,7 +174,8 @@ class StepModel:
         layers = self.family.layers(self.config)
         blocks = [layer.feed_forward for layer in layers]
         sizes = {block.routing.num_experts for block in blocks if isinstance(block, Experts | DenseAndExperts)}
-        if "expert" not in self.mesh.axis_names or len(sizes) != 1:
+        has_whole_experts = "expert" in self.mesh.axis_names or mesh_axes("experts", self.mesh) is not None
+        if not has_whole_experts or len(sizes) != 1:
             return None
         spec = PartitionSpec(None, mesh_axes("experts", self.mesh))
         shape = len(layers), *sizes
@@ -268,6 +267,18 @@ class StepModel:
     def hidden(self, bucket: Bucket) -> Any:
         """Return the shape of the hidden states that a forward pass leaves."""
         return self.array((bucket.num_tokens, self.hidden_size), self.dtype)
+
+    def unsettled(self, bucket: Bucket) -> tuple[Any, ...]:
+        """Return the shapes of what a forward pass leaves of rows' tokens for each layer's states."""
+        if not bucket.num_columns:
+            return ()
+        return tuple(spec.unsettled(bucket.num_rows, bucket.num_columns, mesh=self.mesh) for spec in self._state_specs)
+
+    @property
+    def unsettled_bytes(self) -> int:
+        """Bytes on a device that the largest step of drafts needs for these."""
+        of_steps = (jax.tree.leaves(self.unsettled(bucket)) for bucket in self.verifying_buckets)
+        return max((sum(map(shard_bytes, leaves)) for leaves in of_steps), default=0)
 
     def packed(self, bucket: Bucket) -> Any:
         """Return the shape of a packed plan."""

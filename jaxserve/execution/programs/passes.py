@@ -117,7 +117,8 @@ class Forward(_WithLayers, frozen=True, tag=True):
     def made(self, model: StepModel) -> Forwarded:
         has_columns = self.bucket.num_columns > 0
         hidden = None if self.is_decode_only or has_columns else LEAF
-        return Forwarded(logits=LEAF, rows=ROWS_WITH_DRAFTS if has_columns else ROWS, hidden=hidden)
+        unsettled = jax.tree.map(lambda _: LEAF, model.unsettled(self.bucket))
+        return Forwarded(LEAF, ROWS_WITH_DRAFTS if has_columns else ROWS, hidden, unsettled)
 
 
 class RunStage(_WithLayers, frozen=True, tag=True):

@@ -27,6 +27,7 @@ from jaxserve.execution.programs.kinds import (
     PromptLogprobs,
     ResumeState,
     RunStage,
+    Settle,
     TakeTokens,
 )
 
@@ -51,6 +52,7 @@ class Step(NamedTuple):
     forward: PlainDecode | Forward | Begin
     finish: Finish | None = None
     draw: Draw | None = None
+    settle: Settle | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embed: Embed | None = None
     stages: tuple[RunStage, ...] = ()
@@ -59,7 +61,7 @@ class Step(NamedTuple):
     @property
     def of_last_stage(self) -> list[Program]:
         """The programs of the last stage, or the only one."""
-        programs = (self.forward, self.finish, self.draw, self.prompt_logprobs, self.embed)
+        programs = (self.forward, self.finish, self.draw, self.settle, self.prompt_logprobs, self.embed)
         return [program for program in programs if program is not None]
 
     @property
@@ -97,12 +99,14 @@ class StepShapes:
         verifying: Sequence[Bucket] = (),
         keeps_tokens: bool = False,
         num_stages: int = 1,
+        has_states: bool = False,
         keeps_states: bool = False,
     ):
         """`may_be_two_programs`: forward passes of few tokens of prompts are launched so. `verifying` are the sizes of
-        steps that verify drafts. `keeps_tokens`: a proposer must know the tokens of requests. `keeps_states`: the
-        prefix cache has copies of layers' states.
+        steps that verify drafts. `keeps_tokens`: a proposer must know the tokens of requests. `has_states`: layers
+        keep states, and `keeps_states`: the prefix cache has copies of them.
         """
+        self._has_states = has_states
         self._num_stages = num_stages
         self._copies: list[Program] = [KeepState(), ResumeState()] if keeps_states else []
         self._verifying = list(verifying)
@@ -160,7 +164,7 @@ class StepShapes:
             *map(PromptLogprobs, reversed(self._with_hidden)),
             *map(Embed, reversed(self._with_hidden)),
             *(draw for size in num_rows for draw in reversed(self._draws(size, has_logprobs=False))),
-            *(program for program in verifying if isinstance(program, Draw)),
+            *(program for program in verifying if isinstance(program, Draw | Settle)),
             Admit(),
             AdmitExtras(),
             *self._admits_tokens,
@@ -297,9 +301,9 @@ class StepShapes:
                     forward,
                     finish,
                     draw,
-                    PromptLogprobs(bucket) if has_prompt_logprobs else None,
-                    Embed(bucket) if has_embeddings else None,
-                    self._stages(forward),
+                    prompt_logprobs=PromptLogprobs(bucket) if has_prompt_logprobs else None,
+                    embed=Embed(bucket) if has_embeddings else None,
+                    stages=self._stages(forward),
                 )
 
     def _steps_that_verify(self, num_rows: int = 0, num_columns: int = 0, *, is_plain: bool = True) -> Iterator[Step]:
@@ -312,7 +316,8 @@ class StepShapes:
             yield from (Step(PlainDecode(bucket)) for bucket in holding(self._verifying))
         for bucket in holding(self._verifying_general):
             draw = Draw(bucket.num_rows, has_logprobs=True, num_columns=bucket.num_columns)
-            yield Step(Forward(bucket, is_decode_only=False), draw=draw)
+            settle = Settle(bucket) if self._has_states else None
+            yield Step(Forward(bucket, is_decode_only=False), draw=draw, settle=settle)
 
     def _stages(self, forward: Program) -> tuple[RunStage, ...]:
         """Return what earlier stages run before this forward pass of the last one."""
@@ -335,7 +340,7 @@ class StepShapes:
 
     @property
     def _programs_that_verify(self) -> list[Program]:
-        return [program for step in self._steps_that_verify() for program in (step.forward, step.draw) if program]
+        return [program for step in self._steps_that_verify() for program in step.programs]
 
     @property
     def _lean_draw(self) -> Draw:

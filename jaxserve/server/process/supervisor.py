@@ -6,7 +6,8 @@ request passes through it. What happens when one of the processes ends:
     the only engine         clients get an error, /health turns 503, the workers end, exit code 1
     one of several engines  clients of its requests get an error, the other engines take all new ones, it is started
                             again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor if it cannot start. One that
-                            is silent for SILENCE_LIMIT seconds, but has not ended, is killed
+                            is silent for SILENCE_LIMIT seconds, but has not ended, is killed; one whose step hangs
+                            ends itself (`watchdog_timeout`)
     an API worker           its clients' connections break, the engine aborts its requests, a new one is started, which
                             says of its responses in the background that they have failed; after MAX_RESTARTS in
                             RESTART_PERIOD seconds the server gives up, exit code 1

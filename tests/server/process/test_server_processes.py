@@ -218,13 +218,13 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "silent"])
+@pytest.mark.parametrize("how", ["killed", "silent", "hangs"])
 def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
-    and for one that was replaced. One that hangs is killed.
+    and for one that was replaced. One that is silent is killed, and one that is dead ends, even if its exit hangs.
     """
     flags = ("--data-parallel-size", "2", "--api-workers", "2", "--silence-limit", "2")
-    server = start(*flags).wait_until_serving()
+    server = start(*flags, *["--never-ends"] * (how == "hangs")).wait_until_serving()
 
     async def run():
         async with client() as http:
@@ -232,11 +232,17 @@ def test_engines_behind_one_server_and_the_death_of_one(start, how):
             assert answers == [(200, "aaa", None)] * 16
             running = await load(http, server.url, 12, max_tokens=100)
             engine, *_ = server.engines
-            engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            if how == "hangs":
+                running.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
+            else:
+                engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             ended = await asyncio.gather(*running, return_exceptions=True)
             failed = [answer for answer in ended if answer != (200, "a" * 100, None)]
             assert 0 < len(failed) < len(ended), ended
-            assert all("the engine has stopped" in str(answer) for answer in failed)
+            reason = "a bug in the engine" if how == "hangs" else "the engine has stopped"
+            assert all(reason in str(answer) for answer in failed)
+            if how == "hangs":
+                await asyncio.to_thread(server.read_log_until, "engine . has given up: the engine has stopped: a bug")
             answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
             assert answers == [(200, "aaa", None)] * 8
             await asyncio.to_thread(server.read_log_until, "engine . is there again")

@@ -1,0 +1,139 @@
+"""Fields of config.json of GGUF files whose layers differ from Llama's by experts alone. No jax."""
+
+from typing import Any
+
+from jaxserve.loading.gguf import GGUFFile
+from jaxserve.loading.gguf_decoder import (
+    ATTENTION,
+    SIGMOID,
+    SOFTMAX,
+    decoder_fields,
+    has,
+    layer_types,
+    routing_fields,
+    without_window,
+)
+from jaxserve.loading.gguf_keys import get, num_layers, number, positive_integer, refuse
+
+
+def mixture_fields(file: GGUFFile, *, gating: int = SIGMOID) -> dict[str, Any]:
+    """Return how experts are chosen, in DeepSeek's names; the function of the scores may be left to llama.cpp."""
+    refuse(file, expert_gating_func=gating)
+    return {
+        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
+        "first_k_dense_replace": get(file, "leading_dense_block_count", 0),
+        "n_routed_experts": positive_integer(file, "expert_count"),
+        "n_shared_experts": get(file, "expert_shared_count", 0),
+        "num_experts_per_tok": positive_integer(file, "expert_used_count"),
+        "n_group": positive_integer(file, "expert_group_count", 1),
+        "topk_group": positive_integer(file, "expert_group_used_count", 1),
+        "norm_topk_prob": get(file, "expert_weights_norm", False),
+        "routed_scaling_factor": number(file, "expert_weights_scale", 1.0) or 1.0,
+    }
+
+
+def glm_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a GLM-4.5."""
+    return without_window(file) | mixture_fields(file) | {"use_qk_norm": has(file, "attn_q_norm.weight")}
+
+
+def dots_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a dots.llm1."""
+    fields = without_window(file) | mixture_fields(file)
+    return fields | {"layer_types": [ATTENTION] * fields["num_hidden_layers"]}
+
+
+def bailing_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Ling 2."""
+    fields = without_window(file) | mixture_fields(file)
+    return fields | {
+        "num_experts": fields["n_routed_experts"],
+        "num_shared_experts": fields["n_shared_experts"],
+        "moe_shared_expert_intermediate_size": positive_integer(
+            file, "expert_shared_feed_forward_length", fields["moe_intermediate_size"]
+        ),
+        "moe_router_enable_expert_bias": has(file, "exp_probs_b.bias"),
+        "use_qkv_bias": has(file, "attn_qkv.bias"),
+    }
+
+
+def bailing1_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Ling 1; where the rows of its LM head are normalised, those of the file are already."""
+    fields = without_window(file) | mixture_fields(file, gating=SOFTMAX)
+    return fields | {"num_experts": fields["n_routed_experts"], "num_shared_experts": fields["n_shared_experts"]}
+
+
+def hy_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Hy3. Its layers with experts are those that have a router, as in llama.cpp."""
+    refuse(file, expert_weights_norm=True, expert_group_count=1)
+    fields, experts = without_window(file), mixture_fields(file)
+    size, layers = experts["moe_intermediate_size"], range(num_layers(file))
+    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
+    return fields | {
+        "moe_intermediate_size": size,
+        "num_experts": experts["n_routed_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "num_shared_experts": positive_integer(file, "expert_shared_feed_forward_length", size) // size,
+        "router_scaling_factor": experts["routed_scaling_factor"],
+        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+    }
+
+
+def mellum_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Mellum 2: all layers have experts; those with a window have their own rotation."""
+    fields = decoder_fields(file) | routing_fields(file)
+    rope, count = fields["rope_parameters"], num_layers(file)
+    local = {"rope_theta": number(file, "rope.freq_base_swa", rope["rope_theta"])}
+    return fields | {
+        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
+        "norm_topk_prob": True,  # in all of them, as in llama.cpp
+        "layer_types": layer_types(file, 4) if fields["sliding_window"] else [ATTENTION] * count,
+        "mlp_layer_types": ["sparse"] * count,
+        "rope_parameters": {ATTENTION: rope, "sliding_attention": local},
+    }
+
+
+def ernie_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of an ERNIE 4.5 with experts."""
+    refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0)
+    fields = without_window(file)
+    return fields | {
+        "use_bias": fields["attention_bias"],
+        "moe_intermediate_size": positive_integer(file, "expert_feed_forward_length"),
+        "moe_num_experts": positive_integer(file, "expert_count"),
+        "moe_k": positive_integer(file, "expert_used_count"),
+        "moe_num_shared_experts": get(file, "expert_shared_count", 0),
+        "moe_layer_start_index": get(file, "leading_dense_block_count", 0),
+        "moe_layer_interval": positive_integer(file, "interleave_moe_layer_step", 1),
+    }
+
+
+def hunyuan_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Hunyuan with experts."""
+    size = positive_integer(file, "expert_feed_forward_length")
+    refuse(file, expert_shared_feed_forward_length=size)
+    return without_window(file) | routing_fields(file) | {"intermediate_size": size}
+
+
+def qwen_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Qwen 2 or 3 with experts."""
+    fields = without_window(file) | routing_fields(file)
+    # Which of the two divides by the sum of the weights is hard-coded in llama.cpp.
+    fields["norm_topk_prob"] = bool(get(file, "expert_weights_norm", file.architecture.startswith("qwen3")))
+    fields["moe_intermediate_size"] = positive_integer(file, "expert_feed_forward_length")
+    if file.architecture == "qwen2moe":
+        fields["shared_expert_intermediate_size"] = positive_integer(file, "expert_shared_feed_forward_length")
+    return fields | {"qkv_bias": fields["attention_bias"]}
+
+
+def olmoe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of an OLMoE."""
+    is_normalized = bool(get(file, "expert_weights_norm", False))
+    return without_window(file) | routing_fields(file) | {"norm_topk_prob": is_normalized}
+
+
+def minimax_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a MiniMax M2."""
+    refuse(file, expert_weights_norm=True)
+    size = positive_integer(file, "expert_feed_forward_length")
+    return without_window(file) | routing_fields(file, gating=SIGMOID) | {"intermediate_size": size}
