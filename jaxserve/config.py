@@ -228,7 +228,7 @@ class EngineConfig:
     )
     watchdog_timeout: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = _option(
         300.0,
-        "execution",
+        "scheduling",
         "seconds in which a step's results must come, compilation not counted: after that the engine is taken to hang, "
         "and has died; 0: no limit",
     )

@@ -206,7 +206,7 @@ MAY_START_AN_ENGINE = {
         *("jaxserve.convert", "jaxserve.engine.local", "jaxserve.llm", "jaxserve.overview", "jaxserve.planning.here"),
     },
     "jaxserve.planning.commands": {
-        *("jaxserve.planning.ahead", "jaxserve.planning.plan", "jaxserve.planning.text"),
+        *("jaxserve.planning.ahead", "jaxserve.planning.compared", "jaxserve.planning.plan", "jaxserve.planning.text"),
         "pallas_kernels.deviceless",
     },
     "jaxserve.engine.early": {"jax"},
@@ -215,7 +215,7 @@ MAY_START_AN_ENGINE = {
     "jaxserve.bench.full_load": {"jaxserve.engine.local"},
     "jaxserve.bench.speculation": {"jaxserve.engine.local"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
-    "jaxserve.bench.latency": {"jaxserve.engine.local", "jaxserve.engine.profile"},
+    "jaxserve.bench.latency": {"jaxserve.engine.device", "jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.host": {"jaxserve.engine.startup"},
     "jaxserve.bench.load": {

@@ -1,24 +1,20 @@
 """The flags of `jaxserve bench ...`, one function per benchmark."""
 
 import argparse
-import contextlib
 import dataclasses
-import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import get_args
 
-from jaxserve import vllm_flags
 from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
-from jaxserve.bench.served import served, write_tokenizer
-from jaxserve.bench.serving.options import CURVE_FIELDS, ServingOptions
+from jaxserve.bench.flags import add_flag, add_number, add_shape, at_least, positive
+from jaxserve.bench.serving.commands import add_serving_commands
 from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
 from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
-from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
 from jaxserve.loading.builtin import resolve_tokenizer
 from jaxserve.speculation import with_acceptance
@@ -38,12 +34,12 @@ def add_commands(parser: Parser) -> None:
         return command
 
     mixed = add("throughput", "continuous and static batching, and transformers, on the same requests", _throughput)
-    _add_number(mixed, "--num-requests", 64, "requests, all there at the start")
-    _add_number(mixed, "--input-len", 160, "mean prompt length")
-    _add_number(mixed, "--output-len", 128, "mean output length")
-    _add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
-    _add_number(mixed, "--seed", 0, "seed of lengths and tokens", at_least=0)
-    _flag(
+    add_number(mixed, "--num-requests", 64, "requests, all there at the start")
+    add_number(mixed, "--input-len", 160, "mean prompt length")
+    add_number(mixed, "--output-len", 128, "mean output length")
+    add_number(mixed, "--max-num-seqs", 16, "requests that run at once, and the static batch")
+    add_number(mixed, "--seed", 0, "seed of lengths and tokens", least=0)
+    add_flag(
         mixed,
         "--peer-python",
         metavar="PATH",
@@ -51,29 +47,31 @@ def add_commands(parser: Parser) -> None:
     )
 
     step = add("host", "host time of a decode step, by phase", _host)
-    _add_number(step, "--num-requests", 256, "requests that run at once")
-    _add_number(step, "--input-len", 64, "prompt length")
-    _add_number(step, "--num-steps", 200, "steps to measure")
+    add_number(step, "--num-requests", 256, "requests that run at once")
+    add_number(step, "--input-len", 64, "prompt length")
+    add_number(step, "--num-steps", 200, "steps to measure")
 
     batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
     _add_batches(batch, default="the peer's, or 1:128:128")
-    _flag(batch, "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
-    _flag(batch, "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
+    add_flag(batch, "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
+    add_flag(batch, "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
     _add_bandwidth(batch)
-    _flag(batch, "--profile", action="store_true", help="trace how much of the time the GPU is at work")
-    _flag(
+    add_flag(batch, "--profile", action="store_true", help="trace how much of the time the GPU is at work")
+    add_flag(
         batch,
         "--synthetic-acceptance",
         type=float,
         metavar="TOKENS",
         help="draft, and accept by chance so many tokens a step on average; the text is not the model's",
     )
-    _flag(batch, "--save-json", type=pathlib.Path, metavar="FILE", help="write what `jaxserve plan --measured` reads")
+    add_flag(
+        batch, "--save-json", type=pathlib.Path, metavar="FILE", help="write what `jaxserve plan --measured` reads"
+    )
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     full = add("full-load", "tokens a second when all requests are there at the start, beside a peer", _full_load)
-    _flag(
+    add_flag(
         full,
         "--settings",
         nargs="+",
@@ -81,21 +79,21 @@ def add_commands(parser: Parser) -> None:
         metavar="IN:OUT:N",
         help="prompt and output length, and number of requests",
     )
-    _add_shape(full)
-    _flag(full, "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
-    _flag(full, "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
+    add_shape(full)
+    add_flag(full, "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
+    add_flag(full, "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
     _add_bandwidth(full)
     add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
     each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
     _add_batches(each, default="1:128:128")
-    _flag(each, "--profile", action="store_true", help="list the GPU's kernels in the second half of a run")
+    add_flag(each, "--profile", action="store_true", help="list the GPU's kernels in the second half of a run")
     add_config_flags(each, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
-    _flag(text, "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
+    add_flag(text, "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     _add_beside(text, "round matrices so, too, and print the differences")
-    _flag(
+    add_flag(
         text,
         "--beside-kv",
         nargs="*",
@@ -109,7 +107,7 @@ def add_commands(parser: Parser) -> None:
     drafts = add("speculation", "what speculative decoding gains, in turns with an engine without it", _speculation)
     drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="Spec-Bench, or a .txt")
     drafts.add_flag("workload", "--category", metavar="NAME", help="of its prompts; default: all")
-    _add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
+    add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
     drafts.add_flag(
         "workload",
         "--synthetic-acceptance",
@@ -120,142 +118,76 @@ def add_commands(parser: Parser) -> None:
         help="random prompts instead, and drafts accepted by chance, so many tokens a step that verifies some (1: none "
         "is accepted)",
     )
-    _add_number(drafts, "--input-len", 1, "tokens of each random prompt")
-    _add_number(drafts, "--output-len", 128, "tokens of each text")
+    add_number(drafts, "--input-len", 1, "tokens of each random prompt")
+    add_number(drafts, "--output-len", 128, "tokens of each text")
     help_at_once = "requests that run; default: 1"
-    _flag(drafts, "--at-once", type=_at_least(1), nargs="+", default=(1,), metavar="N", help=help_at_once)
-    _add_number(drafts, "--num-pairs", 3, "measurements with speculation, each beside one without")
+    add_flag(drafts, "--at-once", type=at_least(1), nargs="+", default=(1,), metavar="N", help=help_at_once)
+    add_number(drafts, "--num-pairs", 3, "measurements with speculation, each beside one without")
     drafts.add_flag("workload", "--temperature", type=float, default=0.0, metavar="X", help="default: 0")
-    _flag(
+    add_flag(
         drafts, "--beside", type=parse_object, nargs="*", default=(), metavar="JSON", help="further speculative configs"
     )
-    _add_shape(drafts)
+    add_shape(drafts)
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
     loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
-    _flag(loading, "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB")
+    add_flag(loading, "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB")
     dtypes = ("float32", "bfloat16", "float16")
-    _flag(loading, "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
-    _flag(loading, "--dtype", choices=dtypes, default="bfloat16", help="dtype to load it as; default: bfloat16")
-    _flag(loading, "--folder", type=pathlib.Path, metavar="DIR", help="where all are written and removed")
-    _add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
-    _flag(loading, "--with-orbax", action="store_true", help="restore the store by Orbax too")
+    add_flag(loading, "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
+    add_flag(loading, "--dtype", choices=dtypes, default="bfloat16", help="dtype to load it as; default: bfloat16")
+    add_flag(loading, "--folder", type=pathlib.Path, metavar="DIR", help="where all are written and removed")
+    add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
+    add_flag(loading, "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
     first = add(
         "start", "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs", _start
     )
-    _flag(first, "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
-    _flag(first, "--install", action="store_true", help="install the clone into a new environment before")
+    add_flag(first, "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
+    add_flag(first, "--install", action="store_true", help="install the clone into a new environment before")
 
     cost = add("server", "CPU time of the API side for a streamed token, over an engine stub", _server)
-    _add_number(cost, "--num-streams", 256, "clients that stream at once")
-    _add_number(cost, "--tokens-per-second", 20, "tokens a second that each of them gets")
-    _add_number(cost, "--seconds", 10, "how long to measure")
-    _add_number(cost, "--num-probes", 100, "short requests, with and without the load", at_least=2)
-    _add_number(cost, "--api-workers", 1, "processes of the API side")
-    _flag(cost, "--chat", dest="is_chat", action="store_true", help="stream chats instead of completions")
+    add_number(cost, "--num-streams", 256, "clients that stream at once")
+    add_number(cost, "--tokens-per-second", 20, "tokens a second that each of them gets")
+    add_number(cost, "--seconds", 10, "how long to measure")
+    add_number(cost, "--num-probes", 100, "short requests, with and without the load", least=2)
+    add_number(cost, "--api-workers", 1, "processes of the API side")
+    add_flag(cost, "--chat", dest="is_chat", action="store_true", help="stream chats instead of completions")
 
     masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
-    _flag(
+    add_flag(
         masks, "--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="whose tokens; default: the built-in model's"
     )
-    _flag(masks, "--grammar", choices=("json_object", "schema"), default="json_object", help="default: json_object")
-    _flag(masks, "--num-requests", type=int, nargs="+", default=(1, 16, 64), metavar="N", help="that run at once")
-    _add_number(masks, "--num-steps", 100, "steps to measure", at_least=2)
-    _add_number(masks, "--seed", 0, "seed of the texts", at_least=0)
+    add_flag(masks, "--grammar", choices=("json_object", "schema"), default="json_object", help="default: json_object")
+    add_flag(masks, "--num-requests", type=int, nargs="+", default=(1, 16, 64), metavar="N", help="that run at once")
+    add_number(masks, "--num-steps", 100, "steps to measure", least=2)
+    add_number(masks, "--seed", 0, "seed of the texts", least=0)
 
     reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
-    _flag(reading, "--syntax", dest="names", nargs="+", default=(), metavar="NAME", help="default: all of them")
-    _add_number(reading, "--num-characters", 32000, "characters of each input")
+    add_flag(reading, "--syntax", dest="names", nargs="+", default=(), metavar="NAME", help="default: all of them")
+    add_number(reading, "--num-characters", 32000, "characters of each input")
 
-    serving = add("serve", "load on any OpenAI-compatible server over HTTP, and what its clients see", _serving)
-    add_config_flags(serving, ServingOptions)
-    serving.add_flag("server", "--served-model-name", metavar="TEXT", help="as --model, which then is the tokenizer")
-    serving.add_flag("server", "--host", metavar="TEXT", help="host of the address, with --port in place of --url")
-    serving.add_flag("server", "--port", type=int, metavar="N", help="port of the address; default: 8000")
-    serving.add_flag(
-        "report",
-        "--goodput",
-        nargs="+",
-        default=(),
-        metavar="NAME:MS",
-        help="objectives, such as ttft:200 tpot:50 e2e:5000",
-    )
-    serving.add_known_flags(vllm_flags.BENCH_FLAGS)
-
-    curve = add("load-curve", "what clients see at shares of a server's capacity, as a table and a picture", _curve)
-    add_config_flags(curve, ServingOptions, only=CURVE_FIELDS)
-    _add_shape(curve)
-    _add_number(curve, "--at-once", 256, "requests that are kept running to measure the capacity")
-    _flag(
-        curve, "--loads", type=_positive, nargs="+", default=(0.25, 0.5, 0.75, 0.9), metavar="X", help="of the capacity"
-    )
-    _flag(curve, "--seconds", type=_positive, default=10.0, metavar="S", help="length of each run; default: 10")
-    _flag(
-        curve, "--trace", metavar="FILE", help="also the arrivals and lengths of Azure's (.csv) or Mooncake's (.jsonl)"
-    )
-    _flag(
-        curve,
-        "--levels",
-        nargs="+",
-        default=("ttft:200,tpot:25", "ttft:1000,tpot:50"),
-        metavar="NAME:MS,...",
-        help="service levels, for goodput; default: ttft:200,tpot:25 and ttft:1000,tpot:50",
-    )
-    _flag(curve, "--draw", type=pathlib.Path, metavar="FILE", help="draw what --save-json wrote, and measure nothing")
-    _flag(
-        curve,
-        "--serve",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help="start `jaxserve serve` with all arguments that follow (of a --shape: but the model), in place of --url",
-    )
-
-
-def _flag(parser: Parser, *names: str, **options: Any) -> None:
-    parser.add_flag("workload", *names, **options)
+    add_serving_commands(add)
 
 
 def _add_batches(parser: Parser, *, default: str) -> None:
-    _flag(
+    add_flag(
         parser,
         "--batches",
         nargs="+",
         metavar="B:IN:OUT",
         help=f"requests submitted together, prompt and output length; default: {default}",
     )
-    _add_shape(parser)
-
-
-def _add_shape(parser: Parser) -> None:
-    _flag(parser, "--shape", choices=sorted(SHAPES), help="random weights of this shape, in place of a model")
+    add_shape(parser)
 
 
 def _add_bandwidth(parser: Parser) -> None:
-    _flag(parser, "--bandwidth", type=_positive, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)")
+    add_flag(
+        parser, "--bandwidth", type=positive, metavar="TB/S", help="of a GPU's memory, for the floor (an H200: 4.3)"
+    )
 
 
 def _add_beside(parser: Parser, text: str) -> None:
-    _flag(parser, "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
-
-
-def _add_number(parser: Parser, name: str, default: int, text: str, *, at_least: int = 1) -> None:
-    _flag(parser, name, type=_at_least(at_least), default=default, metavar="N", help=f"{text}; default: {default}")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(given: str) -> int:
-        if (value := int(given)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return number
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
-    return value
+    add_flag(parser, "--beside", nargs="*", default=(), choices=get_args(Quantization), help=text)
 
 
 def _throughput(args: argparse.Namespace) -> None:
@@ -395,52 +327,3 @@ def _speculation(args: argparse.Namespace) -> None:
         configs = [config, *(dataclasses.replace(config, speculative_config=fields) for fields in args.beside)]
         for each in configs:
             print(speculation.of_workload(each, **given(args, speculation.of_workload)), end="\n\n")
-
-
-@contextlib.contextmanager
-def _needs_bench() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
-
-
-def _curve(args: argparse.Namespace) -> int:
-    with _needs_bench():
-        from jaxserve.bench.serving import curve
-        from jaxserve.bench.serving.summary import parse_slos
-    if args.draw is not None:
-        curve.draw(args.draw, ServingOptions(**given(args, CURVE_FIELDS)).save_plot)
-        return 0
-    levels = [parse_slos(level.split(",")) for level in args.levels]
-    chosen = curve.CurveOptions(
-        loads=args.loads, seconds=args.seconds, levels=levels, trace=args.trace, at_once=args.at_once
-    )
-    options: dict[str, Any] = given(args, CURVE_FIELDS)
-    if args.shape is None and args.serve is None:
-        return curve.run(ServingOptions(**options), chosen)
-    if "url" in options:
-        args.parser.error("--url, and --shape or --serve, exclude each other")
-    with tempfile.TemporaryDirectory() as name:
-        folder, serve = pathlib.Path(name), args.serve or []
-        if args.shape is not None:
-            model = write_config(folder / "model", SHAPES[args.shape])
-            write_tokenizer(model, SHAPES[args.shape]["vocab_size"])
-            serve = [str(model), "--load-format", "dummy", *serve]
-            options.setdefault("tokenizer", str(model))
-        load = ServingOptions(**options)
-        with served(serve, log=folder / "log") as url:
-            return curve.run(dataclasses.replace(load, url=url), chosen)
-
-
-def _serving(args: argparse.Namespace) -> int:
-    with _needs_bench():
-        from jaxserve.bench.serving.run import run
-    options: dict[str, Any] = given(args, ServingOptions)
-    if args.served_model_name is not None:
-        options = {"tokenizer": options.get("model")} | options | {"model": args.served_model_name}
-    if args.host is not None or args.port is not None:
-        if "url" in options:
-            args.parser.error("--url and --host or --port exclude each other")
-        options["url"] = f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
-    return run(ServingOptions(**options), goodput=args.goodput)

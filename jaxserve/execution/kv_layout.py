@@ -152,7 +152,8 @@ def kv_layout_with(
         if window is None or all(other is not None and other <= window for other in needed):
             return layout, group
     layout = kv_layout(tuple(map(_without_window, kv_specs)), max_model_len=max_model_len)
-    return dataclasses.replace(layout, windows=(None,)), 0  # also where no layer of the model has anything of tokens
+    windows = (None,) * len(layout.windows)  # also where no layer of the model has anything of tokens
+    return dataclasses.replace(layout, windows=windows), 0
 
 
 def _of_tokens(spec: CacheSpec) -> bool:

@@ -68,7 +68,7 @@ QWEN_3_NEXT = Form(
     reads_first=True,
 )
 QWEN_3_5 = dataclasses.replace(QWEN_3_NEXT, count=("mtp_num_hidden_layers", 1))
-FORMS: Mapping[str | None, Form] = {
+FORMS: Mapping[str, Form] = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
@@ -95,7 +95,7 @@ class MTP(Drafter):
         tokens. Raises ConfigError if the model has no such layer.
         """
         kind = target.get("model_type")
-        form = FORMS.get(kind)
+        form = FORMS.get(str(kind))
         if form is None:
             raise ConfigError(
                 f"speculative_config: method mtp is not supported for a {kind} model, only for {', '.join(FORMS)}"

@@ -10,7 +10,17 @@ from jaxserve import cli
 from jaxserve.bench.serving.client import Outcome
 from jaxserve.bench.serving.curve import capacity_of
 from jaxserve.bench.serving.load import LoadResult
+from jaxserve.bench.shapes import LLAMA_100M, SHAPES
 from jaxserve.errors import InvalidRequest
+
+TINY = LLAMA_100M | {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def _outcome(*chunk_times, kind=None):
@@ -108,3 +118,17 @@ def test_a_server_that_does_not_start_says_why(capsys, tmp_path):
     error = capsys.readouterr().err
     assert "the server has ended" in error
     assert "no model" in error
+
+
+@pytest.mark.slow
+def test_a_server_of_random_weights_is_started_for_it(tmp_path, capsys, monkeypatch):
+    """Each token has a text of its own, so that clients see each of them."""
+    monkeypatch.setitem(SHAPES, "llama-100m", TINY)
+    saved = tmp_path / "curve.json"
+    command = ["bench", "load-curve", "--shape", "llama-100m", "--seconds", "4", "--at-once", "2", "--loads", "0.5"]
+    command += ["--input-len", "8", "--output-len", "5", "--no-progress", "--save-json", str(saved)]
+    assert cli.main([*command, "--serve", "--max-num-seqs", "2", "--warmup", "full", "--max-model-len", "64"]) == 0
+    for point in json.loads(saved.read_text())["points"]:
+        assert point["summary"]["num_completed"] == point["summary"]["num_requests"] > 0
+        assert point["summary"]["num_output_tokens"] == 5 * point["summary"]["num_requests"]
+        assert point["summary"]["tokens_per_chunk"] < 1.5

@@ -157,7 +157,11 @@ def test_kernels_read_and_write_kv_in_8_bits_as_xla_does(tmp_path, shape, kv_cac
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("shape", "kv_cache_dtype"), [("llama", "auto"), ("llama", "fp8"), ("experts", "auto"), ("latents", "auto")]
+    ("shape", "kv_cache_dtype"),
+    [
+        *((shape, "auto") for shape in ("llama", "experts", "latents", "delta rule", "mamba", "short convolutions")),
+        ("llama", "fp8"),
+    ],
 )
 def test_tokens_drawn_with_drafts_are_as_likely(tmp_path, shape, kv_cache_dtype):
     """Texts of a random model repeat themselves: drafts of lookup are accepted, and refused."""

@@ -227,7 +227,7 @@ def test_config_and_weights_of_random_safetensors(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=metadata)
     params, config, family, mesh = load(tmp_path / "m.gguf")
-    assert config == family.Config.from_hf(fields)
+    assert config == family.config(fields)
     whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
 
