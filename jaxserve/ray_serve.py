@@ -226,7 +226,9 @@ def app(arguments: Mapping[str, Any]) -> Any:
             "target_ongoing_requests": options.target_ongoing_requests,
         },
         ray_actor_options={"num_gpus": options.num_gpus, "num_cpus": options.num_cpus},
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRequestRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRequestRouter  # pyright: ignore[reportArgumentType] (of pydantic's constructor)
+        ),
         health_check_period_s=2,
     )(Engine)
     door = serve.deployment(name="door", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0})
