@@ -115,8 +115,9 @@ def compile_for_h200(
     """Jit `fn` and compile it for H200s.
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding are
-    placed on one H200, others have shardings over an `h200_mesh`. Raises RuntimeError without the plugin or for a
-    kernel that uses registers of a wgmma too early (see `ptx`), and whatever the compilers raise.
+    placed on one H200, others have shardings over an `h200_mesh`. Raises RuntimeError without the plugin, for a
+    kernel that uses registers of a wgmma too early (see `ptx`) or reads a part of an array that begins at no multiple
+    of 256 bytes, and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
 
@@ -154,6 +155,10 @@ def compile_lowered(
         for name, entry in entries:
             if early := ptx.used_in_flight(entry):
                 raise RuntimeError(f"{name} uses registers that a wgmma still writes or reads: {early[0]}")
+        if parts := misaligned_parts(compiled.as_text()):
+            raise RuntimeError(
+                f"kernels read arrays that begin at no multiple of 256 bytes, and would refuse them: {parts}"
+            )
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
             compiled=compiled,
@@ -161,6 +166,29 @@ def compile_lowered(
             thunks=collections.Counter(kind for indent, kind in thunks if not indent),
             num_launches=sum(kind not in CONTAINERS for _, kind in thunks),
         )
+
+
+def misaligned_parts(text: str) -> list[str]:
+    """Return the slices in a compiled program that kernels read where they are and would refuse.
+
+    XLA lets a kernel read a contiguous slice of another array in place, wherever it begins (a "dynamic-slice fusion").
+    """
+    found: list[str] = []
+    for fusion in re.findall(r"^%dynamic-slice-fusion\S* \(.*?^}", text, re.MULTILINE | re.DOTALL):
+        if "mosaic_gpu" not in fusion:
+            continue
+        for name, dtype, shape, limits in re.findall(
+            r"(%\S+) = (\w+)\[[\d,]*\]\S* slice\(%(\S+?)\), slice=\{(.*?)\}", fusion
+        ):
+            sizes = re.search(rf"%{re.escape(shape)} = \w+\[([\d,]*)\]", fusion)
+            assert sizes is not None
+            offset = 0
+            for size, start in zip(sizes[1].split(","), re.findall(r"\[(\d+):", limits), strict=True):
+                offset = offset * int(size) + int(start)
+            num_bits = int(re.sub(r"\D", "", dtype.split("e")[0]) or 8)
+            if offset * num_bits // 8 % 256:
+                found.append(f"{name} of {dtype}[{sizes[1]}] at {limits}")
+    return found
 
 
 @functools.cache

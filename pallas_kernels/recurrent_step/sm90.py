@@ -67,6 +67,8 @@ def recurrent_step_sm90(
         raise NotImplementedError(reason)
     if any(x.dtype != jnp.float32 for x in (q, k, v, decay, beta, states)):
         raise NotImplementedError("states and what changes them must all be float32")
+    # A slice of a step's inputs would be read where it is; kernels refuse what begins at no multiple of 256 bytes.
+    slots = jnp.minimum(slots, len(states))
     rows = (slots, begins.astype(jnp.int32)) if counts is None else (slots, begins.astype(jnp.int32), counts)
     return _call(states, q, k, v, decay, beta, rows, corrects=corrects, changes=changes)
 

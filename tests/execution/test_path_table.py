@@ -167,7 +167,10 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 @pytest.mark.parametrize(
     ("value_size", "text"),
-    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
+    [
+        (128, "XLA (the kernels of chunks have not run in an engine on a GPU yet)"),
+        (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)"),
+    ],
 )
 def test_prompts_of_layers_with_states(value_size, text):
     paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()
