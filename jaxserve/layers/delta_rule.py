@@ -93,14 +93,14 @@ def recurrence(
 
 
 def behind_windows(
-    x: Float[Array, " T *channels"], windows: Float[Array, " S W-1 *channels"], rows: Rows
-) -> Float[Array, " B W-1+Q *channels"]:
+    x: Float[Array, " T *channels"], windows: Float[Array, " S L *channels"], rows: Rows
+) -> Float[Array, " B M *channels"]:
     """Return the inputs of a convolution, of rows with equally many tokens, each row's behind the last ones before."""
     return jnp.concatenate([_before(windows, rows), x.reshape(len(rows.slots), -1, *x.shape[1:])], axis=1)
 
 
 def convolution(
-    inputs: Float[Array, " B W-1+Q *channels"], weight: Float[Array, "*channels W"]
+    inputs: Float[Array, " B M *channels"], weight: Float[Array, "*channels W"]
 ) -> Float[Array, " T *channels"]:
     """Return for each channel a weighted sum of the W inputs up to each of a row's tokens."""
     width = weight.shape[-1]
@@ -111,18 +111,18 @@ def convolution(
 
 
 def last_inputs(
-    inputs: Float[Array, " B W-1+Q *channels"],
-    windows: Float[Array, " S W-1 *channels"],
+    inputs: Float[Array, " B M *channels"],
+    windows: Float[Array, " S L *channels"],
     slots: Int[Array, " B"],
     counts: Int[Array, " B"],
-) -> Float[Array, " S W-1 *channels"]:
+) -> Float[Array, " S L *channels"]:
     """Return the last inputs of all slots behind the first `counts` tokens of each row."""
     place = counts[:, None] + jnp.arange(windows.shape[1], dtype=jnp.int32)[None]
     place = place.reshape(*place.shape, *[1] * (inputs.ndim - 2))
     return windows.at[slots].set(jnp.take_along_axis(inputs, place, axis=1), mode="drop")
 
 
-def _before(windows: Float[Array, " S W-1 *channels"], rows: Rows) -> Float[Array, " B W-1 *channels"]:
+def _before(windows: Float[Array, " S L *channels"], rows: Rows) -> Float[Array, " B L *channels"]:
     before = windows.at[rows.slots].get(mode="fill", fill_value=0)
     return jnp.where(rows.begins.reshape(-1, *[1] * (before.ndim - 1)), 0, before)
 

@@ -129,7 +129,7 @@ class Recurrent(Protocol):
 class Unsettled:
     """The tokens of B rows of which it is not known yet how many count: the last one of each sequence, and drafts."""
 
-    inputs: tuple[Float[Array, " B W-1+Q N *channels"], ...]
+    inputs: tuple[Float[Array, " B M N *channels"], ...]
     """The inputs of each convolution: of the tokens before, and of the row's own."""
     tokens: Tokens | None
     """What the recurrence reads, of T = B * Q tokens."""
