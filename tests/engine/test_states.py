@@ -17,6 +17,7 @@ from jaxserve.layers import delta_rule
 from jaxserve.loading.huggingface import load_config
 from jaxserve.overview import needs
 from jaxserve.planning.sizes import declare, sizes_of
+from pallas_kernels.recurrent_chunks import xla
 
 GOLDEN = "qwen3_next_biases"
 LAYERS = {
@@ -34,7 +35,7 @@ MODELS = {f"delta rule {layers}": (GOLDEN, changes) for layers, changes in LAYER
 @pytest.fixture(scope="module", params=quick_only(MODELS, "delta rule beside attention"))
 def model(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_rule, "CHUNK_SIZE", 4)  # so that rows of a step are several chunks, and begin within one
+        patch.setattr(xla, "CHUNK_SIZE", 4)  # so that rows of a step are several chunks, and begin within one
         patch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
         golden, changes = MODELS[request.param]
         yield Model(golden, changes=changes, num_kept_states=3)
