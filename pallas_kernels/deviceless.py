@@ -155,7 +155,9 @@ def compile_lowered(
         for name, entry in entries:
             if early := ptx.used_in_flight(entry):
                 raise RuntimeError(f"{name} uses registers that a wgmma still writes or reads: {early[0]}")
-        if parts := misaligned_parts(compiled.as_text()):
+        hlo = compiled.as_text()
+        assert hlo is not None, "XLA for GPUs always has one"
+        if parts := misaligned_parts(hlo):
             raise RuntimeError(
                 f"kernels have parts of arrays that begin at no multiple of 256 bytes, and would refuse them: {parts}"
             )
