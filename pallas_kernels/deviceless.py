@@ -116,7 +116,7 @@ def compile_for_h200(
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays, whose values do not matter); those without a sharding are
     placed on one H200, others have shardings over an `h200_mesh`. Raises RuntimeError without the plugin, for a
-    kernel that uses registers of a wgmma too early (see `ptx`) or reads a part of an array that begins at no multiple
+    kernel that uses registers of a wgmma too early (see `ptx`) or has a part of an array that begins at no multiple
     of 256 bytes, and whatever the compilers raise.
     """
     replicated = NamedSharding(h200_mesh(), PartitionSpec())
@@ -155,9 +155,11 @@ def compile_lowered(
         for name, entry in entries:
             if early := ptx.used_in_flight(entry):
                 raise RuntimeError(f"{name} uses registers that a wgmma still writes or reads: {early[0]}")
-        if parts := misaligned_parts(compiled.as_text()):
+        hlo = compiled.as_text()
+        assert hlo is not None, "XLA for GPUs always has one"
+        if parts := misaligned_parts(hlo):
             raise RuntimeError(
-                f"kernels read arrays that begin at no multiple of 256 bytes, and would refuse them: {parts}"
+                f"kernels have parts of arrays that begin at no multiple of 256 bytes, and would refuse them: {parts}"
             )
         thunks = _thunks(pathlib.Path(folder))
         return DevicelessExecutable(
@@ -169,9 +171,10 @@ def compile_lowered(
 
 
 def misaligned_parts(text: str) -> list[str]:
-    """Return the slices in a compiled program that kernels read where they are and would refuse.
+    """Return the slices in a compiled program that kernels read or write where they are, and would refuse.
 
-    XLA lets a kernel read a contiguous slice of another array in place, wherever it begins (a "dynamic-slice fusion").
+    XLA lets a kernel have a contiguous slice of another array in place, wherever it begins (a "dynamic-slice fusion"):
+    if its place is constant, or changes by a constant from one turn of a loop to the next.
     """
     found: list[str] = []
     for fusion in re.findall(r"^%dynamic-slice-fusion\S* \(.*?^}", text, re.MULTILINE | re.DOTALL):
@@ -188,6 +191,12 @@ def misaligned_parts(text: str) -> list[str]:
             num_bits = int(re.sub(r"\D", "", dtype.split("e")[0]) or 8)
             if offset * num_bits // 8 % 256:
                 found.append(f"{name} of {dtype}[{sizes[1]}] at {limits}")
+        for name, array, config in re.findall(
+            r"(%\S+) = (\w+\[[\d,]*\])\S* dynamic-(?:update-)?slice\(.*\"dynamic_slice_config\":\{(.*?)\}", fusion
+        ):
+            places = [int(place) for place in re.findall(r"\"byte_(?:offset|stride)\":\"(\d+)\"", config)]
+            if any(place % 256 for place in places):
+                found.append(f"{name} of {array} at bytes {places}")
     return found
 
 

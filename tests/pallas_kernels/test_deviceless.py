@@ -1,10 +1,13 @@
 """What is reported of a compilation for an H200 without one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.deviceless import compile_for_h200
 
 POOL = jax.ShapeDtypeStruct((64, 8, 16, 128), jnp.bfloat16)
@@ -52,3 +55,45 @@ def test_spilled_registers_are_seen(values_per_thread, spills):
     [resources] = program.kernels
     assert (resources.spill_bytes > 0) == spills
     assert 0 < resources.num_registers <= 255
+
+
+ROWS, GAIN = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
+FLAT = jax.ShapeDtypeStruct((5 * 4608,), jnp.bfloat16)
+
+
+def normed(x, update, gain):
+    return add_rms_norm(x, update.reshape(x.shape), gain, eps=1e-5, implementation="sm90")
+
+
+def read_at(place):
+    return lambda x, flat, gain: normed(x, flat[place : place + 4096], gain)
+
+
+def written_at(place):
+    def run(x, flat, gain):
+        total, y = normed(x, x, gain)
+        return total, flat.at[place : place + 4096].set(y.reshape(-1))
+
+    return run
+
+
+def read_in_turns(stride):
+    def run(x, flat, gain):
+        def turn(index, x):
+            return normed(x, jax.lax.dynamic_slice_in_dim(flat, index * stride, 4096), gain)[0]
+
+        return jax.lax.fori_loop(0, 5, turn, x)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", [read_at, written_at, read_in_turns])
+@pytest.mark.parametrize(("place", "is_refused"), [(4096 + 128, False), (4096 + 8, True)])
+def test_parts_of_arrays_that_kernels_would_refuse(kind, place, is_refused):
+    """Kernels have slices of whole multiples of 256 bytes in place, wherever these begin."""
+    compiled = functools.partial(compile_for_h200, kind(place), ROWS, FLAT, GAIN)
+    if not is_refused:
+        assert "dynamic-slice-fusion" in compiled().compiled.as_text()
+        return
+    with pytest.raises(RuntimeError, match="no multiple of 256 bytes"):
+        compiled()
