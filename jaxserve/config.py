@@ -226,11 +226,11 @@ class EngineConfig:
     overlap: bool = _option(
         True, "execution", "plan the next step while the device runs the last one", aliases=("--async-scheduling",)
     )
-    watchdog_timeout: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = _option(
-        300.0,
+    watchdog_timeout: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] | None = _option(
+        None,
         "scheduling",
         "seconds in which a step's results must come, compilation not counted: after that the engine is taken to hang, "
-        "and has died; 0: no limit",
+        "and has died; 0: no limit; default: 300 on a GPU, no limit on CPU",
     )
     dequantize: bool | None = _option(
         None,

@@ -154,7 +154,7 @@ class LocalModel:
         enable_expert_parallel: bool = False,
         kernels: Literal["auto", "xla", "sm90"] = "auto",
         overlap: bool = True,
-        watchdog_timeout: float = 300.0,
+        watchdog_timeout: float | None = None,
         dequantize: bool | None = None,
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,

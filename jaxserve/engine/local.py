@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, override
+from typing import TYPE_CHECKING, ClassVar, override
 
 import jax
 import jax.extend
@@ -44,6 +44,8 @@ MAX_WAITING_SHOWN = 64
 """Waiting requests that a snapshot has: the queue may be long."""
 
 
+WATCHDOG_TIMEOUT = 300.0
+"""Seconds in which a GPU must have done a step, unless an option says otherwise."""
 WATCH_INTERVAL = 1.0
 """Seconds in which the time of a wait for the device is counted. Only time in which this process runs is: while it is
 paused, or its machine is, no step can end.
@@ -140,8 +142,10 @@ class LocalEngineClient(EngineClient):
                 engine, info = start_engine(config, mesh=mesh, progress=progress, workers=workers)
                 on_error.callback(engine.close)
             on_error.pop_all()
-        limits: dict[str, Any] = {name: getattr(config, name) for name in ("max_num_waiting", "watchdog_timeout")}
-        return cls(engine, info, **limits)
+        timeout = config.watchdog_timeout
+        if timeout is None:  # a CPU may well take so long for a step of a large model
+            timeout = 0.0 if engine.runner.mesh.devices.flat[0].platform == "cpu" else WATCHDOG_TIMEOUT
+        return cls(engine, info, max_num_waiting=config.max_num_waiting, watchdog_timeout=timeout)
 
     @override
     def submit(self, requests: list[EngineRequest], sink: OutputSink) -> None:

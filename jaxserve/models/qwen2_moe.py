@@ -34,7 +34,8 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return each layer's window; without `layer_types`, every other one of the first `max_window_layers` has it."""
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     if not hf_config.flag(fields, "use_sliding_window"):
-        if "sliding_attention" in (fields.get("layer_types") or ()):  # transformers gives these a window of 0
+        kinds = hf_config.layer_kinds(fields, ("full_attention", "sliding_attention"), ["full_attention"] * num_layers)
+        if "sliding_attention" in kinds:  # transformers gives these a window of 0
             raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
         return (None,) * num_layers
     window = hf_config.optional_integer(fields, "sliding_window")

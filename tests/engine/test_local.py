@@ -9,6 +9,7 @@ import threading
 import types
 
 import jax
+import numpy as np
 import pytest
 from engine_harness import GOLDENS, request
 from waiting import PATIENCE, wait_until
@@ -342,6 +343,23 @@ def test_start_errors_are_one_line(options, error, message):
     with pytest.raises(error, match=message) as failure:
         LocalEngineClient.start(EngineConfig(**vars(CONFIG) | options))
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "timeout"), [("cpu", None, 0.0), ("gpu", None, 300.0), ("gpu", 0.0, 0.0), ("cpu", 2.5, 2.5)]
+)
+def test_only_a_gpu_has_a_limit_by_default(monkeypatch, platform, given, timeout):
+    """On a CPU a step of a large model takes minutes, and ends."""
+    devices = np.array([types.SimpleNamespace(platform=platform)])
+    engine = types.SimpleNamespace(runner=types.SimpleNamespace(mesh=types.SimpleNamespace(devices=devices)))
+    engine.close = lambda: None
+    monkeypatch.setattr("jaxserve.engine.startup.start_engine", lambda *_, **__: (engine, None))
+    limits = []
+    monkeypatch.setattr(
+        LocalEngineClient, "__init__", lambda *_, watchdog_timeout, **__: limits.append(watchdog_timeout)
+    )
+    LocalEngineClient.start(EngineConfig(watchdog_timeout=given))
+    assert limits == [timeout]
 
 
 def test_a_step_that_never_ends(monkeypatch):
