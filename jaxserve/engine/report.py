@@ -117,7 +117,7 @@ def kv_kinds(builder: StepBuilder) -> tuple[KVKind, ...]:
 
 
 def _unread(builder: StepBuilder, group: int) -> int:
-    """Return the bytes of a token in pools that no layer of a KV group has, of which its blocks have one all the same."""
+    """Return the bytes of a token in the pools that no layer of a KV group uses, though its blocks have room there."""
     unread = 0
     for model in builder.models:
         layout = model.layout
