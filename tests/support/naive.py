@@ -29,8 +29,8 @@ class DenseKV(NamedTuple):
         out = dense_attention(qkv, batch, scores, **options, chunk_size=chunk_size)
         return out, DenseKV(jnp.stack([k, qkv[:, :, -1]], axis=2))
 
-    def read(self, q, batch, scores):
-        q = q.reshape(len(q), self.kept.shape[1], -1, q.shape[-1])
+    def read(self, q, batch, scores, *, num_kv_heads):
+        q = q.reshape(len(q), num_kv_heads, -1, q.shape[-1])
         return dense_attention(jnp.concatenate([q, self.kept], axis=2), batch, scores)
 
 
