@@ -9,12 +9,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from jaxserve.bench.engine_run import complete, traced, warm_up
 from jaxserve.bench.report import table
+from jaxserve.bench.shapes import SHAPES
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig, Quantization
 from jaxserve.errors import ConfigError
@@ -64,11 +65,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 class TimedBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One batch and its times in seconds."""
 
-    num_requests: int
-    input_len: int
-    output_len: int
-    prefill: float
-    per_token: float | None
+    num_requests: Annotated[int, msgspec.Meta(ge=1)]
+    input_len: Annotated[int, msgspec.Meta(ge=1)]
+    output_len: Annotated[int, msgspec.Meta(ge=1)]
+    prefill: Annotated[float, msgspec.Meta(gt=0)]
+    per_token: Annotated[float, msgspec.Meta(gt=0)] | None
 
 
 class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +91,12 @@ class LatencyRun(msgspec.Struct, frozen=True, kw_only=True):
 def read_run(path: pathlib.Path) -> LatencyRun:
     """Read what `--save-json` wrote. Raises ConfigError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LatencyRun)
+        run = msgspec.json.decode(path.read_bytes(), type=LatencyRun)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"no run of `jaxserve bench latency` in {path}: {error}") from error
+    if run.shape is not None and run.shape not in SHAPES:
+        raise ConfigError(f"{path}: shape {run.shape!r} is not one of {', '.join(sorted(SHAPES))}")
+    return run
 
 
 def read_peer(path: pathlib.Path, entry: str | None) -> list[PeerRun]:

@@ -25,12 +25,14 @@ def window_name(window: int | None) -> str:
 class KVKind(msgspec.Struct, frozen=True, kw_only=True):
     """The layers with the same window, None for those without one.
 
-    `bytes_per_token` is the KV in all of these layers of a token that is within the window.
+    `bytes_per_token` is what the blocks of all of these layers take for a token that is within the window, and
+    `read_per_token` what attention reads of them: pools that a block has for other layers stay unread.
     """
 
     window: int | None
     num_layers: int
     bytes_per_token: int
+    read_per_token: int
 
     @property
     def name(self) -> str:
@@ -108,14 +110,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """Return the bytes of KV that a request of `num_tokens` tokens holds, and that a step reads for it."""
+        """Return the bytes of KV that a request of `num_tokens` tokens holds."""
         return sum(kind.bytes_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
+
+    def kv_bytes_read(self, num_tokens: float) -> float:
+        """Return the bytes of KV that a decode step reads for a request of `num_tokens` tokens."""
+        return sum(kind.read_per_token * min(num_tokens, kind.window or num_tokens) for kind in self.kv_kinds)
 
     def step_bytes(self, num_rows: int, *, context: float) -> float:
         """Return the bytes that a decode step must read: the weights, and the KV of `num_rows` contexts. States are
         read and written.
         """
-        kept = self.kv_bytes(context) + 2 * self.state_bytes
+        kept = self.kv_bytes_read(context) + 2 * self.state_bytes
         return self.expected_weight_bytes(num_rows) + num_rows * kept
 
 

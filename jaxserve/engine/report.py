@@ -9,6 +9,7 @@ import numpy as np
 from jaxserve.engine.client import EngineInfo, KVKind
 from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.engine.serving_plan import ServingPlan
+from jaxserve.execution.kv_cache import block_bytes
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import WarmUp
 from jaxserve.execution.programs.lowering import Lowering
@@ -105,9 +106,26 @@ def kv_kinds(builder: StepBuilder) -> tuple[KVKind, ...]:
     model = builder.model
     windows, per_group = model.layout.windows, builder.bytes_per_block // model.block_size
     return tuple(
-        KVKind(window=window, num_layers=num_layers, bytes_per_token=windows.count(window) * per_group)
+        KVKind(
+            window=window,
+            num_layers=num_layers,
+            bytes_per_token=windows.count(window) * per_group,
+            read_per_token=sum(per_group - _unread(builder, group) for group, of in enumerate(windows) if of == window),
+        )
         for window, num_layers in model.layout.layers_by_window.items()
     )
+
+
+def _unread(builder: StepBuilder, group: int) -> int:
+    """Return the bytes of a token in the pools that no layer of a KV group uses, though its blocks have room there."""
+    unread = 0
+    for model in builder.models:
+        layout = model.layout
+        used = {layout.pool_of_layer[layer] for layer in model.span if layout.group_of_layer[layer] == group}
+        others = [spec for pool, spec in enumerate(layout.pools_of(model.span)) if spec and pool not in used]
+        sizes = {"block_size": model.block_size, "dtype": model.dtype, "mesh": model.mesh}
+        unread += block_bytes(others, **sizes) // model.block_size
+    return unread
 
 
 def bytes_read(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:

@@ -202,7 +202,7 @@ def step(
         paths=tuple(runner.builder.describe_paths()),
         roofline=Roofline(
             weight_bytes=weight_bytes,
-            kv_bytes=0.0 if tokens is not None else rows * llm.info.kv_bytes(context) / runner.mesh.size,
+            kv_bytes=0.0 if tokens is not None else rows * llm.info.kv_bytes_read(context) / runner.mesh.size,
             flops=2 * _products(runner.model.params, llm.info, num_tokens, rows) / runner.mesh.size,
             speed=speed or Speed.measure(runner.mesh.devices.flat[0], num_bytes=weight_bytes),
             measured=_measured(llm, rows=rows, context=context) if measure else None,

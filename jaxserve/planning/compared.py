@@ -58,5 +58,6 @@ def compared(
 
 def _row(name: str, planned: float, measured: float, *, stated: float | None = None) -> list[str]:
     digits = 0 if isinstance(measured, int) else 2
-    figures = f"{planned:,.{digits}f}", f"{measured:,.{digits}f}", f"{planned / measured - 1:+.2%}"
-    return [name, *figures, "" if stated is None else f"+-{stated:.0%}"]
+    figures = f"{planned:,.{digits}f}", f"{measured:,.{digits}f}"
+    error = f"{planned / measured - 1:+.2%}" if measured else ""  # layers with states alone have no KV cache
+    return [name, *figures, error, "" if stated is None else f"+-{stated:.0%}"]

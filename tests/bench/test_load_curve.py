@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 
 import pytest
 from scripted_server import Reply, scripted
@@ -33,10 +34,33 @@ def _outcome(*chunk_times, kind=None):
 def test_capacity_is_that_of_the_last_two_thirds(start):
     """Eight of the 12 tokens of whole requests are in the 6 s from 3 to 9."""
     whole = [_outcome(start + 1, start + 3), _outcome(start + 4, start + 5, start + 8, start + 9)]
-    result = LoadResult([*whole, _outcome(start + 5, kind="HTTP 500")], start, 0, 0.0)
+    result = LoadResult([*whole, _outcome(start + 5, kind="HTTP 500")], start, 1, 0.0)
     capacity = capacity_of(result, 9.0)
     assert capacity.tokens == pytest.approx(8 / 6)
     assert capacity.requests == pytest.approx(8 / 6 / 6)
+
+
+def test_capacity_of_too_few_requests_is_that_while_they_were_sent():
+    """The last of three was sent after 6 s of 100: four of the tokens are in the 4 s from 2 to 6."""
+    outcomes = [_outcome(1, 3), _outcome(4, 8)]
+    outcomes[1].sent, last = 3, _outcome(6, 9)
+    last.sent = 6
+    capacity = capacity_of(LoadResult([*outcomes, last], 0.0, 0, 0.0), 100.0)
+    assert capacity.tokens == pytest.approx(4 / 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_runs(capsys, number):
+    def reply(path, body):
+        if path == "/v1/completions" and len(server.requests) > 8:
+            signal.raise_signal(number)
+        return Reply(num_tokens=body["max_tokens"], ttft=0.04, gap=0.01)
+
+    with scripted(reply) as server:
+        command = ["bench", "load-curve", "--url", server.url, "--vocab-size", "100", "--no-progress"]
+        assert cli.main([*command, "--input-len", "8", "--output-len", "5", "--seconds", "5", "--at-once", "4"]) != 0
+    assert len(server.requests) < 40
+    assert "capacity" not in capsys.readouterr().err
 
 
 def test_capacity_of_requests_that_all_fail():
@@ -101,6 +125,8 @@ def test_curve(tmp_path, capsys):
     ("flags", "said"),
     [
         (["--url", "http://127.0.0.1:1", "--shape", "llama-100m"], "exclude each other"),
+        (["--serve", "scribe-2m", "--port=80"], "--port: --serve listens on a port of its own"),
+        (["--shape", "llama-100m", "--serve", "--ssl-certfile", "c.pem"], "--ssl-certfile: --serve listens"),
         (["--levels", "ttft"], "NAME:MILLISECONDS"),
         (["--loads", "0"], "positive"),
         (["--draw", "nowhere.json"], "no load curve in nowhere.json"),

@@ -89,7 +89,7 @@ def test_the_roofline_counts_what_a_device_reads_and_multiplies(llm):
     weights = inspect.weights(llm)
     unread = 0 if "lm_head" not in llm.client.engine.runner.model.params else weights["embed"].bytes_per_device
     assert roofline.weight_bytes == weights.bytes_per_device - unread
-    assert roofline.kv_bytes == 2 * llm.info.kv_bytes(8) / 2
+    assert roofline.kv_bytes == 2 * llm.info.kv_bytes_read(8) / 2
     matrices = [group for group in weights if len(group.shape) > 1 and group.name != "embed"]
     products = 2 * sum(group.count * math.prod(group.shape) for group in matrices)
     if "lm_head" not in llm.client.engine.runner.model.params:

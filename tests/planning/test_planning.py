@@ -65,6 +65,9 @@ def test_an_absent_engine_chooses_as_one_on_the_device_does(tmp_path, device):
     assert engine.plan.devices.description == GPUS[device].kind
 
 
+NOTHING = TimedBatch(num_requests=0, input_len=8, output_len=8, prefill=1.0, per_token=None)
+
+
 def measured_8b(path, **changes):
     """Write what `bench latency` saves of the 8B shape on that H100; return the path."""
     fields = {
@@ -102,6 +105,8 @@ def test_a_plan_beside_a_measurement(tmp_path, capsys):
         (["--device", "h200"], {}, "measured on NVIDIA H100 80GB HBM3, not on NVIDIA H200"),
         (["--device", "h100", "-tp", "2"], {}, "leave both out"),
         (["--device", "h100"], {"num_blocks": "many"}, "no run of `jaxserve bench latency` in"),
+        (["--device", "h100"], {"shape": "round"}, "shape 'round' is not one of"),
+        (["--device", "h100"], {"batches": [NOTHING]}, "`int` >= 1 - at `$.batches[0].num_requests`"),
     ],
 )
 def test_measurements_that_cannot_be_compared(tmp_path, capsys, flags, changes, said):
@@ -234,6 +239,29 @@ def test_splits_are_ranked(tmp_path):
     assert {tensor * stages * split.replicas for (tensor, stages), split in sizes.items()} == {8}
     assert {(2, 4), (1, 2)} < {size for size, split in sizes.items() if split.fits}
     assert all(split.fits for (_, stages), split in sizes.items() if stages > 1)
+
+
+def test_a_step_reads_no_pools_of_other_layers(tmp_path):
+    """Blocks of Gemma 4 have room for heads of both shapes, and are used for one; other models' blocks are full."""
+    fields = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    }
+    config = EngineConfig(model=str(write_config(tmp_path, fields)), dtype="bfloat16", max_model_len=32768)
+    info = declare(config, GPUS["h200"], to_compile=False).info(1000)
+    assert len(info.kv_kinds) == 2
+    of_windows, of_others = (2 * 2 * layers * size for layers, size in ((10, 4 * 256), (2, 512)))
+    assert info.kv_bytes_read(8192) == 1024 * of_windows + 8192 * of_others < info.kv_bytes(8192)
+    info = absent_engine("llama-3-8b", tmp_path).info(1000)
+    assert info.kv_bytes_read(100) == info.kv_bytes(100)
 
 
 @pytest.mark.parametrize(("shape", "more"), [("llama-3-8b", 0), ("gemma-3-4b", 1)])

@@ -92,7 +92,7 @@ class FakeEngineClient(EngineClient):
             max_num_batched_tokens=512,
             eos_token_ids=eos_token_ids,
             weight_bytes=0,
-            kv_kinds=(KVKind(window=None, num_layers=2, bytes_per_token=64),),
+            kv_kinds=(KVKind(window=None, num_layers=2, bytes_per_token=64, read_per_token=64),),
         )
         self.refusal: Exception | None = None
         self.submitted: list[EngineRequest] = []

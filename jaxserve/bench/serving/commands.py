@@ -17,6 +17,9 @@ from jaxserve.bench.shapes import SHAPES, write_config
 from jaxserve.errors import InvalidRequest
 from jaxserve.flags import add_config_flags, given
 
+ADDRESS = ("--host", "--port", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")
+"""Flags of `jaxserve serve` that decide where and how it is reached."""
+
 
 def add_serving_commands(add: Callable[[str, str, Callable[[argparse.Namespace], int | None]], Parser]) -> None:
     """Add both commands; `add` makes one from its name, a summary and what runs it."""
@@ -74,6 +77,10 @@ def _needs_bench() -> Iterator[None]:
         raise InvalidRequest(f"{error.name} is not installed: pip install 'jaxserve[bench]'") from error
 
 
+def _name(argument: str) -> str:
+    return argument.partition("=")[0]
+
+
 def _curve(args: argparse.Namespace) -> int:
     with _needs_bench():
         from jaxserve.bench.serving import curve
@@ -90,6 +97,8 @@ def _curve(args: argparse.Namespace) -> int:
         return curve.run(ServingOptions(**options), chosen)
     if "url" in options:
         args.parser.error("--url, and --shape or --serve, exclude each other")
+    if unfit := [flag for flag in map(_name, args.serve or ()) if flag in ADDRESS]:
+        args.parser.error(f"{unfit[0]}: --serve listens on a port of its own, at 127.0.0.1, without TLS")
     with tempfile.TemporaryDirectory() as name:
         folder, serve = pathlib.Path(name), args.serve or []
         if args.shape is not None:

@@ -14,10 +14,11 @@ import msgspec
 import uvloop
 
 from jaxserve.bench.report import table
+from jaxserve.bench.serving.client import INTERRUPTED
 from jaxserve.bench.serving.load import LoadResult
 from jaxserve.bench.serving.options import ServingOptions
 from jaxserve.bench.serving.plots import save_curve
-from jaxserve.bench.serving.run import measure
+from jaxserve.bench.serving.run import ServingRun, measure
 from jaxserve.bench.serving.summary import Goodput, Summary, summarize
 from jaxserve.bench.serving.workloads import read_workload
 from jaxserve.errors import InvalidRequest
@@ -146,19 +147,22 @@ def _goodputs(curve: Curve) -> list[Goodput]:
 
 
 def capacity_of(result: LoadResult, seconds: float) -> Capacity:
-    """Return the rates between the first third and the end of the time in which requests were sent.
+    """Return the rates between the first third and the end of the time in which requests were sent: `seconds`, or less
+    if there were no more of them.
 
     Requests are output tokens over those of a mean request: few of them may end in that time. Raises InvalidRequest if
     nothing was answered.
     """
     whole = [outcome for outcome in result.outcomes if outcome.kind is None]
+    if not result.num_unsent:
+        seconds = max(outcome.sent for outcome in result.outcomes) - result.start
     begin, end = result.start + WINDOW * seconds, result.start + seconds
     num_tokens = 0.0
     for outcome in whole:
         within = sum(begin <= time < end for time in outcome.chunk_times)
         num_tokens += outcome.num_output_tokens * within / len(outcome.chunk_times)
     if not num_tokens:
-        message = f"no output in {(1 - WINDOW) * seconds:.1f} s: requests take longer than that, or they fail"
+        message = f"no output in {(1 - WINDOW) * seconds:.1f} s: requests take longer than that, are too few, or fail"
         if failed := [outcome for outcome in result.outcomes if outcome.kind is not None]:
             message += f" ({failed[0].kind}: {failed[0].error})"
         raise InvalidRequest(message, param="seconds")
@@ -176,7 +180,7 @@ def _measure(options: ServingOptions, curve: CurveOptions) -> Curve:
     seeds = itertools.count(options.seed)  # a server may know the prompts of equal seeds
     model = ""
     for name, workload in workloads.items():
-        full = uvloop.run(measure(_filling(workload, curve, seed=next(seeds)), slos={}))
+        full = _run(_filling(workload, curve, seed=next(seeds)))
         model, capacity = full.model, capacity_of(full.result, curve.seconds)
         capacities[name] = capacity
         print(f"capacity, {name}: {capacity.requests:.2f} requests/s", file=sys.stderr)
@@ -184,7 +188,7 @@ def _measure(options: ServingOptions, curve: CurveOptions) -> Curve:
         for arrivals, load in itertools.product(BURSTINESS if name == "random" else (name,), curve.loads):
             rate = load * capacity.requests
             timed = _timed(workload, arrivals, rate=rate, num_requests=math.ceil(rate * curve.seconds))
-            found = uvloop.run(measure(dataclasses.replace(timed, seed=next(seeds)), slos={}))
+            found = _run(dataclasses.replace(timed, seed=next(seeds)))
             goodputs = [summarize(found.result, slos=slos).goodput for slos in curve.levels]
             points.append(
                 Point(
@@ -196,6 +200,14 @@ def _measure(options: ServingOptions, curve: CurveOptions) -> Curve:
                 )
             )
     return Curve(model=model, seconds=curve.seconds, capacities=capacities, points=points)
+
+
+def _run(options: ServingOptions) -> ServingRun:
+    """Run one load. Raises KeyboardInterrupt if a signal has ended it, so that no other begins."""
+    run = uvloop.run(measure(options, slos={}))
+    if any((outcome.kind, outcome.error) == INTERRUPTED for outcome in run.result.outcomes):
+        raise KeyboardInterrupt
+    return run
 
 
 def _filling(workload: ServingOptions, curve: CurveOptions, *, seed: int) -> ServingOptions:
