@@ -139,8 +139,8 @@ MEASURED: tuple[Batches, ...] = (
             model_type="gemma3_text",
             weights="16 bits", num_devices=1, kernels="sm90", has_experts=False, num_layers=34, runs=(
         Run(1, 128, 96, 2.83, 1.821, None, None),
-        Run(16, 512, 64, 3.43, 2.255, None, None),
-        Run(64, 1024, 48, 5.47, 4.648, None, None),
+        Run(16, 512, 64, 3.43, 2.247, None, None),
+        Run(64, 1024, 48, 5.47, 4.586, None, None),
     )),
     Batches(gpu="h200", shape="olmo-2-7b", options="--max-num-seqs 64",
             model_type="olmo2",
