@@ -294,7 +294,6 @@ def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
     all.
     """
     fields = decoder_fields(file) | routing_fields(file, gating=SOFTMAX_OF_CHOSEN)
-    refuse(file, **{"rope.freq_base_swa": fields["rope_parameters"]["rope_theta"]})
     return fields | {
         "intermediate_size": positive_integer(file, "expert_feed_forward_length"),
         "sliding_window": positive_integer(file, "attention.sliding_window"),
@@ -376,7 +375,7 @@ ARCHITECTURES = {
     "granite": gguf_families.granite_fields,
     "granitehybrid": gguf_families.granite_hybrid_fields,
     "granitemoe": gguf_families.granite_moe_fields,
-    "hunyuan-dense": without_window,
+    "hunyuan-dense": gguf_families.hunyuan_fields,
     "hunyuan-moe": gguf_mixtures.hunyuan_moe_fields,
     "hy_v3": gguf_mixtures.hy_fields,
     "lfm2": gguf_families.lfm_fields,

@@ -208,6 +208,18 @@ def apertus_fields(file: GGUFFile) -> dict[str, Any]:
     return without_window(file) | {"hidden_act": "xielu"}
 
 
+def hunyuan_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Hunyuan; files may have the base of the rotation, or a smaller one and how it is
+    stretched.
+    """
+    fields, alpha = without_window(file), number(file, "rope.scaling.alpha", 0.0)
+    if alpha == 0.0:
+        return fields
+    refuse(file, **{"rope.scaling.type": "none"})
+    stretched = {"rope_theta": fields["rope_parameters"]["rope_theta"], "rope_type": "dynamic", "alpha": alpha}
+    return fields | {"rope_parameters": stretched}
+
+
 def exaone_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of an EXAONE 4. Small ones have no window and rotate in all layers."""
     fields = decoder_fields(file)

@@ -15,6 +15,8 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 LOG_MULTIPLIERS = {"deepseek2": 10, "mistral3": 1}
 """What turns `yarn_log_multiplier` into `mscale_all_dim`."""
+OWN_BASE_IN_WINDOWS = ("gemma3", "mellum", "olmo2")
+"""Architectures whose layers with a window may rotate by a base of their own."""
 
 
 def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
@@ -25,6 +27,9 @@ def rope_fields(file: GGUFFile, head_dim: int) -> dict[str, Any]:
         # The next float above the quotient, so that its product with head_dim does not round down.
         "partial_rotary_factor": 1.0 if rotated == head_dim else math.nextafter(rotated / head_dim, 2.0),
     }
+    if file.architecture not in OWN_BASE_IN_WINDOWS:
+        refuse(file, **{"rope.freq_base_swa": fields["rope_theta"]})
+    refuse(file, **{"rope.dimension_count_swa": rotated})
     # As in llama.cpp: scaling is linear unless the file says otherwise; the factor once had another name.
     factor = get(file, "rope.scaling.factor", get(file, "rope.scale_linear"))
     scaling = get(file, "rope.scaling.type", "linear" if factor else "none")

@@ -136,6 +136,17 @@ FIELDS_COMPARED = {
     **{name: keys for name, keys in gguf_files.RECORDED.items() if name not in ALTERED},
     "qwen_untied": gguf_files.RECORDED["qwen_untied"] | {"qwen.attention.key_length": 10},
     "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
+    "hunyuan_v1_dense_alpha": gguf_files.RECORDED["hunyuan_v1_dense_biases"]
+    | {
+        "hunyuan-dense.embedding_length": 40,
+        "hunyuan-dense.feed_forward_length": 45,
+        "hunyuan-dense.attention.head_count": 4,
+        "hunyuan-dense.attention.head_count_kv": 2,
+        "hunyuan-dense.attention.key_length": 10,
+        "hunyuan-dense.attention.value_length": 10,
+        "hunyuan-dense.rope.freq_base": 50.0,
+        "hunyuan-dense.rope.scaling.alpha": 7.0,
+    },
 }
 """Goldens, and the metadata that llama.cpp's converter does not write for all of its models."""
 NO_LIMIT = {"max_position_embeddings": 2**20}

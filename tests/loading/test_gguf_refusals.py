@@ -67,6 +67,8 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
     [
         ("gpt_oss_clamped", {"expert_gating_func": 1}, "gpt-oss.expert_gating_func 1 is not supported"),
         ("gpt_oss_clamped", {"rope.freq_base_swa": 5.0}, "gpt-oss.rope.freq_base_swa 5.0 is not supported"),
+        ("starcoder2_tied_window", {"rope.freq_base_swa": 5.0}, "starcoder2.rope.freq_base_swa 5.0 is not supported"),
+        ("gpt_oss_clamped", {"rope.dimension_count_swa": 2}, "gpt-oss.rope.dimension_count_swa 2 is not supported"),
         ("gpt_oss_clamped", {"rope.freq_base": float("nan")}, "gpt-oss.rope.freq_base must be finite .* got nan"),
         ("gpt_oss_clamped", {"swiglu_clamp_exp": [7.0, 7.0]}, "gpt-oss.swiglu_clamp_exp .7.0, 7.0. is not supported"),
         (
