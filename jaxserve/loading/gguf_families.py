@@ -25,6 +25,8 @@ from jaxserve.loading.gguf_mixtures import mixture_fields
 def granite_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Granite, with experts or without."""
     refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0)
+    if file.architecture != "granitehybrid":
+        refuse(file, **{"rope.scaling.finetuned": True})  # false would be a model without rotation
     fields = without_window(file) | {
         "embedding_multiplier": number(file, "embedding_scale", 1.0),
         "residual_multiplier": number(file, "residual_scale", 1.0),

@@ -15,7 +15,7 @@ from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.norm import Norm
-from jaxserve.layers.rope import Rope
+from jaxserve.layers.rope import Rope, YarnScaling
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
@@ -67,6 +67,9 @@ def _read(fields: dict[str, Any]) -> Config:
 def common(fields: dict[str, Any]) -> dict[str, Any]:
     """Read the fields that V3 has in common with V2."""
     heads = hf_config.latent_heads(fields)
+    rope = hf_rope.rope(fields, size=heads.rotated_size)
+    if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling):  # transformers sharpens any of them
+        hf_config.require(hf_rope.rope_object(fields), "mscale_all_dim", 0)
     expert_size = hf_config.integer(fields, "moe_intermediate_size")
     return {
         "vocab_size": hf_config.integer(fields, "vocab_size"),
@@ -81,7 +84,7 @@ def common(fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": hf_config.flag(fields, "attention_bias"),
         "expert_size": expert_size,
         "shared_expert_size": expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
-        "rope": hf_rope.rope(fields, size=heads.rotated_size),
+        "rope": rope,
     }
 
 

@@ -57,7 +57,7 @@ def _unpack(words: np.ndarray) -> np.ndarray:
 
 def _formats(config: Config, where: str) -> tuple[Format, ...]:
     bits = "w_bit" if "w_bit" in config else "bits"
-    version = config.get("version", "gemm")
+    version = config.get("version") or config.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise CheckpointError(f"{where}: version {version!r:.100} is not supported, only gemm")
     require(config, where, zero_point=(None, True), **{bits: (4,)})

@@ -94,6 +94,7 @@ class Plain:
 
 def _formats(config: Config, where: str) -> tuple[Format, ...]:
     require(config, where, fmt=(None, "e4m3", "float8_e4m3fn"), activation_scheme=(None, "dynamic", "static"))
+    require(config, where, expert_dtype=(None, "fp8"))
     return (Plain(block=block_of(config.get("weight_block_size"), where)),)
 
 

@@ -81,6 +81,7 @@ def test_what_is_not_served_is_named(tmp_path, metadata, message):
         ("gptj_untied", {"rope.scaling.type": "linear"}, "gptj.rope.scaling.type 'linear' is not supported"),
         ("gptj_untied", {"rope.dimension_count": 12}, "rotary_dim must be even and at most"),
         ("gpt_neox_parallel", {"attention.sliding_window": 4}, "gptneox.attention.sliding_window 4 is not supported"),
+        ("granite_biases", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned False is not supported"),
         ("glm_biases", {"attention.sliding_window": 4}, "chatglm.attention.sliding_window 4 is not supported"),
         ("deepseek_v2_greedy", {"expert_gating_func": 3}, "deepseek2.expert_gating_func 3 is not supported"),
         ("deepseek_v2_greedy", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm True is not supported"),

@@ -461,6 +461,11 @@ DEEPSEEK = {
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported, only 'softmax'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported, only False"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported, only 8"),
+        (
+            "deepseek_v2",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 0.7}},
+            "mscale_all_dim 0.7 is not supported, only 0",
+        ),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported, only 'noaux_tc'"),
         ("deepseek_v3", {"n_group": 5}, r"12 experts cannot be in 5 groups \(n_group\)"),
         ("deepseek_v3", {"n_group": 2, "topk_group": 3}, r"topk_group \(3\) is more than n_group \(2\)"),
