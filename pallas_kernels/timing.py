@@ -1,11 +1,13 @@
-"""Timing of all benchmarks: `measure`, and the peak rates that lower bounds are computed from."""
+"""What all benchmarks have in common: inputs, `measure` and `compare`, and the peak rates of lower bounds."""
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # Measured on one H200: a copy through its memory, and a bf16 matrix product of 8192^3 on random data.
 PEAK_BYTES_PER_SECOND = 4.3e12
@@ -17,6 +19,10 @@ MIN_CALLS = 16
 """Minimum calls of a kernel in a program that makes a plan of the step once for all calls, as for the layers of a
 model: the plan's part of a call's time is then negligible.
 """
+
+
+REPEATS = 10
+"""Measurements, of which the median counts."""
 
 
 class Row(NamedTuple):
@@ -51,14 +57,19 @@ def num_rotations(bytes_per_call: int) -> int:
     return min(32, max(2, -(-3 * L2_BYTES // max(bytes_per_call, 1)))) if on_gpu() else 2
 
 
+def random_arrays(seed: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Return normally distributed arrays, in bfloat16 on a GPU and in float32 elsewhere."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    dtype = jnp.bfloat16 if on_gpu() else jnp.float32
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
 def with_plan(inputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Repeat the inputs until there are at least `MIN_CALLS`, for `measure` with a carry."""
     return [*inputs] * (-(-MIN_CALLS // len(inputs)) if on_gpu() else 1)
 
 
-def measure(
-    function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, carry: Any = None, repeats: int = 10
-) -> float:
+def measure(function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, carry: Any = None) -> float:
     """Return the median microseconds of one call of `function(*args)`, where `inputs` has the args of several calls.
 
     All of them are one jitted program, so that launches are not measured; they must all differ, because XLA computes
@@ -79,7 +90,7 @@ def measure(
     # While a GPU runs one program, the next one waits in its queue, which hides the host's time to launch it.
     programs = 8 if on_gpu() else 1
     seconds = []
-    for repeat in range(repeats + 2):
+    for repeat in range(REPEATS + 2):
         start = time.perf_counter()
         outputs = None
         for _ in range(programs):
@@ -88,3 +99,27 @@ def measure(
         if repeat >= 2:  # XLA records its command buffers in the first runs
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) / (programs * len(inputs)) * 1e6
+
+
+def ours(operation: Callable[..., Any], **options: Any) -> dict[str, Callable[..., Any]]:
+    """Return calls of an operation, by name, with those of its implementations that run here."""
+    names = ("sm90", "xla") if on_gpu() else ("xla",)
+    return {name: functools.partial(operation, **options, implementation=name) for name in names}
+
+
+def compare(
+    case: str,
+    calls: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[tuple[Any, ...]],
+    *,
+    bound: float | None = None,
+    carry: Any = None,
+    operations: int = 1,
+) -> Iterator[Row]:
+    """Yield a row for each implementation of a case, `calls` by name, timed by `measure` with a copy of the carry.
+
+    A call consists of so many `operations`; `bound` is the `floor` of one.
+    """
+    for name, call in calls.items():
+        took = measure(call, inputs, carry=jax.tree.map(jnp.copy, carry)) / operations
+        yield Row(case, name, took, bound)
