@@ -161,7 +161,7 @@ def test_any_order_of_a_layer(monkeypatch, name, seed):
 
 
 def _give_slots_back_unread(grid, monkeypatch):
-    monkeypatch.setattr(kernel, "_wait_until_free", lambda *_: None)
+    monkeypatch.setattr(kernel, "wait_until_free", lambda *_: None)
 
 
 def _take_rows_that_are_not_there(grid, monkeypatch):
