@@ -7,15 +7,24 @@ multiplied are its columns, eight at a time.
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import scaling
-from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of, vector_of
+from pallas_kernels.device.mlir import (
+    REF,
+    SCALAR,
+    as_index,
+    const_i32,
+    elements_of,
+    inline,
+    splat,
+    thread,
+    value_of,
+    vector_of,
+)
 from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
-from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
+from pallas_kernels.device.registers import at, chunk_of, halves, matrix_of, registers_for, row_and_quarter
 from pallas_kernels.device.scaling import vectors_of
 from pallas_kernels.jax_internals import arith, ir, vector
 
@@ -99,7 +108,7 @@ def store_sums(ref: Any, sums: Any, part: Any) -> None:
 
     def run(_, ref, sums, part) -> None:
         for chunk in range(sums.shape[1] // COLUMNS):
-            values = [vector.extract(sums.registers[at(chunk, half)], [], [i]) for half in range(2) for i in range(2)]
+            values = [value for half in range(2) for value in elements_of(sums.registers[at(chunk, half)], 2)]
             vector.store(vector_of(values), ref, _place(part, chunk))
 
     inline(run, REF, _LAYOUT, SCALAR)(ref, sums, splat(part))
@@ -110,20 +119,19 @@ def load_sums(ref: Any, part: Any, *, rows: int) -> Any:
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
 
     def run(_, ref, part):
-        registers = np.empty((1, rows // COLUMNS, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        registers = registers_for(rows)
         for chunk in range(rows // COLUMNS):
             found = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, _place(part, chunk))
-            values = [vector.extract(found, [], [i]) for i in range(4)]
+            values = elements_of(found, 4)
             for half in range(2):
                 registers[at(chunk, half)] = vector_of(values[2 * half : 2 * half + 2])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(registers)
 
     return inline(run, REF, SCALAR, out=out)(ref, splat(part))
 
 
 def _place(part: Any, chunk: int) -> list[Any]:
-    thread = arith.remui(utils.thread_idx(), const_i32(128))
-    return [as_index(i) for i in (value_of(part), const_i32(chunk), thread, const_i32(0))]
+    return [as_index(i) for i in (value_of(part), const_i32(chunk), thread(), const_i32(0))]
 
 
 def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gated: bool) -> None:

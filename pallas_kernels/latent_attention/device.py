@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
-from pallas_kernels.device.registers import at, row_and_quarter
+from pallas_kernels.device.registers import at, matrix_of, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -56,7 +56,7 @@ def _mask_after(_, scores, last):
             is_in = arith.cmpi(arith.CmpIPredicate.sge, ahead, const_i32(8 * index[1] + i))
             score = vector.extract(registers[index], [], [i])
             registers[index] = vector.insert(arith.select(is_in, score, out), registers[index], [], [i])
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:

@@ -18,7 +18,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline, splat, value_of
-from pallas_kernels.device.registers import at, row_and_quarter
+from pallas_kernels.device.registers import at, matrix_of, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -104,7 +104,7 @@ def _scale_and_add_alibi(_, scores, slope, distance, *, scale: float):
     for index, ahead in _keys_ahead(registers.shape):
         biases = [mlir_math.fma(mgpu.c(float(keys), f32), slope, first) for keys in ahead]
         registers[index] = mlir_math.fma(registers[index], scales, vector.from_elements(pair, biases))
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _mask_after(_, scores, distance):
@@ -128,7 +128,7 @@ def _mask(scores, distance, is_in: Callable[[ir.Value, ir.Value], ir.Value]):
             score = vector.extract(registers[index], [], [i])
             score = arith.select(is_in(ago, const_i32(keys)), score, out)
             registers[index] = vector.insert(score, registers[index], [], [i])
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _reciprocal(_, x):
