@@ -24,18 +24,27 @@ from pallas_kernels.device.codes import (
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, thread, value_of, vector_of
 from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE
 from pallas_kernels.device.registers import at, chunk_of, halves, matrix_of, registers_for, row_and_quarter
-from pallas_kernels.grouped_codes.device import COLUMNS, outputs_vector, own_output, store_rows, zeros
+from pallas_kernels.grouped_codes.device import (
+    COLUMNS,
+    load_words,
+    output_of,
+    own_output,
+    store_rows,
+    vectors_of,
+    zeros,
+)
 from pallas_kernels.jax_internals import arith, ir, llvm, nvvm, vector
 
 __all__ = [
     "copy_staged",
     "halves",
     "load_scales",
+    "load_words",
     "multiply",
     "operand",
-    "outputs_vector",
     "stage",
     "store_rows",
+    "vectors_of",
     "wait",
     "zeros",
 ]
@@ -82,9 +91,7 @@ def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: in
 
         registers = []
         for half in range(2):
-            output = arith.addi(value_of(first), own_output(half, is_gated=is_gated))
-            output = arith.minsi(output, const_i32(num_outputs - 1))
-            output = arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
+            output = output_of(value_of(first), half, num_outputs=num_outputs, is_gated=is_gated)
             output = arith.addi(value_of(base), output)
             last = const_i32(num_columns - 1)
             if is_packed:
