@@ -21,6 +21,13 @@ model: the plan's part of a call's time is then negligible.
 """
 
 
+LAYERS = 6
+"""With weights of their own, more than the L2 holds."""
+CALLS = 24
+"""Calls per program, since launching a program takes as long as a kernel."""
+OF_LAYER: dict[str, Any] = {"activation": jax.nn.silu, "eps": 1e-5}
+"""Options of the operations that are a layer's matmuls."""
+
 REPEATS = 10
 """Measurements, of which the median counts."""
 
@@ -123,3 +130,22 @@ def compare(
     for name, call in calls.items():
         took = measure(call, inputs, carry=jax.tree.map(jnp.copy, carry)) / operations
         yield Row(case, name, took, bound)
+
+
+def compare_layers(
+    case: str, num_rows: int, hidden: int, layers: Sequence[Any], calls: Mapping[str, Callable[..., Any]]
+) -> Iterator[Row]:
+    """Yield a row for each way to compute a layer, called as `layer_matmuls` is: one layer after the other, with what
+    would be a layer's queries, by a copy of them, as the next one's heads.
+    """
+
+    def run(layer: Callable[..., Any], carry: Any, weights: Any, gain: jax.Array) -> Any:
+        heads, x = carry
+        x, y = layer(heads, x, weights, (gain, gain))
+        return y[:, : heads.shape[1]], x
+
+    *start, gain = random_arrays(1, (num_rows, hidden), (num_rows, hidden), (hidden,))
+    inputs = [(layers[call % LAYERS], gain) for call in range(CALLS)]
+    bound = floor(num_bytes=sum(array.nbytes for array in jax.tree.leaves(layers[0])))
+    runs = {name: functools.partial(run, layer) for name, layer in calls.items()}
+    yield from compare(case, runs, inputs, carry=tuple(start), bound=bound)

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.grouped_codes.op import grouped_matmul_of_codes
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.bench import swiglu
+from pallas_kernels.inputs import swiglu
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 

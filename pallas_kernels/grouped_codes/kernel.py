@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.scaling import ScaledProduct, Scaling
-from pallas_kernels.grouped_matmul.items import Item, item_at
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""

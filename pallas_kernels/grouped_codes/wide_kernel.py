@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, codes_per_byte
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.registers import written
 from pallas_kernels.grouped_codes.kernel import CHUNK
-from pallas_kernels.grouped_matmul.items import Item, item_at
 
 UNITS = 2
 """Warpgroups that multiply."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import ragged_dot
+from pallas_kernels.inputs import swiglu
 from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, random_arrays
 
 
@@ -64,11 +65,6 @@ _SMALL = tuple(
 )
 _RAGGED_DOT_BYTES = 2**32
 """More weights than these `lax.ragged_dot` is not asked to copy."""
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Return the product of SwiGLU."""
-    return jax.nn.silu(gate) * up
 
 
 def _peer(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:

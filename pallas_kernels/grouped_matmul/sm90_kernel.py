@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.registers import written
-from pallas_kernels.grouped_matmul.items import Item, item_at
 from pallas_kernels.grouped_matmul.tiles import ROWS
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes

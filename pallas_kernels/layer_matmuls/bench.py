@@ -3,7 +3,7 @@ three.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,13 +14,8 @@ from pallas_kernels.layer_matmuls.op import Weights, decode_layer, layer_matmuls
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
-from pallas_kernels.timing import Row, compare, floor, on_gpu, random_arrays
+from pallas_kernels.timing import CALLS, LAYERS, OF_LAYER, Row, compare, compare_layers, floor, on_gpu, random_arrays
 
-LAYERS = 6
-"""With weights of their own, more than the L2 holds."""
-CALLS = 24
-"""Calls per program, since launching a program takes as long as a kernel."""
-OF_LAYER = {"activation": jax.nn.silu, "eps": 1e-5}
 _BLOCK_SIZE = 16
 _CONTEXTS = ((1, 256), (8, 1024), (16, 512), (16, 4096), (1, 32768))
 """Rows and the tokens of each."""
@@ -36,25 +31,6 @@ def layer_matmuls_rows() -> Iterator[Row]:
         calls = {"one kernel": one_kernel, "small_matmul": _four_kernels, **calls}
     for num_rows in (1, 4, 8, 16, 32, 64) if on_gpu() else (1, 16):
         yield from compare_layers(f"{num_rows} rows, {hidden} x {inner}", num_rows, hidden, layers, calls)
-
-
-def compare_layers(
-    case: str, num_rows: int, hidden: int, layers: Sequence[Any], calls: Mapping[str, Callable[..., Any]]
-) -> Iterator[Row]:
-    """Yield a row for each way to compute a layer, called as `layer_matmuls` is: one layer after the other, with what
-    would be a layer's queries, by a copy of them, as the next one's heads.
-    """
-
-    def run(layer: Callable[..., Any], carry: Any, weights: Any, gain: jax.Array) -> Any:
-        heads, x = carry
-        x, y = layer(heads, x, weights, (gain, gain))
-        return y[:, : heads.shape[1]], x
-
-    *start, gain = random_arrays(1, (num_rows, hidden), (num_rows, hidden), (hidden,))
-    inputs = [(layers[call % LAYERS], gain) for call in range(CALLS)]
-    bound = floor(num_bytes=sum(array.nbytes for array in jax.tree.leaves(layers[0])))
-    runs = {name: functools.partial(run, layer) for name, layer in calls.items()}
-    yield from compare(case, runs, inputs, carry=tuple(start), bound=bound)
 
 
 def _four_kernels(

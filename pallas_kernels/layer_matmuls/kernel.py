@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.products import Norm, wait_until_free
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import attention, device
-from pallas_kernels.layer_matmuls.products import Norm, wait_until_free
 
 MAX_ROUNDS = 16
 """Maximum rounds of a matmul: each has a counter for those who wait for it."""

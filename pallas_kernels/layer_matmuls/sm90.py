@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.products import Product, products_of_layer
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
 from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Problem, Shared, kernel
-from pallas_kernels.layer_matmuls.products import Product, products_of_layer
 from pallas_kernels.paging import Pages
 from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import Config as AttentionConfig

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
 from pallas_kernels.device.product_of_codes import BYTES, interleave_rows
-from pallas_kernels.layer_matmuls.products import wait_until_free
+from pallas_kernels.device.products import wait_until_free
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Block, Matmul, units
 

@@ -8,8 +8,8 @@ from jax import lax
 
 from pallas_kernels.device import counters
 from pallas_kernels.device.product_of_codes import OUTPUTS
+from pallas_kernels.device.products import Norm
 from pallas_kernels.device.scaling import Scaling
-from pallas_kernels.layer_matmuls.products import Norm
 from pallas_kernels.quantized_matmuls import device
 
 NUM_COMPUTE = 4

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
+from pallas_kernels.device.products import Product, products_of_layer
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
-from pallas_kernels.layer_matmuls.products import Product, products_of_layer
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors

@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.inputs import RECURRENCES, random_tokens
 from pallas_kernels.recurrent_chunks.op import recurrent_chunks
-from pallas_kernels.recurrent_step.bench import SHAPES, random_tokens
 from pallas_kernels.timing import Row, compare, floor, on_gpu, ours
 
 
 def recurrent_chunks_rows() -> Iterator[Row]:
     """Yield a row for each rule, division of the tokens into rows, and implementation."""
     num_tokens = 8192 if on_gpu() else 128
-    for rule, shape in SHAPES.items():
+    for rule, shape in RECURRENCES.items():
         tokens, states = random_tokens(num_tokens, 64, shape, 0)
         bound = floor(num_bytes=sum(x.nbytes for x in (*tokens, tokens.v)))
         calls = ours(_layer, corrects=rule == "delta rule")

@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.recurrent_step.op import Tokens, recurrent_step
+from pallas_kernels.inputs import RECURRENCES, random_tokens
+from pallas_kernels.recurrent_step.op import recurrent_step
 from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours
-
-SHAPES = {"delta rule": (16, 2, 128, 128), "Mamba-2": (8, 16, 128, 64)}
-"""Heads of keys, heads of values for each, and the sizes of both, by rule."""
 
 
 def recurrent_step_rows() -> Iterator[Row]:
     """Yield a row for each rule, number of rows and implementation; states are those of several layers."""
-    for rule, shape in SHAPES.items():
+    for rule, shape in RECURRENCES.items():
         for num_rows in (1, 16, 64, 256) if on_gpu() else (1, 4):
             num_bytes = 2 * 4 * num_rows * int(np.prod(shape))
             layers = [random_tokens(num_rows, num_rows, shape, seed) for seed in range(num_rotations(num_bytes))]
@@ -37,16 +35,3 @@ def _layers(carry: Any, tokens: Any, slots: jax.Array, begins: jax.Array, **opti
     steps = zip(tokens, carry[0], strict=True)
     outs, states = zip(*(recurrent_step(each, held, slots, begins, **options) for each, held in steps), strict=True)
     return states, outs
-
-
-def random_tokens(
-    num_tokens: int, num_slots: int, shape: tuple[int, int, int, int], seed: int
-) -> tuple[Tokens, jax.Array]:
-    """Return tokens and states of a recurrence of one of the SHAPES."""
-    H, G, K, V = shape
-    sizes = (H, K), (H, K), (H, G, V), (H, G), (H, G)
-    keys = jax.random.split(jax.random.key(seed), 6)
-    q, k, v, decay, beta = (jax.random.normal(key, (num_tokens, *size)) for key, size in zip(keys, sizes, strict=False))
-    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    tokens = Tokens(q, k, v, -jnp.abs(decay), jax.nn.sigmoid(beta))
-    return tokens, jax.random.normal(keys[5], (num_slots, *shape))

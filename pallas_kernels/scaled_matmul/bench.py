@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import row_quantization
-from pallas_kernels.layer_matmuls.bench import LAYERS, OF_LAYER, compare_layers
+from pallas_kernels.inputs import random_matrix, random_weights
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix, QuantizedWeights, quantized_layer_matmuls
-from pallas_kernels.quantized_matmuls.bench import random_matrix, random_weights
 from pallas_kernels.row_quantization import (
     QuantizedRows,
     UnscaledProduct,
@@ -18,7 +17,16 @@ from pallas_kernels.row_quantization import (
     quantize_rows,
 )
 from pallas_kernels.scaled_matmul.op import Implementation, gated_matmul_and_quantize, scaled_matmul, unscaled_matmul
-from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu
+from pallas_kernels.timing import (
+    LAYERS,
+    OF_LAYER,
+    Row,
+    compare,
+    compare_layers,
+    floor,
+    num_rotations,
+    on_gpu,
+)
 
 _FORMATS: tuple[tuple[Code, int | None, tuple[Implementation, ...]], ...] = (
     ("fp8", None, ("xla", "sm90")),
