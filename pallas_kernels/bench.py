@@ -1,8 +1,8 @@
 """`python -m pallas_kernels.bench [OPERATION]`: tables of what the operations cost on the default device.
 
-Each operation's own bench.py yields the rows, of our implementations and of others, with the lower bound set by an
-H200's memory and tensor cores. Without a GPU the cases are small and have no bound: they show that the operation runs,
-and how fast XLA runs it.
+Each operation's own bench.py, or that of `peers`, yields the rows, of our implementations and of others, with the lower
+bound set by an H200's memory and tensor cores. Without a GPU the cases are small and have no bound: they show that the
+operation runs, and how fast XLA runs it.
 """
 
 import argparse
@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 import jax
 
 from pallas_kernels.add_rms_norm.bench import add_rms_norm_rows
-from pallas_kernels.all_gather.bench import all_gather_rows
-from pallas_kernels.all_reduce.bench import all_reduce_rows
 from pallas_kernels.expert_routing.bench import expert_routing_rows
 from pallas_kernels.gated_linear_unit.bench import gated_linear_unit_rows
 from pallas_kernels.grouped_codes.bench import grouped_codes_rows
@@ -22,6 +20,7 @@ from pallas_kernels.kv_write.bench import rope_and_write_kv_rows
 from pallas_kernels.latent_attention.bench import latent_attention_rows
 from pallas_kernels.layer_matmuls.bench import decode_layer_rows, layer_matmuls_rows
 from pallas_kernels.paged_attention.bench import paged_attention_rows
+from pallas_kernels.peers.bench import all_gather_rows, all_reduce_rows
 from pallas_kernels.quantized_matmuls.bench import quantized_matmuls_rows
 from pallas_kernels.ragged_prefill_attention.bench import ragged_prefill_attention_rows
 from pallas_kernels.recurrent_chunks.bench import recurrent_chunks_rows

@@ -2,14 +2,10 @@
 Gemma-3-4B layer, which normalises updates.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.add_rms_norm.op import add_normed_update, add_rms_norm
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours, random_arrays
 
 _CALLS: dict[str, Callable[..., object]] = {
     "": lambda x, update, weight, _, **options: add_rms_norm(x, update, weight, **options),
@@ -26,18 +22,7 @@ def add_rms_norm_rows() -> Iterator[Row]:
     for (case, call), size in zip(_CALLS.items(), (4096, 2560, 4096) if on_gpu() else (512,) * 3, strict=True):
         for num_tokens in (1, 16, 64, 256, 8192) if on_gpu() else (1, 64):
             num_bytes = num_tokens * size * 2 * (3 if case.endswith("alone") else 4)
-            inputs = [_arrays(num_tokens, size, seed) for seed in range(num_rotations(num_bytes))]
-            for implementation in ("sm90", "xla") if on_gpu() else ("xla",):
-                run = functools.partial(call, eps=1e-5, implementation=implementation)
-                shape = f"{num_tokens} x {size}"
-                yield Row(f"{shape}{case}", implementation, measure(run, inputs), floor(num_bytes=num_bytes))
-
-
-def _arrays(num_tokens: int, size: int, seed: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    x, update, weight, gain = jax.random.split(jax.random.key(seed), 4)
-    return (
-        jax.random.normal(x, (num_tokens, size), jnp.bfloat16),
-        jax.random.normal(update, (num_tokens, size), jnp.bfloat16),
-        jax.random.normal(weight, (size,), jnp.bfloat16),
-        jax.random.normal(gain, (size,), jnp.bfloat16),
-    )
+            shapes = (num_tokens, size), (num_tokens, size), (size,), (size,)
+            inputs = [random_arrays(seed, *shapes) for seed in range(num_rotations(num_bytes))]
+            bound = floor(num_bytes=num_bytes)
+            yield from compare(f"{num_tokens} x {size}{case}", ours(call, eps=1e-5), inputs, bound=bound)

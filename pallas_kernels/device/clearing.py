@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.mlir import SCALAR, inline, splat
+from pallas_kernels.device.mlir import SCALAR, const_i32, inline, splat, thread, value_of
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 
@@ -34,20 +34,15 @@ def clear_rows(ref, first, *, interpret: bool) -> None:
 
 def _clear_rows(_, ref, first) -> None:
     """Clear 16 bytes per lane. Swizzling does not move data between a tile's rows, so that zeros may ignore it."""
-    i32 = ir.IntegerType.get_signless(32)
-    [first] = first.registers.flat
+    c, first = const_i32, value_of(first)
     num_tiles, num_parts, tile_rows, columns = ref.type.shape
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
     lanes = columns // 8  # of a row
-    thread = arith.remui(mgpu.utils.thread_idx(), c(128))
-    own_row, own_column = arith.divui(thread, c(lanes)), arith.muli(arith.remui(thread, c(lanes)), c(8))
+    own = thread()
+    own_row, own_column = arith.divui(own, c(lanes)), arith.muli(arith.remui(own, c(lanes)), c(8))
     tile, row = arith.divui(own_row, c(tile_rows)), arith.remui(own_row, c(tile_rows))
     offset = arith.addi(arith.muli(arith.addi(arith.muli(tile, c(num_parts * tile_rows)), row), c(columns)), own_column)
     own = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], ref.type.element_type)
-    zeros = vector.broadcast(ir.VectorType.get((4,), i32), c(0))
+    zeros = vector.broadcast(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)), c(0))
     for skipped in range(0, num_tiles * tile_rows, 128 // lanes):
         is_in = arith.cmpi(arith.CmpIPredicate.sge, own_row, arith.subi(first, c(skipped)))
         with mgpu.utils.when(is_in):

@@ -7,10 +7,9 @@ Each function is executed by one warpgroup. The interpreter runs CTAs one after 
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline
+from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline, splat, value_of
 
 
 def signal(counter, *, interpret: bool) -> None:
@@ -22,13 +21,13 @@ def signal(counter, *, interpret: bool) -> None:
 def wait(counter, value, *, interpret: bool) -> None:
     """Wait until a counter has reached `value`; earlier writes are visible then, to TMA too."""
     if not interpret:  # the interpreter runs CTAs one after another
-        inline(_wait, REF, SCALAR)(counter, jnp.full((128,), jnp.int32(value)))
+        inline(_wait, REF, SCALAR)(counter, splat(value))
 
 
 def take(counter, value, *, interpret: bool) -> None:
     """Wait until a counter has reached `value`, and subtract it; earlier writes are visible then, not to TMA."""
     if not interpret:
-        inline(_take, REF, SCALAR)(counter, jnp.full((128,), value))
+        inline(_take, REF, SCALAR)(counter, splat(value))
 
 
 def clear(counter, *, interpret: bool) -> None:
@@ -39,7 +38,7 @@ def clear(counter, *, interpret: bool) -> None:
 
 def add(counter: Any, amount: Any) -> None:
     """Add an amount that the device computes, as `signal` adds 1."""
-    inline(_add, REF, SCALAR)(counter, jnp.full((128,), jnp.int32(amount)))
+    inline(_add, REF, SCALAR)(counter, splat(amount))
 
 
 def _signal(_, counter) -> None:
@@ -48,14 +47,12 @@ def _signal(_, counter) -> None:
 
 
 def _wait(_, counter, value) -> None:
-    [value] = value.registers.flat
-    _semaphore(counter).wait(value, decrement=False, memory_scope="gpu")
+    _semaphore(counter).wait(value_of(value), decrement=False, memory_scope="gpu")
     mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
 
 def _take(_, counter, value) -> None:
-    [value] = value.registers.flat
-    _semaphore(counter).wait(value, memory_scope="gpu")
+    _semaphore(counter).wait(value_of(value), memory_scope="gpu")
 
 
 def _clear(_, counter) -> None:
@@ -70,6 +67,5 @@ def _semaphore(counter):
 
 
 def _add(_, counter, amount) -> None:
-    [amount] = amount.registers.flat
     mgpu.warpgroup_barrier()
-    _semaphore(counter).signal(amount, memory_scope="gpu")
+    _semaphore(counter).signal(value_of(amount), memory_scope="gpu")

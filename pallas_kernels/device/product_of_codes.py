@@ -26,8 +26,8 @@ from pallas_kernels.device.codes import (
     small_pair_of_e2m1,
     times,
 )
-from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, value_of
-from pallas_kernels.device.registers import at, row_and_quarter
+from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, inline, splat, thread, value_of
+from pallas_kernels.device.registers import at, matrix_of, registers_for, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
 
 OUTPUTS = 64
@@ -85,7 +85,6 @@ def add_product(
         code, rows=rows, num_scales=num_scales, group_size=group_size, has_minimums=has_minimums
     )
 
-    @cast(Any, plgpu.inline_mgpu)(arg_types=(_LAYOUT, _CODES, SCALAR, SCALAR, _ROWS, SCALAR, *vectors), return_type=out)
     def run(_, sums, codes, slot, warpgroup, x, x_slot, *vectors):
         own = _Thread(codes, value_of(slot), value_of(warpgroup), is_gated=is_gated)
         scales = vectors[:num_scales]
@@ -106,7 +105,7 @@ def add_product(
 
         def operand(start: int) -> Any:
             """Return the weights of PIECE columns as wgmma takes them in registers."""
-            a = np.empty((1, PIECE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+            a = registers_for(PIECE)
             for unit in range(start, start + PIECE, UNIT):
                 minus = None if zeros is None else of_unit(zeros, unit, added=128.0)[0]
                 factors = of_unit(scales, unit, times=factor_of_scales if is_small else 1.0) if scales_weights else None
@@ -119,7 +118,7 @@ def add_product(
                         a[at((unit - start) // 8 + chunk, half)] = utils.bitcast(
                             value, ir.VectorType.get((2,), ir.BF16Type.get())
                         )
-            return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            return matrix_of(a)
 
         batch = PIECE if code in MULTIPLIERS else BATCH  # their tables are in registers
         for first in range(start_column, end_column, batch):
@@ -155,9 +154,9 @@ def add_product(
                     registers[index] = mlir_math.fma(register, factor, registers[index])
         if acc is not None:
             return acc.value
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(registers)
 
-    return run
+    return inline(run, _LAYOUT, _CODES, SCALAR, SCALAR, _ROWS, SCALAR, *vectors, out=out)
 
 
 def _scales_weights(rows: int, num_scales: int, group_size: int, *, has_minimums: bool) -> bool:
@@ -189,13 +188,13 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
     num_jobs = tiles * column_tiles * 2 * 8
 
     def run(_, ref, slot) -> None:
-        thread = arith.remui(mgpu.utils.thread_idx(), const_i32(128))
+        own = thread()
         eight, words = (
             ir.VectorType.get((8,), ir.BF16Type.get()),
             ir.VectorType.get((4,), ir.IntegerType.get_signless(32)),
         )
         for first in range(0, num_jobs, 128):
-            job = arith.addi(thread, const_i32(first))
+            job = arith.addi(own, const_i32(first))
             row, unit = arith.remui(job, const_i32(8)), arith.divui(job, const_i32(8))
             half, tile = arith.remui(unit, const_i32(2)), arith.divui(unit, const_i32(2))
             column_tile, row_tile = (
@@ -234,9 +233,7 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, job, const_i32(num_jobs))):
                     interleave()
 
-    cast(Any, plgpu.inline_mgpu)(arg_types=(_ROWS, SCALAR), return_type=None)(run)(
-        ref, jnp.full((128,), slot, jnp.int32)
-    )
+    inline(run, _ROWS, SCALAR)(ref, splat(slot))
 
 
 class _Thread:

@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.mlir import REF, inline
-from pallas_kernels.jax_internals import arith, ir, vector
+from pallas_kernels.device.mlir import REF, as_index, const_i32, inline
+from pallas_kernels.jax_internals import arith, vector
 
 CHUNK = plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=plgpu.Layout.WGMMA)
 """Eight columns of such a matrix."""
@@ -28,12 +28,7 @@ def row_and_quarter() -> tuple[Any, Any]:
 
     A warp has 16 rows in 8 x 8 matrices, and a lane two columns of a row in each of them.
     """
-    i32 = ir.IntegerType.get_signless(32)
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
-    thread = mgpu.utils.thread_idx()
+    c, thread = const_i32, mgpu.utils.thread_idx()
     warp = arith.remui(arith.divui(thread, c(32)), c(4))
     lane = arith.remui(thread, c(32))
     return arith.addi(arith.muli(warp, c(16)), arith.divui(lane, c(4))), arith.remui(lane, c(4))
@@ -51,20 +46,14 @@ def store_first_rows(ref, x, *, interpret: bool) -> None:
 
 def _store_first_rows(_, ref, x) -> None:
     num_rows, num_columns = ref.type.shape
-    i32 = ir.IntegerType.get_signless(32)
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
     first_row, quarter = row_and_quarter()
-    first_column = arith.muli(quarter, c(2))
+    first_column = arith.muli(quarter, const_i32(2))
     for half in range(2):
-        row = arith.addi(first_row, c(8 * half))
-        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, c(num_rows))):
+        row = arith.addi(first_row, const_i32(8 * half))
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, const_i32(num_rows))):
             for matrix in range(num_columns // 8):
-                indices = (row, arith.addi(first_column, c(8 * matrix)))
-                values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
-                vector.store(values, ref, [arith.index_cast(ir.IndexType.get(), index) for index in indices])
+                indices = (row, arith.addi(first_column, const_i32(8 * matrix)))
+                vector.store(x.registers[at(matrix, half)], ref, list(map(as_index, indices)))
 
 
 def halves(x: Any) -> tuple[Any, Any]:
@@ -78,10 +67,20 @@ def halves(x: Any) -> tuple[Any, Any]:
 
 def chunk_of(registers: list[Any]) -> Any:
     """Return eight columns of which a thread has these pairs of values, in its first and its second row."""
-    values = np.empty((1, 1, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    values = registers_for(8)
     for half, register in enumerate(registers):
         values[at(0, half)] = register
-    return mgpu.FragmentedArray(_registers=values, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return matrix_of(values)
+
+
+def registers_for(columns: int, *, rows: int = 64) -> np.ndarray:
+    """Return room for a thread's registers of a matrix, see `at`."""
+    return np.empty((rows // 64, columns // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+
+
+def matrix_of(registers: np.ndarray, *, is_signed: bool | None = None) -> Any:
+    """Return the matrix of these registers; `is_signed` is that of integers, None for floats."""
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=is_signed)
 
 
 def at(chunk: int, half: int) -> tuple[int, ...]:

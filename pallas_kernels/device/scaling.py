@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -17,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.codes import Code, codes_per_byte, float_of
 from pallas_kernels.device.mlir import REF, SCALAR, const_i32, elements_of, inline, splat, value_of, vector_of
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, add_product, factor_of_sums
-from pallas_kernels.device.registers import CHUNK, at, chunk_of
+from pallas_kernels.device.registers import CHUNK, at, chunk_of, matrix_of, registers_for
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 MAX_ROWS_TO_LOAD_AHEAD, MAX_WORDS_TO_LOAD_AHEAD = 32, 8
@@ -230,7 +229,7 @@ def load_words(
         pointer = utils.memref_ptr(ref)
         base = llvm.ptrtoint(i64, pointer)
         first_byte = arith.muli(value_of(column), const_i32(itemsize))
-        arrays = [np.empty((1, 1, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(num_arrays)]
+        arrays = [registers_for(8) for _ in range(num_arrays)]
         for half in range(2):
             own = output(half, *map(value_of, places))
             row = arith.muli(arith.extui(i64, own), mgpu.c(row_bytes, i64))
@@ -249,9 +248,7 @@ def load_words(
                     words[place] = arith.ori(words[place], shifted)
             for index, array in enumerate(arrays):
                 array[at(0, half)] = vector_of(words[2 * index : 2 * index + 2])
-        return tuple(
-            mgpu.FragmentedArray(_registers=array, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True) for array in arrays
-        )
+        return tuple(matrix_of(array, is_signed=True) for array in arrays)
 
     return inline(run, REF, *[SCALAR] * (1 + len(places)), out=out)(ref, splat(column), *map(splat, places))
 

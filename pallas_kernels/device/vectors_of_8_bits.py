@@ -8,21 +8,18 @@ from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, pair_of_bytes, rearranged, times_sum
 from pallas_kernels.device.mlir import REF, const_i32, inline, thread, vector_of
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.registers import matrix_of, registers_for, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 CODES: dict[str, Code] = {"float8_e4m3fn": "fp8", "float8_e5m2": "e5m2", "int8": "int8"}
 """The codes of the dtypes of pages."""
 
 _LAYOUT = plgpu.Layout.WGMMA
-_LANES = 8
-"""Lanes whose accesses of 16 bytes to shared memory are one transaction."""
 
 
 def swizzle_of(num_columns: int, *, itemsize: int) -> int:
@@ -51,7 +48,7 @@ def as_operand(ref: Any, *, interpret: bool) -> Any:
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
-        registers = np.empty((rows // 64, size // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        registers = registers_for(size, rows=rows)
         for tile in range(rows // 64):
             for half in range(2):
                 own = arith.addi(row, const_i32(64 * tile + 8 * half))
@@ -61,7 +58,7 @@ def as_operand(ref: Any, *, interpret: bool) -> Any:
                     for index in range(2):
                         pair = utils.bitcast(pair_of_bytes(word, index, code), _pair())
                         registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = pair
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(registers)
 
     out = plgpu.ShapeDtypeStruct((rows, size), jnp.bfloat16, layout=_LAYOUT)
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
@@ -131,16 +128,15 @@ def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, 
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
-        registers = np.empty((shape[0] // 64, shape[1] // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        registers = registers_for(shape[1], rows=shape[0])
 
         for tile, group in np.ndindex(registers.shape[:2]):
             for half in range(2):
                 index = tile, group, 0, 0, half, 0, 0, 0, 0
                 if axis == 0:
                     if group == 0:
-                        one = vector.extract(
-                            _scale(ref, kind, arith.addi(row, const_i32(64 * tile + 8 * half)), 1), [], [0]
-                        )
+                        key = arith.addi(row, const_i32(64 * tile + 8 * half))
+                        one = vector.extract(_scale(ref, kind, key, 1), [], [0])
                         registers[index] = vector_of([one, one])
                     else:
                         registers[index] = registers[tile, 0, 0, 0, half, 0, 0, 0, 0]
@@ -149,7 +145,7 @@ def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, 
                     registers[index] = _scale(ref, kind, first, 2)
                 else:
                     registers[index] = registers[0, group, 0, 0, 0, 0, 0, 0, 0]
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(registers)
 
     return inline(run, REF, out=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_LAYOUT))(ref)
 

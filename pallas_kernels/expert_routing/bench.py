@@ -1,6 +1,5 @@
 """Benchmark of `expert_routing`: decode steps and a prefill of models with experts, from logits to tiles."""
 
-import functools
 from collections.abc import Iterator
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.expert_routing.op import expert_routing
 from pallas_kernels.expert_routing.routing import Routing
-from pallas_kernels.timing import Row, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, compare, num_rotations, on_gpu, ours
 
 _MODELS = {
     "Qwen3 30B A3B": Routing(num_experts=128, num_experts_per_token=8, is_normalized=True),
@@ -34,6 +33,4 @@ def expert_routing_rows() -> Iterator[Row]:
             shape = (num_tokens, routing.num_experts)
             keys = [jax.random.key(seed) for seed in range(num_rotations(4 * num_tokens * routing.num_experts))]
             inputs = [(jax.random.normal(key, shape), jnp.int32(num_tokens)) for key in keys]
-            for implementation in ("sm90", "xla") if on_gpu() else ("xla",):
-                call = functools.partial(expert_routing, routing=routing, implementation=implementation)
-                yield Row(f"{num_tokens} tokens, {name}", implementation, measure(call, inputs))
+            yield from compare(f"{num_tokens} tokens, {name}", ours(expert_routing, routing=routing), inputs)

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.grouped_codes.op import grouped_matmul_of_codes
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.inputs import swiglu
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
 
@@ -90,14 +91,10 @@ def grouped_codes_rows() -> Iterator[Row]:
                 yield _row(f"{num_tokens} of {experts.name}, {name}", experts, codes, num_tokens)
 
 
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
 def _multiply_floats(x: jax.Array, weight: QuantizedMatrix, _sizes: jax.Array) -> jax.Array:
     """Multiply by a dense matrix of which XLA makes floats first."""
     y = x @ weight.dequantize().astype(x.dtype).reshape(-1, x.shape[1]).T
-    return y if len(weight.shape) == 3 else _swiglu(*jnp.split(y, 2, axis=1))
+    return y if len(weight.shape) == 3 else swiglu(*jnp.split(y, 2, axis=1))
 
 
 def _row(
@@ -106,7 +103,7 @@ def _row(
     num_rows = num_tokens * experts.per_token
     used = experts.num_groups * (1 - (1 - experts.per_token / experts.num_groups) ** num_tokens)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) / experts.num_groups * used
-    activation = _swiglu if experts.is_gated else None
+    activation = swiglu if experts.is_gated else None
     if by_xla:
         function = _multiply_floats
     elif isinstance(weight, QuantizedMatrix):
@@ -125,7 +122,7 @@ def _row(
     return Row(
         name,
         "xla" if by_xla else "sm90",
-        measure(function, inputs, repeats=5),
+        measure(function, inputs),
         floor(num_bytes=num_bytes, flops=float(flops)),
     )
 

@@ -7,15 +7,24 @@ multiplied are its columns, eight at a time.
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import scaling
-from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of, vector_of
+from pallas_kernels.device.mlir import (
+    REF,
+    SCALAR,
+    as_index,
+    const_i32,
+    elements_of,
+    inline,
+    splat,
+    thread,
+    value_of,
+    vector_of,
+)
 from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
-from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
+from pallas_kernels.device.registers import at, halves, matrix_of, registers_for, row_and_quarter
 from pallas_kernels.device.scaling import vectors_of
 from pallas_kernels.jax_internals import arith, ir, vector
 
@@ -25,7 +34,6 @@ __all__ = [
     "interleave_rows",
     "load_sums",
     "load_words",
-    "outputs_vector",
     "store_rows",
     "store_sums",
     "vectors_of",
@@ -41,57 +49,25 @@ def zeros(rows: int) -> Any:
     return plgpu.layout_cast(jnp.zeros((OUTPUTS, rows), jnp.float32), _LAYOUT)
 
 
-def outputs_vector(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: int, is_gated: bool) -> Any:
-    """Return [64, 8] whose every column is ref[base + outputs, column], for outputs of a matrix from `first` on.
-
-    Up is `num_outputs` behind gate, if there is one. Beyond the last output that is repeated. Bytes are exponents of
-    powers of two, e8m0, and returned as float32.
-    """
-    is_exponent = jnp.dtype(ref.dtype).itemsize == 1
-    out = plgpu.ShapeDtypeStruct((OUTPUTS, COLUMNS), jnp.float32 if is_exponent else ref.dtype, layout=_LAYOUT)
-
-    def run(_, ref, base, first, column):
-        element = ref.type.element_type
-        registers = []
-        for half in range(2):
-            output = _output(value_of(first), half, num_outputs=num_outputs, is_gated=is_gated)
-            index = arith.addi(value_of(base), output)
-            one = vector.load(ir.VectorType.get((1,), element), ref, [as_index(index), as_index(value_of(column))])
-            value = vector.extract(one, [], [0])
-            if is_exponent:
-                value = _power_of_two(value)
-            registers.append(vector.broadcast(ir.VectorType.get((2,), value.type), value))
-        return chunk_of(registers)
-
-    return inline(run, REF, *[SCALAR] * 3, out=out)(ref, *map(splat, (base, first, column)))
-
-
 def load_words(
     ref: Any, places: tuple[Any, Any], column: Any, *, count: int, num_outputs: int, is_gated: bool
 ) -> tuple[Any, ...]:
     """Return ref[base + outputs, column : column + count], see `scaling.load_words`.
 
-    `places` are the base and the first output; the outputs are those of `outputs_vector`.
+    `places` are the base and the first output of a matrix. Up is `num_outputs` behind gate, if there is one. Beyond the
+    last output that is repeated.
     """
 
     def output(half: int, base: Any, first: Any) -> Any:
-        return arith.addi(base, _output(first, half, num_outputs=num_outputs, is_gated=is_gated))
+        return arith.addi(base, output_of(first, half, num_outputs=num_outputs, is_gated=is_gated))
 
     return scaling.load_words(ref, places, column, count=count, output=output)
 
 
-def _output(first: Any, half: int, *, num_outputs: int, is_gated: bool) -> Any:
+def output_of(first: Any, half: int, *, num_outputs: int, is_gated: bool) -> Any:
     """Return the index of a thread's output of a matrix, or of gate and up, in a half of its registers."""
     output = arith.minsi(arith.addi(first, own_output(half, is_gated=is_gated)), const_i32(num_outputs - 1))
     return arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
-
-
-def _power_of_two(exponent: Any) -> Any:
-    """Return 2^(e - 127) in float32 for a byte; 0 becomes the power below float32's normal numbers."""
-    wide = arith.extui(ir.IntegerType.get_signless(32), exponent)
-    bits = arith.shli(wide, const_i32(23))
-    bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, wide, const_i32(0)), const_i32(1 << 22), bits)
-    return utils.bitcast(bits, ir.F32Type.get())
 
 
 def store_sums(ref: Any, sums: Any, part: Any) -> None:
@@ -99,7 +75,7 @@ def store_sums(ref: Any, sums: Any, part: Any) -> None:
 
     def run(_, ref, sums, part) -> None:
         for chunk in range(sums.shape[1] // COLUMNS):
-            values = [vector.extract(sums.registers[at(chunk, half)], [], [i]) for half in range(2) for i in range(2)]
+            values = [value for half in range(2) for value in elements_of(sums.registers[at(chunk, half)], 2)]
             vector.store(vector_of(values), ref, _place(part, chunk))
 
     inline(run, REF, _LAYOUT, SCALAR)(ref, sums, splat(part))
@@ -110,20 +86,19 @@ def load_sums(ref: Any, part: Any, *, rows: int) -> Any:
     out = plgpu.ShapeDtypeStruct((OUTPUTS, rows), jnp.float32, layout=_LAYOUT)
 
     def run(_, ref, part):
-        registers = np.empty((1, rows // COLUMNS, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        registers = registers_for(rows)
         for chunk in range(rows // COLUMNS):
             found = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, _place(part, chunk))
-            values = [vector.extract(found, [], [i]) for i in range(4)]
+            values = elements_of(found, 4)
             for half in range(2):
                 registers[at(chunk, half)] = vector_of(values[2 * half : 2 * half + 2])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(registers)
 
     return inline(run, REF, SCALAR, out=out)(ref, splat(part))
 
 
 def _place(part: Any, chunk: int) -> list[Any]:
-    thread = arith.remui(utils.thread_idx(), const_i32(128))
-    return [as_index(i) for i in (value_of(part), const_i32(chunk), thread, const_i32(0))]
+    return [as_index(i) for i in (value_of(part), const_i32(chunk), thread(), const_i32(0))]
 
 
 def store_rows(ref: Any, y: Any, row: Any, num_rows: Any, first: Any, *, is_gated: bool) -> None:

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.scaling import ScaledProduct, Scaling
-from pallas_kernels.grouped_matmul import BAND
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""
@@ -136,25 +136,6 @@ class Shared(NamedTuple):
     x_free: Any
     parts_full: Any
     parts_free: Any
-
-
-class Item(NamedTuple):
-    """A tile of rows and one of outputs."""
-
-    group: Any
-    row: Any
-    num_rows: Any
-    output: Any
-    """The first."""
-
-
-def item_at(gmem: Any, index: Any, num_tiles: Any, problem: Any) -> Item:
-    """Return an item of a plan: a band of tiles of rows goes through all outputs before the next band."""
-    band = lax.div(index, _int(BAND * problem.output_tiles))
-    within = index - band * (BAND * problem.output_tiles)
-    band_size = lax.clamp(_int(1), num_tiles - band * BAND, _int(BAND))
-    tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
-    return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.tile)
 
 
 class _Block(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_codes.sm90 import SIZES, grouped_codes_sm90, tile_rows
 from pallas_kernels.grouped_codes.sm90 import why_not as why_not_format
 from pallas_kernels.grouped_codes.sm90_wide import heuristic, why_slower, wide_sm90
-from pallas_kernels.grouped_matmul import Plan
+from pallas_kernels.grouped_matmul import Plan, check_groups
 from pallas_kernels.hopper import NUM_SMS, num_sms
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
@@ -47,16 +47,7 @@ def grouped_matmul_of_codes(
     `tile_rows(M, X)`. Raises ValueError for shapes that do not fit together, NotImplementedError with a reason
     for what the kernels cannot do.
     """
-    num_axes = 3 if activation is None else 4
-    if len(weight.shape) != num_axes or (activation is not None and weight.shape[1] != 2):
-        wanted = "[X, N, K]" if activation is None else "[X, 2, N, K], gate and up"
-        raise ValueError(f"weight must be {wanted}, got shape {weight.shape}")
-    if weight.shape[-1] != x.shape[1]:
-        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
-    if group_sizes.shape != weight.shape[:1]:
-        raise ValueError(f"group_sizes must have {weight.shape[0]} entries, one a group, got {group_sizes.shape}")
-    if bias is not None and bias.shape != weight.shape[:-1]:
-        raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
+    check_groups(x, weight.shape, group_sizes, bias, is_gated=activation is not None)
     if reason := _why_no_kernel(x, weight):
         raise NotImplementedError(f"the grouped matmul of codes takes {reason}")
     options = {"bias": bias, "activation": activation, "tiles": tiles, "output_dtype": output_dtype}

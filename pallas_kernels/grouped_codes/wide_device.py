@@ -7,7 +7,6 @@ operand A of wgmma in registers, in the order of columns that wgmma has: rows, o
 from typing import Any, cast
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,19 +23,28 @@ from pallas_kernels.device.codes import (
 )
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, thread, value_of, vector_of
 from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE
-from pallas_kernels.device.registers import at, chunk_of, halves, row_and_quarter
-from pallas_kernels.grouped_codes.device import COLUMNS, outputs_vector, own_output, store_rows, zeros
+from pallas_kernels.device.registers import at, chunk_of, halves, matrix_of, registers_for, row_and_quarter
+from pallas_kernels.grouped_codes.device import (
+    COLUMNS,
+    load_words,
+    output_of,
+    own_output,
+    store_rows,
+    vectors_of,
+    zeros,
+)
 from pallas_kernels.jax_internals import arith, ir, llvm, nvvm, vector
 
 __all__ = [
     "copy_staged",
     "halves",
     "load_scales",
+    "load_words",
     "multiply",
     "operand",
-    "outputs_vector",
     "stage",
     "store_rows",
+    "vectors_of",
     "wait",
     "zeros",
 ]
@@ -83,9 +91,7 @@ def load_scales(ref: Any, base: Any, first: Any, column: Any, *, num_outputs: in
 
         registers = []
         for half in range(2):
-            output = arith.addi(value_of(first), own_output(half, is_gated=is_gated))
-            output = arith.minsi(output, const_i32(num_outputs - 1))
-            output = arith.addi(output, const_i32(num_outputs * half if is_gated else 0))
+            output = output_of(value_of(first), half, num_outputs=num_outputs, is_gated=is_gated)
             output = arith.addi(value_of(base), output)
             last = const_i32(num_columns - 1)
             if is_packed:
@@ -146,7 +152,7 @@ def operand(
         within = arith.remui(row, const_i32(8))
         pair_of = _pairs_of_nibbles if codes_per_byte(code) == 2 else _pairs_of_bytes
         places = pair_of(within, quarter, value_of(piece))
-        a = np.empty((1, PIECE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        a = registers_for(PIECE)
         for half in range(2):
             output = own_output(half, is_gated=is_gated)
             own = arith.addi(arith.muli(value_of(block), const_i32(32 if is_gated else 64)), output)
@@ -166,7 +172,7 @@ def operand(
                 if groups:
                     value = times(value, factors[group], less[group])
                 a[at(chunk, half)] = utils.bitcast(value, ir.VectorType.get((2,), ir.BF16Type.get()))
-        return mgpu.FragmentedArray(_registers=a, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return matrix_of(a)
 
     scalars = map(splat, (slot, block, piece))
     types = (_CODES, *[SCALAR] * 3, *[_LAYOUT] * len(given))

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, codes_per_byte
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.registers import written
-from pallas_kernels.grouped_codes.kernel import CHUNK, Item, item_at
+from pallas_kernels.grouped_codes.kernel import CHUNK
 
 UNITS = 2
 """Warpgroups that multiply."""
@@ -343,15 +344,14 @@ def _finish(block: _Block, work: Work, first_output: Any, sums: Any) -> None:
     problem, gmem, ops, item = block.problem, block.gmem, block.problem.ops, work.item
     is_gated = problem.halves == 2
 
+    places = item.group * (problem.halves * problem.num_outputs), first_output
+    options = {"num_outputs": problem.num_outputs, "is_gated": is_gated}
+
     def vector(ref):
-        return ops.outputs_vector(
-            ref,
-            item.group * (problem.halves * problem.num_outputs),
-            first_output,
-            _int(0),
-            num_outputs=problem.num_outputs,
-            is_gated=is_gated,
-        ).astype(jnp.float32)
+        dtype = jnp.dtype(ref.dtype)
+        name = "float8_e8m0fnu" if dtype.itemsize == 1 else dtype.name  # bytes are exponents
+        [found] = ops.vectors_of(ops.load_words(ref, places, _int(0), count=1, **options), range(1), name)
+        return found
 
     scales = gmem.factors if problem.groups else gmem.scales
     scale = None if scales is None else vector(scales)

@@ -1,7 +1,7 @@
 """Benchmark of the grouped matmul: gate and up, and down, of layers with experts, compared with jax's own kernel."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,8 @@ import numpy as np
 
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 from pallas_kernels.grouped_matmul.xla import ragged_dot
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.inputs import swiglu
+from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, random_arrays
 
 
 class _Case(NamedTuple):
@@ -66,10 +67,6 @@ _RAGGED_DOT_BYTES = 2**32
 """More weights than these `lax.ragged_dot` is not asked to copy."""
 
 
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
-
-
 def _peer(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Run the kernel that comes with jax."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as ragged_dot_mgpu
@@ -90,33 +87,17 @@ def _peer(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
 def grouped_matmul_rows() -> Iterator[Row]:
     """Yield a row for each case and implementation."""
     for case in _FULL if on_gpu() else _SMALL:
-        yield from _rows(case)
-
-
-def _rows(case: _Case) -> Iterator[Row]:
-    dtype = jnp.bfloat16 if on_gpu() else jnp.float32
-    num_bytes = case.num_used * case.matrix_bytes
-    shape = (case.num_groups, 2) if case.is_gated else (case.num_groups,)
-    weight = jax.random.normal(jax.random.key(0), (*shape, case.outputs, case.depth), dtype)
-    inputs = [
-        (
-            jax.random.normal(jax.random.key(call), (case.num_rows, case.depth), dtype),
-            weight,
-            jnp.asarray(case.sizes(call)),
-        )
-        for call in range(num_rotations(num_bytes))
-    ]
-    flops = 2.0 * case.num_rows * case.outputs * case.depth * (1 + case.is_gated)
-    bound = floor(num_bytes=num_bytes, flops=flops)
-    activation = _swiglu if case.is_gated else None
-    implementations = {
-        "sm90": functools.partial(grouped_matmul, activation=activation, implementation="sm90"),
-        "lax.ragged_dot": ragged_dot,
-        "ragged_dot_mgpu": _peer,
-    }
-    if not on_gpu():
-        implementations = {"xla": grouped_matmul, "lax.ragged_dot": ragged_dot}
-    elif case.is_gated or weight.nbytes * len(inputs) > _RAGGED_DOT_BYTES:
-        implementations = {"sm90": implementations["sm90"]}
-    for name, function in implementations.items():
-        yield Row(case.name, name, measure(function, inputs, repeats=5), bound)
+        num_bytes = case.num_used * case.matrix_bytes
+        shape = (case.num_groups, 2) if case.is_gated else (case.num_groups,)
+        [weight] = random_arrays(0, (*shape, case.outputs, case.depth))
+        seeds = range(num_rotations(num_bytes))
+        rows = [random_arrays(seed, (case.num_rows, case.depth)) for seed in seeds]
+        inputs = [(*x, weight, jnp.asarray(case.sizes(seed))) for x, seed in zip(rows, seeds, strict=True)]
+        flops = 2.0 * case.num_rows * case.outputs * case.depth * (1 + case.is_gated)
+        calls: dict[str, Callable[..., jax.Array]] = {"xla": grouped_matmul, "lax.ragged_dot": ragged_dot}
+        if on_gpu():
+            activation = swiglu if case.is_gated else None
+            calls = {"sm90": functools.partial(grouped_matmul, activation=activation, implementation="sm90")}
+            if not case.is_gated and weight.nbytes * len(inputs) <= _RAGGED_DOT_BYTES:
+                calls |= {"lax.ragged_dot": ragged_dot, "ragged_dot_mgpu": _peer}
+        yield from compare(case.name, calls, inputs, bound=floor(num_bytes=num_bytes, flops=flops))

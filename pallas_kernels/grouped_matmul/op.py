@@ -39,18 +39,29 @@ def grouped_matmul(
     that is not a multiple of 64, N that is not a multiple of 8 or is less than 64.
     """
     check_implementation(implementation)
-    outputs = weight.shape[1:-1]
-    if len(outputs) != 1 + (activation is not None) or (activation is not None and outputs[0] != 2):
-        wanted = "[X, N, K]" if activation is None else "[X, 2, N, K], gate and up"
-        raise ValueError(f"weight must be {wanted}, got shape {weight.shape}")
-    if weight.shape[-1] != x.shape[1]:
-        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight.shape}")
-    if group_sizes.shape != weight.shape[:1]:
-        raise ValueError(f"group_sizes must have {weight.shape[0]} entries, one a group, got {group_sizes.shape}")
+    check_groups(x, weight.shape, group_sizes, bias, is_gated=activation is not None)
     if weight.dtype != x.dtype:
         raise ValueError(f"x and weight must have one dtype, got {jnp.dtype(x.dtype)} and {jnp.dtype(weight.dtype)}")
-    if bias is not None and bias.shape != weight.shape[:-1]:
-        raise ValueError(f"bias must have shape {weight.shape[:-1]}, got {bias.shape}")
     if implementation == "xla":
         return grouped_matmul_xla(x, weight, group_sizes, bias=bias, activation=activation)
     return grouped_matmul_sm90(x, weight, group_sizes, bias=bias, activation=activation, tiles=tiles)
+
+
+def check_groups(
+    x: Float[Array, "M K"],
+    weight: tuple[int, ...],
+    group_sizes: Int[Array, " X"],
+    bias: Float[Array, "..."] | None,
+    *,
+    is_gated: bool,
+) -> None:
+    """Raise ValueError for shapes that do not fit together, that of the weight first."""
+    if len(weight) != 3 + is_gated or (is_gated and weight[1] != 2):
+        wanted = "[X, 2, N, K], gate and up" if is_gated else "[X, N, K]"
+        raise ValueError(f"weight must be {wanted}, got shape {weight}")
+    if weight[-1] != x.shape[1]:
+        raise ValueError(f"x of shape {x.shape} does not fit a weight of shape {weight}")
+    if group_sizes.shape != weight[:1]:
+        raise ValueError(f"group_sizes must have {weight[0]} entries, one a group, got {group_sizes.shape}")
+    if bias is not None and bias.shape != weight[:-1]:
+        raise ValueError(f"bias must have shape {weight[:-1]}, got {bias.shape}")

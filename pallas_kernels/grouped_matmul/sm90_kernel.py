@@ -13,13 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.items import Item, item_at
 from pallas_kernels.device.registers import written
 from pallas_kernels.grouped_matmul.tiles import ROWS
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
-BAND = 8
-"""Row tiles that are processed together before the next ones, so that concurrent CTAs use the same weights and rows."""
-
 _LAYOUT = plgpu.Layout.WGMMA
 
 _int = jnp.int32
@@ -43,6 +41,11 @@ class Problem(NamedTuple):
     num_blocks: int
     activation: Callable[[Array, Array], Array] | None
     interpret: bool
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a tile, of each half."""
+        return self.outputs
 
     @property
     def output_tiles(self) -> int:
@@ -91,16 +94,6 @@ class Shared(NamedTuple):
     free: Any
 
 
-class Item(NamedTuple):
-    """A tile of rows and one of outputs."""
-
-    group: Any
-    row: Any
-    num_rows: Any
-    output: Any
-    """The first."""
-
-
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
@@ -108,24 +101,20 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     num_items = num_tiles * problem.output_tiles
     num_own = lax.div(lax.max(num_items - block + (problem.num_blocks - 1), _int(0)), _int(problem.num_blocks))
 
-    def item_at(turn) -> Item:
+    def own_item(turn) -> Item:
         """Return an item of this CTA; `turn` may also be one past the last."""
         index = lax.max(lax.min(block + turn * problem.num_blocks, num_items - 1), _int(0))
-        band = lax.div(index, _int(BAND * problem.output_tiles))
-        within = index - band * (BAND * problem.output_tiles)
-        band_size = lax.clamp(_int(1), num_tiles - band * BAND, _int(BAND))
-        tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
-        return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * problem.outputs)
+        return item_at(gmem, index, num_tiles, problem)
 
     def for_each_item(visit) -> None:
         """`visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""
 
         def turn(index, item):
-            following = item_at(index + 1)
+            following = own_item(index + 1)
             visit(item, index * problem.steps)
             return following
 
-        lax.fori_loop(_int(0), num_own, turn, item_at(_int(0)))
+        lax.fori_loop(_int(0), num_own, turn, own_item(_int(0)))
 
     @pl.when(wg == problem.units)
     def _():

@@ -6,8 +6,6 @@ Each is executed by one warpgroup. The interpreter supports none of them: `inter
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +13,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
+from pallas_kernels.device.registers import at, matrix_of, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 
-_REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
 
 def mask_after(scores, last, *, interpret: bool):
@@ -29,7 +26,7 @@ def mask_after(scores, last, *, interpret: bool):
     if interpret:
         return jnp.where(lax.broadcasted_iota(jnp.int32, scores.shape, 1) <= last, scores, -jnp.inf)
     out = plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_LAYOUT)
-    return _inline(_LAYOUT, _LAYOUT, return_type=out)(_mask_after)(scores, last)
+    return inline(_mask_after, _LAYOUT, _LAYOUT, out=out)(scores, last)
 
 
 def store_first_rows(ref, x, *, row, num_rows, column: int, interpret: bool) -> None:
@@ -45,15 +42,10 @@ def store_first_rows(ref, x, *, row, num_rows, column: int, interpret: bool) -> 
         lax.fori_loop(jnp.int32(0), num_rows, store_row, None)
         return
     store = functools.partial(_store_first_rows, column=column)
-    _inline(_REF, _LAYOUT, _SCALAR, _SCALAR)(store)(ref, x, jnp.full((128,), row), jnp.full((128,), num_rows))
-
-
-def _inline(*arg_types: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return cast(Any, plgpu.inline_mgpu(arg_types=arg_types, **options))
+    inline(store, REF, _LAYOUT, SCALAR, SCALAR)(ref, x, splat(row), splat(num_rows))
 
 
 def _mask_after(_, scores, last):
-    i32 = ir.IntegerType.get_signless(32)
     first_column = _first_row_and_column()[1]
     out = mgpu.c(-math.inf, ir.F32Type.get())
     registers = scores.registers.copy()
@@ -61,24 +53,23 @@ def _mask_after(_, scores, last):
         # From the lane's first column, so that LLVM has no numbers of columns to keep in registers.
         ahead = arith.subi(vector.extract(last.registers[index], [], [0]), first_column)
         for i in range(2):
-            is_in = arith.cmpi(arith.CmpIPredicate.sge, ahead, mgpu.c(8 * index[1] + i, i32))
+            is_in = arith.cmpi(arith.CmpIPredicate.sge, ahead, const_i32(8 * index[1] + i))
             score = vector.extract(registers[index], [], [i])
             registers[index] = vector.insert(arith.select(is_in, score, out), registers[index], [], [i])
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     dtype = ir.VectorType.get((2,), ref.type.element_type)
-    [row], [num_rows] = row.registers.flat, num_rows.registers.flat
+    row, num_rows = value_of(row), value_of(num_rows)
     first_row, first_column = _first_row_and_column()
     for half in range(2):
-        own_row = arith.addi(first_row, mgpu.c(8 * half, i32))
+        own_row = arith.addi(first_row, const_i32(8 * half))
         with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, own_row, num_rows)):
             for matrix in range(x.shape[1] // 8):
-                own_column = arith.addi(first_column, mgpu.c(column + 8 * matrix, i32))
-                indices = [arith.index_cast(index, i) for i in (arith.addi(row, own_row), own_column)]
-                values = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
+                own_column = arith.addi(first_column, const_i32(column + 8 * matrix))
+                indices = [as_index(arith.addi(row, own_row)), as_index(own_column)]
+                values = x.registers[at(matrix, half)]
                 # Narrowed here rather than all before the first store, for which there are not enough registers.
                 vector.store(values if values.type == dtype else arith.truncf(dtype, values), ref, indices)
 
@@ -86,4 +77,4 @@ def _store_first_rows(_, ref, x, row, num_rows, *, column: int) -> None:
 def _first_row_and_column():
     """Row and column of a lane's first value."""
     row, quarter = row_and_quarter()
-    return row, arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32)))
+    return row, arith.muli(quarter, const_i32(2))

@@ -7,7 +7,6 @@ half, with the same weights.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,10 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.registers import written
 from pallas_kernels.latent_attention.device import mask_after, store_first_rows
 from pallas_kernels.latent_attention.plan import BLOCK_COST, ROWS
-
-LOG2E = math.log2(math.e)
-# Maxima begin here and not at -inf, so that a row whose keys are all masked so far has weights of 0, not of NaN.
-LOWEST = -1e30
+from pallas_kernels.paging.tiles import LOG2E, LOWEST
 
 REGISTERS = (256, 208, 40)
 """Registers per thread in each warpgroup."""

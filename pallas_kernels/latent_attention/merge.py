@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import NUM_SMS
-from pallas_kernels.latent_attention.kernel import LOWEST, Problem
+from pallas_kernels.latent_attention.kernel import Problem
+from pallas_kernels.paging.tiles import LOWEST
 
 NUM_CTAS, WARPGROUPS = NUM_SMS, 4
 """CTAs, and warpgroups per CTA: a warpgroup combines one query after another."""

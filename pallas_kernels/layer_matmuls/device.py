@@ -17,8 +17,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.counters import clear, signal, wait
-from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
+from pallas_kernels.device.registers import at, matrix_of, registers_for, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, vector
 from pallas_kernels.paging.tiles import part_layout
 
@@ -128,14 +128,12 @@ def _load_columns_interpreted(ref, first, num_columns: int):
 def _load_columns(ref, first, num_columns: int):
     pair = ir.VectorType.get((2,), ref.type.element_type)
     zeros = vector.broadcast(pair, mgpu.c(0.0, ref.type.element_type))
-    registers = _registers(num_columns)
+    registers = registers_for(num_columns)
     for half, row, _ in _own_rows(ref):
         for group, column, is_there in _own_columns(ref, first, num_columns):
             safe_column = column if is_there is None else arith.select(is_there, column, const_i32(0))
             values = vector.load(pair, ref, [as_index(row), as_index(safe_column)])
-            registers[_register_index(group, half)] = (
-                values if is_there is None else arith.select(is_there, values, zeros)
-            )
+            registers[at(group, half)] = values if is_there is None else arith.select(is_there, values, zeros)
     return _filled(registers, ref)
 
 
@@ -144,7 +142,7 @@ def _store_columns(_, ref, x, first) -> None:
         for group, column, is_column in _own_columns(ref, first, x.shape[1]):
             is_there = is_row if is_column is None else arith.andi(is_row, is_column)
             with mgpu.utils.when(is_there):
-                vector.store(x.registers[_register_index(group, half)], ref, [as_index(row), as_index(column)])
+                vector.store(x.registers[at(group, half)], ref, [as_index(row), as_index(column)])
 
 
 def _load_row_sums(_, ref):
@@ -152,25 +150,25 @@ def _load_row_sums(_, ref):
     f32 = ir.F32Type.get()
     four, pair = (ir.VectorType.get((size,), f32) for size in (4, 2))
     _, quarter = row_and_quarter()
-    registers = _registers(_GROUP)
+    registers = registers_for(_GROUP)
     for half, row, _ in _own_rows(ref):
         total = vector.broadcast(four, mgpu.c(0.0, f32))
         for start in range(0, ref.type.shape[1], 16):
             column = arith.addi(arith.muli(quarter, const_i32(4)), const_i32(start))
             total = arith.addf(total, vector.load(four, ref, [as_index(row), as_index(column)]))
         a, b, c, d = (vector.extract(total, [], [i]) for i in range(4))
-        registers[_register_index(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
+        registers[at(0, half)] = vector.from_elements(pair, [arith.addf(a, b), arith.addf(c, d)])
     return _filled(registers, ref)
 
 
 def _store_first_column(_, ref, x, column) -> None:
-    [column] = column.registers.flat
+    column = value_of(column)
     _, quarter = row_and_quarter()
     is_first = arith.cmpi(arith.CmpIPredicate.eq, quarter, const_i32(0))
     one = ir.VectorType.get((1,), ir.F32Type.get())
     for half, row, is_row in _own_rows(ref):
         with mgpu.utils.when(arith.andi(is_first, is_row)):
-            value = vector.extract(x.registers[_register_index(0, half)], [], [0])
+            value = vector.extract(x.registers[at(0, half)], [], [0])
             vector.store(vector.from_elements(one, [value]), ref, [as_index(row), as_index(column)])
 
 
@@ -184,12 +182,12 @@ def _store_vector(_, ref, x) -> None:
         row = arith.addi(first, const_i32(8 * half))
         is_there = arith.cmpi(arith.CmpIPredicate.ult, row, const_i32(size))
         with mgpu.utils.when(arith.andi(is_first, is_there)):
-            value = vector.extract(x.registers[_register_index(0, half)], [], [0])
+            value = vector.extract(x.registers[at(0, half)], [], [0])
             vector.store(vector.from_elements(one, [value]), ref, [as_index(row)])
 
 
 def _store_heads(_, ref, x, row, first, start, *, number: int) -> None:
-    [row], [first], [start] = (value.registers.flat for value in (row, first, start))
+    row, first, start = map(value_of, (row, first, start))
     for (x_row, column), (index, register) in zip(
         x.layout.thread_idxs(x.shape), np.ndenumerate(x.registers), strict=True
     ):
@@ -222,26 +220,17 @@ def _num_halves(num_rows: int) -> int:
 
 def _own_columns(ref, first, num_columns: int) -> Iterator[tuple[int, Any, Any]]:
     """Yield the first of a lane's two columns in each group, and whether the ref has it (None if it always does)."""
-    [first] = first.registers.flat
     _, quarter = row_and_quarter()
     size = ref.type.shape[1]
-    own = arith.addi(first, arith.muli(quarter, const_i32(2)))
+    own = arith.addi(value_of(first), arith.muli(quarter, const_i32(2)))
     for group in range(num_columns // _GROUP):
         column = arith.addi(own, const_i32(group * _GROUP))
         is_there = None if size % num_columns == 0 else arith.cmpi(arith.CmpIPredicate.ult, column, const_i32(size))
         yield group, column, is_there
 
 
-def _registers(num_columns: int):
-    return np.empty((1, num_columns // _GROUP, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-
-
-def _register_index(group: int, half: int) -> tuple[int, ...]:
-    return 0, group, 0, 0, half, 0, 0, 0, 0
-
-
 def _filled(registers, ref):
     """Return a matrix whose second halves, if they were omitted, repeat the first ones."""
     if _num_halves(ref.type.shape[0]) == 1:
         registers[0, :, 0, 0, 1] = registers[0, :, 0, 0, 0]
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return matrix_of(registers)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.device.products import Norm, wait_until_free
 from pallas_kernels.device.registers import written
 from pallas_kernels.hopper import NUM_SMS
 from pallas_kernels.layer_matmuls import attention, device
@@ -33,18 +34,6 @@ COMPUTE_REGISTERS, COPY_REGISTERS = 240, 128
 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 _int = jnp.int32
-
-
-class Norm(NamedTuple):
-    """An addition and the norm after it, as parts of a matmul: names of arrays in global memory."""
-
-    residual: str
-    """Name of the array that the product is added to."""
-    gain: str
-    normed: str
-    """The sum times the gain, which still lacks the division."""
-    squares: str
-    """Name of the partial sums of squares of each row."""
 
 
 class Matmul(NamedTuple):
@@ -239,7 +228,7 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
             there = _copy_weights(block, index, matmul, num_blocks, there)
         end = num_blocks + block.first_step(len(problem.matmuls))
         _wait_until_there(block, there, end)
-        _wait_until_free(smem.w_free, problem.w_slots, end, end + problem.w_slots)
+        wait_until_free(smem.w_free, problem.w_slots, end, end + problem.w_slots)
 
     @pl.when(warpgroup == 2)
     def _():
@@ -249,19 +238,6 @@ def kernel(problem: Problem, gmem: Mapping[str, Any], smem: Shared) -> None:
             device.wait(block.heads_counter, NUM_SMS, interpret=problem.interpret)
         for index, matmul in enumerate(problem.matmuls):
             _copy_rows(block, index, matmul)
-
-
-def _wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
-    """Wait for the slots of the ring's steps from `first` to `end` that were in use before. No barrier may be left
-    pending.
-    """
-
-    def wait(step, _):
-        @pl.when(step >= num_slots)
-        def _():
-            plgpu.barrier_wait(free.at[lax.rem(step, _int(num_slots))])
-
-    lax.fori_loop(first, end, wait, None)
 
 
 def _wait_until_there(block: _Block, first: Any, end: Any) -> Any:
@@ -284,7 +260,7 @@ def _copy_weights(block: _Block, index: int, matmul: Matmul, num_blocks: Any, th
     def copy(number, there):
         step = first_step + number
         slot = lax.rem(step, _int(problem.w_slots))
-        _wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
+        wait_until_free(smem.w_free, problem.w_slots, step, step + 1)
         in_flight = _int(matmul.in_flight)
         if index > 0 and matmul.first_in_flight < matmul.in_flight:
             in_flight = jnp.where(number < problem.w_slots, matmul.first_in_flight, in_flight)
@@ -317,7 +293,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
 
     def copy(step, _):
         slot = lax.rem(step, _int(matmul.x_slots))
-        _wait_until_free(smem.x_free, matmul.x_slots, step, step + 1)
+        wait_until_free(smem.x_free, matmul.x_slots, step, step + 1)
         k = pl.ds(block.k(matmul, lax.rem(step, _int(matmul.steps))), matmul.block_k)
         # A start that is not static makes TMA fill in the rows that pad x to a multiple of 8.
         rows = pl.ds(block.cta * 0, problem.rows)
@@ -356,7 +332,7 @@ def _copy_rows(block: _Block, index: int, matmul: Matmul) -> None:
         def _():
             device.signal(block.counter(index, matmul.rounds - 1), interpret=problem.interpret)
 
-    _wait_until_free(smem.x_free, matmul.x_slots, num_steps, num_steps + matmul.x_slots)
+    wait_until_free(smem.x_free, matmul.x_slots, num_steps, num_steps + matmul.x_slots)
 
 
 def _clear_counters(block: _Block, index: int) -> None:

@@ -14,17 +14,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.products import Product, products_of_layer
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
-from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Norm, Problem, Shared, kernel
+from pallas_kernels.layer_matmuls.kernel import MAX_ROUNDS, Matmul, Problem, Shared, kernel
 from pallas_kernels.paging import Pages
 from pallas_kernels.paging.plan import make_plan
 from pallas_kernels.paging.tiles import Config as AttentionConfig
@@ -115,17 +116,6 @@ def why_not_attention(qkv: Any, pages: Any, half: int) -> str | None:
     if block_size not in (8, 16, 32, 64):
         return f"pages of 8, 16, 32 or 64 tokens, got {block_size}"
     return None
-
-
-class Product(NamedTuple):
-    """One of the four matmuls before it is divided; see `Matmul`."""
-
-    name: str
-    x: str
-    y: str
-    weight: Float[Array, "*outputs K"]
-    norm: Norm | None = None
-    squares: str | None = None
 
 
 def cut(product: Product, rows: int, config: Config, before: Matmul | None = None) -> Matmul:
@@ -345,15 +335,7 @@ def _run_all(
         "next_gain": gains[1].reshape(1, -1),
         "counters": jnp.zeros((2 * MAX_ROUNDS + 1, 32), jnp.int32),
     }
-    norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
-    norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
-    products = [
-        Product("o", "heads", "x1", values["o"], norm=norm1),
-        Product("gate_up", "normed1", "inner", values["gate_up"], squares="squares1"),
-        Product("down", "inner", "residual", values["down"], norm=norm2),
-    ]
-    if values["qkv"] is not None:
-        products.append(Product("qkv", "normed", "y", values["qkv"], squares="squares"))
+    products = products_of_layer(*(values[name] for name in ("o", "gate_up", "down", "qkv")))
     config = config or heuristic(rows, products)
     if interpret:  # it has no clusters
         config = dataclasses.replace(config, splits=False)

@@ -5,13 +5,12 @@ from there to a peer's counterpart.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline, splat, thread, value_of
 from pallas_kernels.jax_internals import arith, ir, llvm
 
 THREADS = 128  # of a warpgroup
@@ -27,13 +26,10 @@ UNITS = 16
 PIECE = THREADS * UNITS * UNIT
 """Bytes that `copy` copies."""
 
-_REF = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT((THREADS,))
-
 
 def send(target, offset, row, *, layout: Any) -> None:
     """Store a row in a peer's counterpart of `target`."""
-    _inline(_send, _REF, _REF, layout)(target, offset, row)
+    inline(_send, REF, REF, layout)(target, offset, row)
 
 
 def copy(source, target, piece) -> None:
@@ -41,34 +37,34 @@ def copy(source, target, piece) -> None:
 
     Rows are contiguous, of a multiple of `UNIT` bytes.
     """
-    _inline(_copy, _REF, _REF, _SCALAR)(source, target, _splat(piece))
+    inline(_copy, REF, REF, SCALAR)(source, target, splat(piece))
 
 
 def copy_to_peer(source, target, offset, piece) -> None:
     """Copy a piece as `copy` does, to a peer's counterpart of `target`."""
-    _inline(_copy_to_peer, _REF, _REF, _REF, _SCALAR)(source, target, offset, _splat(piece))
+    inline(_copy_to_peer, REF, REF, REF, SCALAR)(source, target, offset, splat(piece))
 
 
 def notify(counters: Sequence[tuple[Any, Any]], value) -> None:
     """Set (counter, offset) of each peer, after what this warpgroup has sent there."""
     refs = [ref for pair in counters for ref in pair]
-    _inline(_notify, *[_REF] * len(refs), _SCALAR)(*refs, _splat(value))
+    inline(_notify, *[REF] * len(refs), SCALAR)(*refs, splat(value))
 
 
 def wait(counter, value) -> None:
     """Wait until a counter has reached `value`, modulo 2^32; what was sent before is visible then."""
-    _inline(_wait, _REF, _SCALAR)(counter, _splat(value))
+    inline(_wait, REF, SCALAR)(counter, splat(value))
 
 
 def store(counter, value) -> None:
     """Set a counter of this device, for the next kernel."""
-    _inline(_store, _REF, _SCALAR)(counter, _splat(value))
+    inline(_store, REF, SCALAR)(counter, splat(value))
 
 
 def _send(_, target, offset, row) -> None:
     """Store as many bytes at a time as a register has: LLVM splits vectors unless it is told an address's alignment."""
     size = row.layout.vec_size * mgpu.bitwidth(row.mlir_dtype) // 8
-    first = arith.addi(_on_peer(target, offset), arith.muli(_wide(_thread()), mgpu.c(size, _i64())))
+    first = arith.addi(_on_peer(target, offset), arith.muli(_wide(thread()), mgpu.c(size, _i64())))
     for index, values in enumerate(row.registers.flat):
         llvm.store(values, _pointer(first, index * THREADS * size), alignment=size)
 
@@ -86,13 +82,12 @@ def _copy_units(source, target, piece) -> None:
     shape, bits = source.type.shape, mgpu.bitwidth(source.type.element_type)
     [row_size] = shape
     num_units, i32 = row_size * bits // 8 // UNIT, ir.IntegerType.get_signless(32)
-    [piece] = piece.registers.flat
-    first = arith.addi(arith.muli(piece, mgpu.c(THREADS * UNITS, i32)), _thread())
+    first = arith.addi(arith.muli(value_of(piece), const_i32(THREADS * UNITS)), thread())
     base, unit = _address(source), ir.VectorType.get((UNIT // 4,), i32)
     for indices in itertools.batched(range(min(UNITS, -(-num_units // THREADS))), UNITS_ON_THEIR_WAY):
         offsets = []
         for index in indices:
-            own = arith.minsi(arith.addi(first, mgpu.c(index * THREADS, i32)), mgpu.c(num_units - 1, i32))
+            own = arith.minsi(arith.addi(first, const_i32(index * THREADS)), const_i32(num_units - 1))
             offsets.append(arith.muli(_wide(own), mgpu.c(UNIT, _i64())))
         values = [llvm.load(unit, _pointer(arith.addi(base, distance)), alignment=UNIT) for distance in offsets]
         for value, distance in zip(values, offsets, strict=True):
@@ -101,16 +96,14 @@ def _copy_units(source, target, piece) -> None:
 
 def _notify(_, *operands) -> None:
     *refs, value = operands
-    [value] = value.registers.flat
     mgpu.utils.warpgroup_barrier()
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
         _ptx("fence.acq_rel.sys;")
         for counter, offset in zip(refs[::2], refs[1::2], strict=True):
-            _ptx("st.relaxed.sys.global.u32 [$0], $1;", _on_peer(counter, offset), value)
+            _ptx("st.relaxed.sys.global.u32 [$0], $1;", _on_peer(counter, offset), value_of(value))
 
 
 def _wait(_, counter, value) -> None:
-    [value] = value.registers.flat
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
         _ptx(
             """{
@@ -123,15 +116,14 @@ def _wait(_, counter, value) -> None:
             @behind bra again;
             }""",
             _address(counter),
-            value,
+            value_of(value),
         )
     mgpu.utils.warpgroup_barrier()
 
 
 def _store(_, counter, value) -> None:
-    [value] = value.registers.flat
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-        _ptx("st.global.u32 [$0], $1;", _address(counter), value)
+        _ptx("st.global.u32 [$0], $1;", _address(counter), value_of(value))
 
 
 def _on_peer(ref, offset):
@@ -150,11 +142,6 @@ def _pointer(address, offset: int = 0):
     return llvm.inttoptr(llvm.PointerType.get(1), address)
 
 
-def _thread():
-    """Return the index of the thread within its warpgroup."""
-    return arith.remui(mgpu.utils.thread_idx(), mgpu.c(THREADS, ir.IntegerType.get_signless(32)))
-
-
 def _wide(index):
     return arith.extui(_i64(), index)
 
@@ -165,11 +152,3 @@ def _i64():
 
 def _ptx(code: str, *operands: Any) -> None:
     mgpu.utils.inline_ptx(code, *operands, has_side_effects=True)
-
-
-def _inline(run: Callable[..., Any], *arg_types: Any) -> Callable[..., Any]:
-    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types)(run)
-
-
-def _splat(value):
-    return jnp.full((THREADS,), value)

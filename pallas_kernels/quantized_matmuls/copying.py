@@ -9,21 +9,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
 from pallas_kernels.device.product_of_codes import BYTES, interleave_rows
+from pallas_kernels.device.products import wait_until_free
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Block, Matmul, units
 
 _int = jnp.int32
-
-
-def wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:
-    """Wait for those of the ring's steps from `first` to `end` whose slot was in use before."""
-
-    def step(index, _):
-        @pl.when(index >= num_slots)
-        def _():
-            plgpu.barrier_wait(free.at[lax.rem(index, _int(num_slots))])
-
-    lax.fori_loop(first, end, step, None)
 
 
 def copy_weights(block: Block, matmul: Matmul, first: Any) -> Any:

@@ -19,8 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import counters
+from pallas_kernels.device.products import wait_until_free
 from pallas_kernels.quantized_matmuls.computing import compute
-from pallas_kernels.quantized_matmuls.copying import copy_rows, copy_weights, wait_until_free
+from pallas_kernels.quantized_matmuls.copying import copy_rows, copy_weights
 from pallas_kernels.quantized_matmuls.problem import (
     COMPUTE_REGISTERS,
     NUM_COMPUTE,

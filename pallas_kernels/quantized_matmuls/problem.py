@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.device import counters
 from pallas_kernels.device.product_of_codes import OUTPUTS
+from pallas_kernels.device.products import Norm
 from pallas_kernels.device.scaling import Scaling
 from pallas_kernels.quantized_matmuls import device
 
@@ -24,17 +25,6 @@ PARTS_AT_A_TIME, PARTS_OF_MANY_ROWS = 6, 3
 """Parts of a tile that are loaded before the first is added, as registers allow: there are fewer with many rows."""
 
 _int = jnp.int32
-
-
-class Norm(NamedTuple):
-    """The addition to the residual stream and the norm that follow a matmul: names of arrays in global memory."""
-
-    residual: str
-    gain: str
-    normed: str
-    """The sum times the gain, which still lacks the division by its root mean square."""
-    squares: str
-    """Sums of the squares of the sum's parts, [parts, rows]."""
 
 
 class Matmul(NamedTuple):

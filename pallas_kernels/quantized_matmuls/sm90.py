@@ -6,7 +6,7 @@ the product is [outputs, rows], and rows are padded to a multiple of 8 only.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +17,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
+from pallas_kernels.device.products import Product, products_of_layer
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
-from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Norm, Problem, Shared
+from pallas_kernels.quantized_matmuls.problem import NUM_COMPUTE, TILE, Matmul, Problem, Shared
 
 MAX_ROWS = 64
 MAX_X_SLOTS = 4
-
-
-class Product(NamedTuple):
-    """A matmul, not yet cut; see `Matmul`."""
-
-    name: str
-    x: str
-    y: str
-    weight: QuantizedMatrix
-    norm: Norm | None = None
-    squares: str | None = None
 
 
 def cut(product: Product) -> Matmul:
@@ -167,15 +157,7 @@ def layer_sm90(
         "mlp_gain": gains[0].reshape(-1, 1),
         "next_gain": gains[1].reshape(-1, 1),
     }
-    norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
-    norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
-    products = [
-        Product("o", "heads", "x1", o, norm=norm1),
-        Product("gate_up", "normed1", "inner", gate_up, squares="squares1"),
-        Product("down", "inner", "residual", down, norm=norm2),
-    ]
-    if qkv is not None:
-        products.append(Product("qkv", "normed", "y", qkv, squares="squares"))
+    products = products_of_layer(o, gate_up, down, qkv)
     num_rows = len(residual)
     results = run_products(products, values, num_rows=len(values["stream"]), activation=activation, eps=eps)
     stream = results["residual"][:num_rows]

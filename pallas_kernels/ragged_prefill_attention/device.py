@@ -8,7 +8,7 @@ executed by one warpgroup; `interpret` replaces it for the interpreter.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.registers import row_and_quarter
+from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline, splat, value_of
+from pallas_kernels.device.registers import at, matrix_of, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, mlir_math, vector
 
-_REF = plgpu.RefType()
 _LAYOUT = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT((128,))
 
 
 def scale_and_add_alibi(scores, scale: float, slope, distance, *, interpret: bool):
@@ -30,8 +29,8 @@ def scale_and_add_alibi(scores, scale: float, slope, distance, *, interpret: boo
     if interpret:
         query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
         return scores * scale + slope * (key - query - distance).astype(jnp.float32)
-    run = _inline(functools.partial(_scale_and_add_alibi, scale=scale), _LAYOUT, _SCALAR, _SCALAR, like=scores)
-    return run(scores, jnp.full((128,), slope), jnp.full((128,), distance))
+    run = _inline_like(scores, functools.partial(_scale_and_add_alibi, scale=scale), _LAYOUT, SCALAR, SCALAR)
+    return run(scores, jnp.full((128,), slope), splat(distance))
 
 
 def mask_after(scores, distance, *, interpret: bool):
@@ -42,7 +41,7 @@ def mask_after(scores, distance, *, interpret: bool):
     if interpret:
         query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
         return jnp.where(key <= query + distance, scores, -jnp.inf)
-    return _inline(_mask_after, _LAYOUT, _SCALAR, like=scores)(scores, jnp.full((128,), distance))
+    return _inline_like(scores, _mask_after, _LAYOUT, SCALAR)(scores, splat(distance))
 
 
 def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bool):
@@ -54,8 +53,8 @@ def mask_window(scores, window: int, distance, *, is_causal: bool, interpret: bo
         query, key = (lax.broadcasted_iota(jnp.int32, scores.shape, dimension) for dimension in (0, 1))
         ago = query + distance - key
         return jnp.where((ago < window) & ((ago >= 0) | (not is_causal)), scores, -jnp.inf)
-    run = _inline(functools.partial(_mask_window, window=window, is_causal=is_causal), _LAYOUT, _SCALAR, like=scores)
-    return run(scores, jnp.full((128,), distance))
+    mask = functools.partial(_mask_window, window=window, is_causal=is_causal)
+    return _inline_like(scores, mask, _LAYOUT, SCALAR)(scores, splat(distance))
 
 
 def reciprocal(x, *, interpret: bool):
@@ -64,7 +63,7 @@ def reciprocal(x, *, interpret: bool):
     This is one instruction, where a division needs several to scale values near an end of the range, and registers for
     them.
     """
-    return 1.0 / x if interpret else _inline(_reciprocal, _LAYOUT, like=x)(x)
+    return 1.0 / x if interpret else _inline_like(x, _reciprocal, _LAYOUT)(x)
 
 
 def widen(x, *, interpret: bool):
@@ -72,7 +71,7 @@ def widen(x, *, interpret: bool):
     if interpret:
         return jnp.concatenate([x, jnp.zeros_like(x)], axis=1)
     wide = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1]), x.dtype)
-    return _inline(_widen, _LAYOUT, like=wide)(x)
+    return _inline_like(wide, _widen, _LAYOUT)(x)
 
 
 def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
@@ -87,27 +86,25 @@ def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
 
         lax.fori_loop(jnp.int32(0), num_rows, store_row, None)
         return
-    scalars = [jnp.full((128,), scalar) for scalar in (token, head, num_rows)]
-    _inline(_store_rows, _REF, _LAYOUT, _SCALAR, _SCALAR, _SCALAR)(ref, x, *scalars)
+    inline(_store_rows, REF, _LAYOUT, *[SCALAR] * 3)(ref, x, *map(splat, (token, head, num_rows)))
 
 
-def _inline(run: Callable[..., Any], *arg_types: Any, like: Any = None) -> Callable[..., Any]:
+def _inline_like(like: Any, run: Callable[..., Any], *arg_types: Any) -> Callable[..., Any]:
     """`run` among Pallas's operations; its result has the shape of `like`, in WGMMA layout."""
-    out = None if like is None else plgpu.ShapeDtypeStruct(like.shape, like.dtype, layout=_LAYOUT)
-    return cast(Any, plgpu.inline_mgpu)(arg_types=arg_types, return_type=out)(run)
+    return inline(run, *arg_types, out=plgpu.ShapeDtypeStruct(like.shape, like.dtype, layout=_LAYOUT))
 
 
 def _scale_and_add_alibi(_, scores, slope, distance, *, scale: float):
     f32 = ir.F32Type.get()
     pair = ir.VectorType.get((2,), f32)
-    [slope], [distance] = slope.registers.flat, distance.registers.flat
+    slope, distance = value_of(slope), value_of(distance)
     first = arith.mulf(arith.sitofp(f32, arith.subi(_first_key_to_first_query(), distance)), slope)
     scales = vector.broadcast(pair, mgpu.c(scale, f32))
     registers = scores.registers.copy()
     for index, ahead in _keys_ahead(registers.shape):
         biases = [mlir_math.fma(mgpu.c(float(keys), f32), slope, first) for keys in ahead]
         registers[index] = mlir_math.fma(registers[index], scales, vector.from_elements(pair, biases))
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _mask_after(_, scores, distance):
@@ -117,23 +114,21 @@ def _mask_after(_, scores, distance):
 def _mask_window(_, scores, distance, *, window: int, is_causal: bool):
     # Unsigned, a key after its query, which is less than 0 ago, is as one long ago.
     below = arith.CmpIPredicate.ult if is_causal else arith.CmpIPredicate.slt
-    bound = mgpu.c(window, ir.IntegerType.get_signless(32))
+    bound = const_i32(window)
     return _mask(scores, distance, lambda ago, keys: arith.cmpi(below, arith.subi(ago, keys), bound))
 
 
 def _mask(scores, distance, is_in: Callable[[ir.Value, ir.Value], ir.Value]):
     """-inf where not `is_in(ago, keys)`: a lane's first key is `ago` before its first query, this `keys` later."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    [distance] = distance.registers.flat
-    ago = arith.subi(distance, _first_key_to_first_query())
-    out = mgpu.c(-math.inf, f32)
+    ago = arith.subi(value_of(distance), _first_key_to_first_query())
+    out = mgpu.c(-math.inf, ir.F32Type.get())
     registers = scores.registers.copy()
     for index, ahead in _keys_ahead(registers.shape):
         for i, keys in enumerate(ahead):
             score = vector.extract(registers[index], [], [i])
-            score = arith.select(is_in(ago, mgpu.c(keys, i32)), score, out)
+            score = arith.select(is_in(ago, const_i32(keys)), score, out)
             registers[index] = vector.insert(score, registers[index], [], [i])
-    return mgpu.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=scores.is_signed)
+    return matrix_of(registers)
 
 
 def _reciprocal(_, x):
@@ -157,18 +152,15 @@ def _widen(_, x):
 def _store_rows(_, ref, x, token, head, num_rows) -> None:
     """Four lanes have a row's columns in pairs. They exchange them, so that each stores eight, or four, in one go."""
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-    [token], [head], [num_rows] = (scalar.registers.flat for scalar in (token, head, num_rows))
+    token, head, num_rows = map(value_of, (token, head, num_rows))
     _, num_heads, head_dim = ref.type.shape
-
-    def c(value: int):
-        return mgpu.c(value, i32)
-
+    c = const_i32
     first_row, quarter = row_and_quarter()
     is_odd, is_high = (arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quarter, c(bit)), c(0)) for bit in (1, 2))
 
     def word(matrix: int, half: int):
-        pair = x.registers[0, matrix, 0, 0, half, 0, 0, 0, 0]
-        return vector.extract(vector.bitcast(ir.VectorType.get((1,), i32), pair), [], [0])
+        pair = vector.bitcast(ir.VectorType.get((1,), i32), x.registers[at(matrix, half)])
+        return vector.extract(pair, [], [0])
 
     def exchange(low, high, is_upper, distance: int):
         """Lanes without the bit keep `low` and get the other's; those with it `high`."""
@@ -212,7 +204,7 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
 def _first_key_to_first_query():
     """Return how far a lane's first key is ahead of its first query, both relative to the tile's first."""
     query, quarter = row_and_quarter()
-    return arith.subi(arith.muli(quarter, mgpu.c(2, ir.IntegerType.get_signless(32))), query)
+    return arith.subi(arith.muli(quarter, const_i32(2)), query)
 
 
 def _keys_ahead(shape: tuple[int, ...]):

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.clearing import clear_rows
 from pallas_kernels.device.registers import written
 from pallas_kernels.device.vectors_of_8_bits import convert
+from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS
 from pallas_kernels.ragged_prefill_attention.device import (
     mask_after,
     mask_window,
@@ -30,11 +31,6 @@ from pallas_kernels.ragged_prefill_attention.device import (
     store_rows,
     widen,
 )
-
-ROWS = 64  # of a compute warpgroup: what one wgmma instruction multiplies
-LOG2E = math.log2(math.e)
-# Maxima begin here and not at -inf, so that a row whose keys are all masked so far has weights of 0, not of NaN.
-LOWEST = -1e30
 
 _LAYOUT = plgpu.Layout.WGMMA
 _ROW_LAYOUT = _LAYOUT.reduce(1)

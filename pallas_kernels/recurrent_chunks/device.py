@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
-from pallas_kernels.device.registers import at, row_and_quarter, written
+from pallas_kernels.device.registers import at, matrix_of, registers_for, row_and_quarter, written
 from pallas_kernels.jax_internals import arith, ir, llvm, memref, scf, vector
 
 CHUNK = 64
@@ -163,10 +162,10 @@ def _load_transposed(_: Any, ref: Any, last: Any) -> Any:
     for block, of_whole in ((branch.then_block, True), (branch.else_block, False)):
         with ir.InsertionPoint(block):
             scf.yield_(load(of_whole))
-    registers = np.empty((1, CHUNK // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    registers = registers_for(CHUNK)
     for (index, *_), value in zip(_places(), branch.results, strict=True):
         registers[index] = value
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    return matrix_of(registers)
 
 
 def _store_transposed(_: Any, ref: Any, x: Any, num: Any) -> None:

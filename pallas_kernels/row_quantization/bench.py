@@ -2,7 +2,6 @@
 gate.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,14 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.row_quantization.op import (
-    Implementation,
-    add_rms_norm_and_quantize,
-    gate_and_quantize,
-    quantize_rows,
-)
+from pallas_kernels.row_quantization.op import add_rms_norm_and_quantize, gate_and_quantize, quantize_rows
 from pallas_kernels.row_quantization.rounding import UnscaledProduct
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours, random_arrays
+
+
+def _normed(x: jax.Array, sums: jax.Array, **options: Any) -> Any:
+    return add_rms_norm_and_quantize(x, _unscaled(sums), x[0], eps=1e-5, **options)
+
+
+def _gated(sums: jax.Array, **options: Any) -> Any:
+    return gate_and_quantize(_unscaled(sums), activation=jax.nn.silu, **options)
 
 
 def _unscaled(sums: jax.Array) -> UnscaledProduct:
@@ -33,36 +35,13 @@ def row_quantization_rows() -> Iterator[Row]:
     cases: tuple[tuple[str, Callable[..., Any], int, int, int], ...] = (
         ("rounding", quantize_rows, 3 * size, size, 1),
         ("rounding", quantize_rows, 3 * inner, inner, 1),
-        (
-            "scales, addition, norm, rounding",
-            lambda x, sums, implementation, code: add_rms_norm_and_quantize(
-                x, _unscaled(sums), x[0], code, eps=1e-5, implementation=implementation
-            ),
-            7 * size,
-            size,
-            2,
-        ),
-        (
-            "scales, gate, rounding",
-            lambda sums, implementation, code: gate_and_quantize(
-                _unscaled(sums), code, activation=jax.nn.silu, implementation=implementation
-            ),
-            5 * inner,
-            2 * inner,
-            1,
-        ),
+        ("scales, addition, norm, rounding", _normed, 7 * size, size, 2),
+        ("scales, gate, rounding", _gated, 5 * inner, 2 * inner, 1),
     )
-    implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
     for (name, operation, bytes_per_row, columns, arrays), num_rows in itertools.product(
         cases, (64, 256, 8192) if on_gpu() else (64,)
     ):
-        num_bytes = num_rows * bytes_per_row
-        inputs = [_arrays((arrays, num_rows, columns), seed) for seed in range(num_rotations(num_bytes))]
-        for implementation in implementations:
-            call = functools.partial(operation, implementation=implementation, code="fp8")
-            case = f"{name}, {num_rows} x {columns}"
-            yield Row(case, implementation, measure(call, inputs), floor(num_bytes=num_bytes))
-
-
-def _arrays(shape: tuple[int, int, int], seed: int) -> tuple[jax.Array, ...]:
-    return tuple(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16))
+        num_bytes, shapes = num_rows * bytes_per_row, ((num_rows, columns),) * arrays
+        inputs = [random_arrays(seed, *shapes) for seed in range(num_rotations(num_bytes))]
+        case, bound = f"{name}, {num_rows} x {columns}", floor(num_bytes=num_bytes)
+        yield from compare(case, ours(operation, code="fp8"), inputs, bound=bound)

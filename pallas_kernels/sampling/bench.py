@@ -2,7 +2,6 @@
 mixed.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.sampling.op import sample
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours
 
 _PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _SETTINGS = {
@@ -54,7 +53,6 @@ _PEERS: dict[str, dict[str, Callable[..., Any]]] = {
 def sampling_rows() -> Iterator[Row]:
     """Logits are normal with a deviation of 2: with top_p 0.9, thousands of tokens are left."""
     vocab_size = 128_256 if on_gpu() else 8_192
-    ours = ("sm90", "xla") if on_gpu() else ("xla",)
     for num_rows in (64, 1) if on_gpu() else (8,):
         num_bytes = 4 * num_rows * vocab_size
         for name in (*_SETTINGS, "all of these, mixed"):
@@ -64,12 +62,8 @@ def sampling_rows() -> Iterator[Row]:
             elif num_rows == 1:
                 continue
             inputs = [_arrays(settings, vocab_size, seed) for seed in range(num_rotations(num_bytes))]
-            calls: dict[str, Callable[..., Any]] = {
-                implementation: functools.partial(_call, implementation=implementation) for implementation in ours
-            }
-            for implementation, call in (calls | _PEERS.get(name, {})).items():
-                took = measure(call, inputs, repeats=5)
-                yield Row(f"{num_rows} x {vocab_size}, {name}", implementation, took, floor(num_bytes=num_bytes))
+            calls = ours(_call) | _PEERS.get(name, {})
+            yield from compare(f"{num_rows} x {vocab_size}, {name}", calls, inputs, bound=floor(num_bytes=num_bytes))
 
 
 def _call(logits: Array, columns: dict[str, Array], *, implementation: Any) -> tuple[Array, Array]:

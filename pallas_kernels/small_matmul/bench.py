@@ -1,6 +1,5 @@
 """Benchmark of the matmuls of a decode step: the shapes of a Llama-3-8B layer, fused with neighbouring operations."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.small_matmul.op import Implementation, Normed, matmul, matmul_then_norm
-from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu
+from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours, random_arrays
 
 
 class _Matmul(NamedTuple):
@@ -33,32 +32,21 @@ _FULL = (
     _Matmul("down, add, norm", 4096, 14336, has_norm_after=True),
 )
 _SMALL = tuple(m._replace(outputs=m.outputs // 16, depth=m.depth // 16) for m in _FULL)
-
-
 _CALLS = 24
 """Calls per program, since launching a program takes as long as a small matmul."""
 
 
 def small_matmul_rows() -> Iterator[Row]:
     """Yield a row for each matmul, number of rows and implementation."""
-    implementations: tuple[Implementation, ...] = ("sm90", "xla") if on_gpu() else ("xla",)
     for num_rows, case in itertools.product((1, 8, 16, 32, 64) if on_gpu() else (1, 8), _FULL if on_gpu() else _SMALL):
         num_bytes = 2 * case.outputs * case.depth * (1 + case.is_gated)
-        weights = [_random(case.weight_shape, seed) for seed in range(num_rotations(num_bytes))]
-        gain = _random((case.outputs,), 0)
-        inputs = [
-            (
-                _random((num_rows, case.depth), call),
-                weights[call % len(weights)],
-                _random((num_rows, case.outputs), -call),
-                gain,
-            )
-            for call in range(_CALLS)
-        ]
-        for implementation in implementations:
-            call = functools.partial(_call, case=case, implementation=implementation)
-            took = measure(call, inputs, repeats=5)
-            yield Row(f"{num_rows} rows, {case.name}", implementation, took, floor(num_bytes=num_bytes))
+        weights = [random_arrays(seed, case.weight_shape)[0] for seed in range(num_rotations(num_bytes))]
+        [gain] = random_arrays(0, (case.outputs,))
+        shapes = (num_rows, case.depth), (num_rows, case.outputs)
+        rows = [random_arrays(call, *shapes) for call in range(_CALLS)]
+        inputs = [(x, weights[call % len(weights)], y, gain) for call, (x, y) in enumerate(rows)]
+        name, bound = f"{num_rows} rows, {case.name}", floor(num_bytes=num_bytes)
+        yield from compare(name, ours(_call, case=case), inputs, bound=bound)
 
 
 def _call(
@@ -76,7 +64,3 @@ def _call(
     squares = jnp.ones((64, 128)) if implementation == "sm90" else None
     activation = jax.nn.silu if case.is_gated else None
     return matmul(Normed(x, squares, 1e-5), weight, activation=activation, implementation=implementation)
-
-
-def _random(shape: tuple[int, ...], seed: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16 if on_gpu() else jnp.float32)

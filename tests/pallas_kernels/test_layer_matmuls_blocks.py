@@ -12,7 +12,7 @@ from emulated_grid import emulate
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import counters, registers
+from pallas_kernels.device import counters, products, registers
 from pallas_kernels.layer_matmuls import attention, device, kernel, sm90
 from pallas_kernels.layer_matmuls.sm90 import Config, decode_layer_sm90, layer_matmuls_sm90
 from pallas_kernels.paging import tiles
@@ -98,7 +98,7 @@ def _pad_rows(x):
 
 
 def emulate_layers(monkeypatch, seed=0) -> Any:
-    grid = emulate(monkeypatch, kernel, attention, tiles, seed=seed)
+    grid = emulate(monkeypatch, kernel, products, attention, tiles, seed=seed)
     test_layer_matmuls.cut_for(monkeypatch, NUM_SMS)
     of_blocks = Device(grid)
     for name in ("signal", "wait", "clear", "load_columns", "store_columns", "load_row_sums", "store_row_sums"):
@@ -161,7 +161,7 @@ def test_any_order_of_a_layer(monkeypatch, name, seed):
 
 
 def _give_slots_back_unread(grid, monkeypatch):
-    monkeypatch.setattr(kernel, "_wait_until_free", lambda *_: None)
+    monkeypatch.setattr(kernel, "wait_until_free", lambda *_: None)
 
 
 def _take_rows_that_are_not_there(grid, monkeypatch):

@@ -84,13 +84,6 @@ def interleave_rows(ref, slot, code, *, pieces):
     """Any order of columns will do that both operands have."""
 
 
-def outputs_vector(ref, base, first, column, *, num_outputs, is_gated):
-    values = _of_outputs(ref, base, first, column, num_outputs=num_outputs, is_gated=is_gated)
-    if jnp.dtype(ref.dtype).itemsize == 1:
-        values = lax.bitcast_convert_type(values, jnp.float8_e8m0fnu).astype(jnp.float32)
-    return jnp.broadcast_to(values[:, None], (OUTPUTS, 8))
-
-
 def _of_outputs(ref, base, first, column, *, num_outputs, is_gated):
     size = OUTPUTS // 2 if is_gated else OUTPUTS
     start = jnp.minimum(first, num_outputs - size)

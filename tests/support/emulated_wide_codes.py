@@ -1,7 +1,7 @@
 """The inlined Mosaic GPU code of the wide kernel of grouped codes in plain Pallas, which the interpreter runs."""
 
 import jax.numpy as jnp
-from emulated_codes import TYPES, e2m1_values, halves, outputs_vector, store_rows, zeros
+from emulated_codes import TYPES, e2m1_values, halves, load_words, store_rows, vectors_of, zeros
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,21 +13,21 @@ __all__ = [
     "copy_staged",
     "halves",
     "load_scales",
+    "load_words",
     "multiply",
     "operand",
-    "outputs_vector",
     "stage",
     "store_rows",
+    "vectors_of",
     "wait",
     "zeros",
 ]
 
 
 def load_scales(ref, base, first, column, *, num_outputs, is_gated, groups):
-    columns = [jnp.minimum(column + group, ref.shape[1] - 1) for group in range(groups)]
-    options = {"num_outputs": num_outputs, "is_gated": is_gated}
-    found = [outputs_vector(ref, base, first, each, **options)[:, :1] for each in columns]
-    return jnp.concatenate(found, axis=1).astype(jnp.float32)
+    words = load_words(ref, (base, first), column, count=groups, num_outputs=num_outputs, is_gated=is_gated)
+    dtype = jnp.float8_e8m0fnu if jnp.dtype(ref.dtype).itemsize == 1 else ref.dtype
+    return jnp.stack([vector[:, 0] for vector in vectors_of(words, range(groups), dtype)], axis=1)
 
 
 def operand(

@@ -1,0 +1,61 @@
+"""Steps that the attentions over pages are timed with."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paging.pages import Pages
+from pallas_kernels.timing import random_arrays
+
+
+class Step(NamedTuple):
+    """The work of a step in one layer, by default of Llama 3 8B: chunks of (new tokens, context they end)."""
+
+    name: str
+    chunks: tuple[tuple[int, int], ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all chunks."""
+        return sum(new for new, _ in self.chunks)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all contexts."""
+        return sum(context for _, context in self.chunks)
+
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of a query and a key that it attends to, in one head."""
+        return sum(new * (context - (new - 1) / 2) for new, context in self.chunks)
+
+    @property
+    def _blocks(self) -> list[int]:
+        return [math.ceil(context / self.block_size) for _, context in self.chunks]
+
+    def arrays(self, seed: int) -> tuple[jax.Array, Pages]:
+        """Return random queries [T, H, D] and pages."""
+        pool = sum(self._blocks), self.num_kv_heads, self.block_size, self.head_dim
+        q, k, v = random_arrays(seed, (self.num_tokens, self.num_heads, self.head_dim), pool, pool)
+        return q, Pages(k, v)
+
+    def rows(self, *, min_columns: int = 0) -> dict[str, Any]:
+        """Return the block tables, of pages scattered over the pool, the lengths and the number of rows."""
+        tables = np.zeros((len(self.chunks), max(*self._blocks, min_columns)), np.int32)
+        pages = np.random.default_rng(0).permutation(sum(self._blocks))
+        for table, own in zip(tables, np.split(pages, np.cumsum(self._blocks)[:-1]), strict=True):
+            table[: len(own)] = own
+        lengths = jnp.asarray([context for _, context in self.chunks], jnp.int32)
+        return {"block_tables": jnp.asarray(tables), "seq_lens": lengths}
+
+    def query_rows(self) -> dict[str, Any]:
+        """Return those of several tokens: with where each begins in the queries, and their number."""
+        starts = jnp.asarray(np.cumsum([0, *(new for new, _ in self.chunks)]), jnp.int32)
+        return self.rows() | {"query_starts": starts, "num_rows": jnp.int32(len(self.chunks))}
