@@ -17,13 +17,14 @@ from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.runner import Runner
 from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.engine import engine_of
-from jaxserve.inspect.picture import html_table, size, text_table
+from jaxserve.inspect.picture import html_table, size
 from jaxserve.inspect.roofline import Roofline, Speed
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
 from jaxserve.local_model import LocalModel
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.tables import aligned
 
 NUM_MEASURED = 24
 """Steps that a measurement takes the median of."""
@@ -93,7 +94,7 @@ class ProgramReport:
         return self.compiled.memory_analysis()
 
     def __repr__(self) -> str:
-        return text_table(_PROGRAMS, [self.row()])
+        return aligned([_PROGRAMS, self.row()])
 
     def row(self) -> list[str]:
         """Return the cells of its row in a table."""
@@ -138,9 +139,9 @@ class StepReport:
         return self.programs[0].traced.jaxpr
 
     def __repr__(self) -> str:
-        parts = [self.title, text_table(_PROGRAMS, [program.row() for program in self.programs])]
+        parts = [self.title, aligned([_PROGRAMS, *(program.row() for program in self.programs)])]
         if self.collectives:
-            parts.append(text_table(_COLLECTIVES, self._collective_rows()))
+            parts.append(aligned([_COLLECTIVES, *self._collective_rows()]))
         return "\n\n".join([*parts, "\n".join(self.paths), repr(self.roofline)])
 
     def _repr_html_(self) -> str:
