@@ -14,6 +14,7 @@ from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Program
+from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.execution.runner import Runner
 from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.engine import engine_of
@@ -187,14 +188,7 @@ def step(
     for name, value, limit in limits:
         if not 1 <= value <= limit:
             raise InvalidRequest(f"{name} must be between 1 and {limit}, got {value}", param=name)
-    found = runner.builder.shapes.step_for(
-        num_tokens,
-        is_plain=True,
-        is_decode_only=tokens is None,
-        has_logprobs=False,
-        has_prompt_logprobs=False,
-        has_embeddings=False,
-    )
+    found = runner.builder.shapes.step_for(num_tokens, StepNeeds(is_decode_only=tokens is None))
     what = f"{rows} rows of {context} tokens before it" if tokens is None else f"{tokens} tokens of prompts"
     weight_bytes = _bytes_read(runner.model.params, llm.info, num_tokens)
     return StepReport(
