@@ -5,6 +5,7 @@ objects cross a process border as msgpack. `RequestOutput` is what callers see. 
 running job: the scheduler is its only writer.
 """
 
+import dataclasses
 import enum
 import math
 import time
@@ -143,6 +144,7 @@ NO_BLOCK = -1
 """Entry of a block table whose block has been released."""
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The engine's state of one sequence. Written by the scheduler only (`queue_seconds`: by the engine).
 
@@ -158,64 +160,45 @@ class Request:
     - `slot` is -1 unless RUNNING.
     """
 
-    __slots__ = (
-        "acceptance_rate",
-        "arrival",
-        "block_hashes",
-        "block_tables",
-        "finish_reason",
-        "first_blocks",
-        "keep_at",
-        "kept_at",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_forced",
-        "num_indexed_blocks",
-        "num_judged_drafts",
-        "num_pending",
-        "num_pending_drafts",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "priority",
-        "proposed",
-        "queue_seconds",
-        "request",
-        "request_id",
-        "slot",
-        "status",
-        "takes_drafts",
-        "token_ids",
-    )
+    request: EngineRequest
+    _: dataclasses.KW_ONLY
+    arrival: int  # submission order, which breaks ties in priority
+    num_groups: dataclasses.InitVar[int] = 1
+    takes_drafts: bool = False  # whether its rows may verify drafts
 
-    def __init__(self, request: EngineRequest, *, arrival: int, num_groups: int = 1, takes_drafts: bool = False):
-        self.request = request
-        self.takes_drafts = takes_drafts  # whether its rows may verify drafts
-        self.request_id = request.request_id
-        self.priority = request.priority
-        self.arrival = arrival  # submission order, which breaks ties in priority
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_total_tokens = self.num_prompt_tokens + request.max_tokens
-        self.num_pending = 0
-        self.num_pending_drafts = 0
-        self.proposed: list[int] = []  # drafts of its next row, as far as the host knows
-        self.num_forced = 0  # tokens from the next one on that its grammar leaves no choice of
-        self.acceptance_rate = 0.0
-        self.num_judged_drafts = 0  # those that this rate follows from
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # prompt tokens taken from the prefix cache at first admission
-        self.num_indexed_blocks = 0  # leading blocks that have been offered to the prefix cache
-        self.keep_at: tuple[int, ...] = ()  # numbers of tokens behind which layers' states are kept for others
-        self.kept_at = math.inf  # the last of them, then that of its answer; infinite: it leaves none
-        self.num_preemptions = 0
-        self.queue_seconds: float | None = None  # None until the first admission
-        self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
+    request_id: str = dataclasses.field(init=False)
+    priority: int = dataclasses.field(init=False)
+    token_ids: list[int] = dataclasses.field(init=False)
+    num_prompt_tokens: int = dataclasses.field(init=False)
+    max_total_tokens: int = dataclasses.field(init=False)
+    block_tables: list[list[int]] = dataclasses.field(init=False)
+    first_blocks: list[int] = dataclasses.field(init=False)
+    num_pending: int = 0
+    num_pending_drafts: int = 0
+    proposed: list[int] = dataclasses.field(default_factory=list)  # drafts of its next row, as far as the host knows
+    num_forced: int = 0  # tokens from the next one on that its grammar leaves no choice of
+    acceptance_rate: float = 0.0
+    num_judged_drafts: int = 0  # those that this rate follows from
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first admission
+    num_indexed_blocks: int = 0  # leading blocks that have been offered to the prefix cache
+    keep_at: tuple[int, ...] = ()  # numbers of tokens behind which layers' states are kept for others
+    kept_at: float = math.inf  # the last of them, then that of its answer; infinite: it leaves none
+    num_preemptions: int = 0
+    queue_seconds: float | None = None  # None until the first admission
+    # Chained hashes of the leading full blocks of token_ids, as far as needed.
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    slot: int = -1
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self, num_groups: int) -> None:
+        self.request_id, self.priority = self.request.request_id, self.request.priority
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + self.request.max_tokens
+        self.block_tables = [[] for _ in range(num_groups)]
         self.first_blocks = [0] * num_groups
-        self.block_hashes: list[bytes] = []  # chained hashes of the leading full blocks of token_ids, as far as needed
-        self.slot = -1
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -130,7 +130,9 @@ def add_commands(parser: Parser) -> None:
     add_shape(drafts)
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    loading = add("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _load)
+    loading = add(
+        "load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _printed(load.run)
+    )
     add_flag(loading, "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB")
     dtypes = ("float32", "bfloat16", "float16")
     add_flag(loading, "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
@@ -140,7 +142,9 @@ def add_commands(parser: Parser) -> None:
     add_flag(loading, "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
     first = add(
-        "start", "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs", _start
+        "start",
+        "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs",
+        _printed(start.run),
     )
     add_flag(first, "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
     add_flag(first, "--install", action="store_true", help="install the clone into a new environment before")
@@ -167,6 +171,11 @@ def add_commands(parser: Parser) -> None:
     add_number(reading, "--num-characters", 32000, "characters of each input")
 
     add_serving_commands(add)
+
+
+def _printed(run: Callable[..., str]) -> Callable[[argparse.Namespace], None]:
+    """Return the command that prints what a benchmark reports."""
+    return lambda args: print(run(**given(args, run)))
 
 
 def _add_batches(parser: Parser, *, default: str) -> None:
@@ -278,10 +287,6 @@ def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
     return EngineConfig(**given_config)
 
 
-def _start(args: argparse.Namespace) -> None:
-    print(start.run(**given(args, start.run)))
-
-
 def _server(args: argparse.Namespace) -> None:
     from jaxserve.bench import server_cost  # imported late: it starts a server, which is too heavy for `--help`
 
@@ -301,10 +306,6 @@ def _parsing(args: argparse.Namespace) -> None:
     from jaxserve.bench import parsing_cost  # imported late: the server is too heavy for `--help`
 
     print(parsing_cost.run(**given(args, parsing_cost.run)))
-
-
-def _load(args: argparse.Namespace) -> None:
-    print(load.run(**given(args, load.run)))
 
 
 def _bits_per_byte(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -124,6 +124,32 @@ def complete(
     if failures:
         raise RuntimeError("; ".join(failures))
     return snapshots
+
+
+class Step(NamedTuple):
+    """The time from the tokens of one step to those of the next. A step without tokens counts towards the next."""
+
+    num_tokens: int
+    num_first: int
+    """Number of tokens that are the first of their request, whose prompt was in this step."""
+    seconds: float
+
+
+def timed_steps(client: "EngineClient", jobs: list[Job], *, prefix: str) -> "tuple[list[Step], list[EngineStats]]":
+    """Run these jobs to completion. Return their steps, and the snapshots taken meanwhile."""
+    steps: list[Step] = []
+    known: set[str] = set()
+    before = time.perf_counter()
+
+    def hear(outputs: list[EngineOutput]) -> None:
+        nonlocal before
+        now = time.perf_counter()
+        ids = {output.request_id for output in outputs if output.new_token_ids}
+        steps.append(Step(sum(len(output.new_token_ids) for output in outputs), len(ids - known), now - before))
+        known.update(ids)
+        before = now
+
+    return steps, complete(client, jobs, prefix=prefix, heard=hear)
 
 
 def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[Job]:

@@ -4,15 +4,13 @@ import json
 import pathlib
 import statistics
 import sys
-import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.bench.engine_run import complete
+from jaxserve.bench.engine_run import complete, timed_steps
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.request import EngineOutput
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
@@ -21,15 +19,6 @@ HEADER = (
     *("requests", "output tok/s", "peer's", "x peer", "at once", "preempted"),
     *("steps with first tokens", "of the time", "other steps", "tokens in one", "ms", "floor"),
 )
-
-
-class Step(NamedTuple):
-    """The time from the outputs of one step to those of the next, in seconds."""
-
-    num_tokens: int
-    has_first: bool
-    """True if one of the tokens is the first of its request, whose prompt was in this step."""
-    seconds: float
 
 
 def read_peer(path: pathlib.Path, entry: str | None) -> dict[tuple[int, int], float]:
@@ -81,25 +70,13 @@ def _measure(
     short = BatchShape(num_at_once, setting.input_len, min(setting.output_len, 8))
     complete(client, short.jobs(seed=1, vocab_size=client.info.vocab_size), prefix=f"{setting}-warmup")
     jobs = setting.jobs(seed=0, vocab_size=client.info.vocab_size)
-    steps: list[Step] = []
-    known: set[str] = set()
     num_preempted = client.stats().num_preemptions
-    start = before = time.perf_counter()
-
-    def hear(outputs: list[EngineOutput]) -> None:
-        nonlocal before
-        now = time.perf_counter()
-        ids = {output.request_id for output in outputs if output.new_token_ids}
-        steps.append(Step(sum(len(output.new_token_ids) for output in outputs), not ids <= known, now - before))
-        known.update(ids)
-        before = now
-
-    snapshots = complete(client, jobs, prefix=str(setting), heard=hear)
-    seconds = before - start
+    steps, snapshots = timed_steps(client, jobs, prefix=str(setting))
+    seconds = sum(step.seconds for step in steps)
     speed = setting.batch_size * setting.output_len / seconds
     theirs = peer.get((setting.input_len, setting.output_len))
-    first = [step.seconds for step in steps if step.has_first]
-    other = [step for step in steps if not step.has_first]
+    first = [step.seconds for step in steps if step.num_first]
+    other = [step for step in steps if not step.num_first]
     took = statistics.median(step.seconds for step in other) if other else None
     num_tokens = statistics.median(step.num_tokens for step in other) if other else 0
     context = setting.input_len + setting.output_len / 2

@@ -2,15 +2,13 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from jaxserve.bench.engine_run import complete, traced, warm_up
+from jaxserve.bench.engine_run import Step, timed_steps, traced, warm_up
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
-from jaxserve.request import EngineOutput
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
@@ -19,15 +17,6 @@ STEPS_HEADER = ("tokens", "of them first ones", "steps", "ms a step", "shortest"
 KERNELS_HEADER = ("kernel", "runs", "us a run", "share of the time")
 MAX_KERNELS = 25
 """Maximum number of kernels listed, those that take the most time."""
-
-
-class Step(NamedTuple):
-    """The time from the tokens of one step to those of the next. A step without tokens counts towards the next."""
-
-    num_tokens: int
-    num_first: int
-    """Number of tokens that are the first of their request, whose prompt was in this step."""
-    seconds: float
 
 
 def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Iterator[str]:
@@ -55,20 +44,7 @@ def grouped(steps: Iterable[Step]) -> list[list[Step]]:
 
 def _steps(client: "LocalEngineClient", shape: BatchShape) -> str:
     name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}"
-    jobs = warm_up(client, shape, prefix=name)
-    steps: list[Step] = []
-    known: set[str] = set()
-    before = time.perf_counter()
-
-    def hear(outputs: list[EngineOutput]) -> None:
-        nonlocal before
-        now = time.perf_counter()
-        ids = {output.request_id for output in outputs if output.new_token_ids}
-        steps.append(Step(sum(len(output.new_token_ids) for output in outputs), len(ids - known), now - before))
-        known.update(ids)
-        before = now
-
-    complete(client, jobs, prefix=name, heard=hear)
+    steps, _ = timed_steps(client, warm_up(client, shape, prefix=name), prefix=name)
     title = f"{shape.batch_size} x {shape.input_len} in, {shape.output_len} out: {sum(s.seconds for s in steps):.3f} s"
     return f"{title}\n\n{table(STEPS_HEADER, [_row(group) for group in grouped(steps)])}"
 

@@ -167,9 +167,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
     spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Accepted first, second, ... drafts of a row; empty without speculation."""
     expert_tokens: tuple[int, ...] = ()
     """Tokens that each expert has had, of all layers together; empty if they are not counted."""
-    """Accepted first, second, ... drafts of a row; empty without speculation."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

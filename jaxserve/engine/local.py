@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
@@ -68,14 +69,12 @@ def _after_fork(client: "weakref.ref[LocalEngineClient]", xla_clients: Collectio
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Listener:
     """The subscriber to one request's outputs."""
 
-    __slots__ = ("is_aborted", "sink")
-
-    def __init__(self, sink: OutputSink):
-        self.sink = sink
-        self.is_aborted = False
+    sink: OutputSink
+    is_aborted: bool = False
 
 
 class LocalEngineClient(EngineClient):

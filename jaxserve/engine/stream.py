@@ -5,6 +5,7 @@ arrived for the prompt becomes text, and is passed on at once, without waking a 
 """
 
 import asyncio
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,17 +37,15 @@ millisecond. Those of new tokens accumulate while a prompt waits for its turn; i
 _ALIVE_CHECK_SECONDS = 1.0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Run:
     """Prompts that are awaited together. `ended` is done when all have finished, one has failed, or nobody waits any
     more.
     """
 
-    __slots__ = ("ended", "num_running", "take")
-
-    def __init__(self, take: Take, *, num_prompts: int, ended: asyncio.Future[None]):
-        self.take = take
-        self.num_running = num_prompts
-        self.ended = ended
+    take: Take
+    num_running: int
+    ended: asyncio.Future[None]
 
     def prompt_finished(self) -> None:
         self.num_running -= 1
@@ -58,17 +57,15 @@ class _Run:
             self.ended.set_exception(error)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Prompt:
     """One prompt of a run, and the outputs that wait for its turn."""
 
-    __slots__ = ("group", "has_begun", "index", "pending", "run")
-
-    def __init__(self, index: int, group: RequestGroup, run: _Run):
-        self.index = index
-        self.group = group
-        self.run = run
-        self.pending: list[EngineOutput] = []
-        self.has_begun = False
+    index: int
+    group: RequestGroup
+    run: _Run
+    pending: list[EngineOutput] = dataclasses.field(default_factory=list)
+    has_begun: bool = False
 
 
 class Dispatcher:
@@ -86,7 +83,7 @@ class Dispatcher:
         """Do what `Frontend.run` does."""
         if not groups:
             return
-        run = _Run(take, num_prompts=len(groups), ended=self.loop.create_future())
+        run = _Run(take, num_running=len(groups), ended=self.loop.create_future())
         submitted: list[RequestGroup] = []
         try:
             for index, group in enumerate(groups):

@@ -40,7 +40,7 @@ from jaxserve.execution.programs.memory import memory_of_step
 from jaxserve.execution.programs.model import State
 from jaxserve.execution.programs.mosaic import MosaicKernel, kernels_of
 from jaxserve.execution.programs.readiness import Readiness
-from jaxserve.execution.programs.shapes import Step
+from jaxserve.execution.programs.shapes import PLAIN_DECODE, Step, StepNeeds
 from jaxserve.execution.slots import ADMISSION_ROWS, Masks, pack_admissions, pack_masks, pack_tokens
 from jaxserve.execution.step import CORRUPTED, NOTHING, Drawn
 from jaxserve.layers.peers import allocate_peers
@@ -242,14 +242,7 @@ class Runner:
         before a request needs it. The number of blocks must be set. Raises NotImplementedError.
         """
         shapes = self.builder.shapes
-        decode = shapes.step_for(
-            1,
-            is_plain=True,
-            is_decode_only=True,
-            has_logprobs=False,
-            has_prompt_logprobs=False,
-            has_embeddings=False,
-        )
+        decode = shapes.step_for(1, PLAIN_DECODE)
         for program in (*shapes.largest_step.stages, shapes.largest, *decode.stages, decode.forward):
             if program not in self.steps:
                 self._lower(program)
@@ -428,12 +421,12 @@ class Runner:
         """
         return self.builder.shapes.step_for(
             max(plan.num_tokens, min(plan.padded_tokens, self.model.buckets[-1].num_tokens)),
-            is_plain=not needed & ~Feature.PLAIN,
-            is_decode_only=plan.num_decode_rows == len(plan.rows),
+            StepNeeds.of(
+                needed,
+                has_prompt_logprobs=has_prompt_logprobs,
+                is_decode_only=plan.num_decode_rows == len(plan.rows),
+            ),
             num_columns=1 + max(row.num_drafts for row in plan.rows) if self.model.drafting is not None else 0,
-            has_logprobs=bool(needed & Feature.LOGPROBS),
-            has_prompt_logprobs=has_prompt_logprobs,
-            has_embeddings=bool(needed & Feature.POOLING),
             is_ready=self._is_ready,
         )
 

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.inspect.engine import engine_of
-from jaxserve.inspect.picture import COLORS, Drawing, Picture, html_table, size, text_table
+from jaxserve.inspect.picture import COLORS, Drawing, Picture, html_table, size
 from jaxserve.local_model import LocalModel
+from jaxserve.tables import aligned
 
 _LAYER = re.compile(r"\b(layers|pools)\.(\d+)\b")
 _HEADER = ("array", "shape", "dtype", "spec", "a device", "all devices", "copies")
@@ -163,7 +164,7 @@ class Arrays:
         return found
 
     def __repr__(self) -> str:
-        return f"{self._summary()}\n{text_table(_HEADER, [self._row(group) for group in self.groups])}"
+        return f"{self._summary()}\n{aligned([_HEADER, *map(self._row, self.groups)])}"
 
     def _repr_html_(self) -> str:
         rows = [[*self._row(group), group.draw(width=_SMALL)] for group in self.groups]

@@ -10,6 +10,7 @@ import jax
 
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.execution.programs.kinds import Program
+from jaxserve.execution.programs.shapes import PLAIN_DECODE
 from jaxserve.inspect.engine import engine_of
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
@@ -101,14 +102,7 @@ def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
     ]
     if not times:
         raise InvalidRequest(f"num_tokens is {num_tokens}, of which no step is alike", param="num_tokens")
-    step = runner.builder.shapes.step_for(
-        part,
-        is_plain=True,
-        is_decode_only=True,
-        has_logprobs=False,
-        has_prompt_logprobs=False,
-        has_embeddings=False,
-    )
+    step = runner.builder.shapes.step_for(part, PLAIN_DECODE)
 
     def seconds(programs: Sequence[Program]) -> float:
         start = time.perf_counter()

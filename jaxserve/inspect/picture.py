@@ -80,13 +80,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * scale:.3g} {unit}"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table for people, as aligned text."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str | Picture]], *, title: str = "") -> str:
     """Format a table as HTML, under its title; cells are texts or pictures."""
     above = f"<p>{html.escape(title)}</p>" if title else ""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.gpus import find_gpu
-from jaxserve.inspect.picture import Drawing, Picture, duration, html_table, size, text_table
+from jaxserve.inspect.picture import Drawing, Picture, duration, html_table, size
+from jaxserve.tables import aligned
 
 MAX_BYTES = 2**28
 """Most bytes that a measurement reads: more than caches hold, and less than an engine leaves free on a GPU."""
@@ -119,7 +120,7 @@ class Roofline:
         return drawing.picture()
 
     def __repr__(self) -> str:
-        return f"{self._summary()}\n{text_table(_HEADER, self._rows())}"
+        return f"{self._summary()}\n{aligned([_HEADER, *self._rows()])}"
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), title=self._summary()) + self.draw().svg

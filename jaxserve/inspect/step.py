@@ -14,16 +14,18 @@ from jaxserve.engine.client import EngineInfo
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Program
+from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.execution.runner import Runner
 from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.engine import engine_of
-from jaxserve.inspect.picture import html_table, size, text_table
+from jaxserve.inspect.picture import html_table, size
 from jaxserve.inspect.roofline import Roofline, Speed
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
 from jaxserve.local_model import LocalModel
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.tables import aligned
 
 NUM_MEASURED = 24
 """Steps that a measurement takes the median of."""
@@ -93,7 +95,7 @@ class ProgramReport:
         return self.compiled.memory_analysis()
 
     def __repr__(self) -> str:
-        return text_table(_PROGRAMS, [self.row()])
+        return aligned([_PROGRAMS, self.row()])
 
     def row(self) -> list[str]:
         """Return the cells of its row in a table."""
@@ -138,9 +140,9 @@ class StepReport:
         return self.programs[0].traced.jaxpr
 
     def __repr__(self) -> str:
-        parts = [self.title, text_table(_PROGRAMS, [program.row() for program in self.programs])]
+        parts = [self.title, aligned([_PROGRAMS, *(program.row() for program in self.programs)])]
         if self.collectives:
-            parts.append(text_table(_COLLECTIVES, self._collective_rows()))
+            parts.append(aligned([_COLLECTIVES, *self._collective_rows()]))
         return "\n\n".join([*parts, "\n".join(self.paths), repr(self.roofline)])
 
     def _repr_html_(self) -> str:
@@ -186,14 +188,7 @@ def step(
     for name, value, limit in limits:
         if not 1 <= value <= limit:
             raise InvalidRequest(f"{name} must be between 1 and {limit}, got {value}", param=name)
-    found = runner.builder.shapes.step_for(
-        num_tokens,
-        is_plain=True,
-        is_decode_only=tokens is None,
-        has_logprobs=False,
-        has_prompt_logprobs=False,
-        has_embeddings=False,
-    )
+    found = runner.builder.shapes.step_for(num_tokens, StepNeeds(is_decode_only=tokens is None))
     what = f"{rows} rows of {context} tokens before it" if tokens is None else f"{tokens} tokens of prompts"
     weight_bytes = _bytes_read(runner.model.params, llm.info, num_tokens)
     return StepReport(

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 from jaxserve.engine.engine import Engine
 from jaxserve.inspect.engine import engine_of
-from jaxserve.inspect.picture import Drawing, Picture, text_table
+from jaxserve.inspect.picture import Drawing, Picture
 from jaxserve.local_model import LocalModel
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.tables import aligned
 
 MAX_WAITING = 256
 """Waiting requests that a recording sees."""
@@ -307,7 +308,7 @@ class Timeline:
             ]
             for number, each in enumerate(self.requests)
         ]
-        return f"{len(self.steps)} steps in {self.seconds:.3f} s\n{text_table(header, rows)}"
+        return f"{len(self.steps)} steps in {self.seconds:.3f} s\n{aligned([header, *rows])}"
 
     def _repr_svg_(self) -> str:
         return self.draw().svg

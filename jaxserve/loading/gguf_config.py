@@ -2,7 +2,8 @@
 
 import math
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading import gguf_families, gguf_mixtures
@@ -39,74 +40,6 @@ NOT_SERVED = (
 )
 """Keys of an architecture that change what it computes, and that not every family supports."""
 
-_GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
-SERVED = {
-    "bailingmoe": ("expert_count",),
-    "bailingmoe2": ("expert_count",),
-    "cohere2": ("logit_scale",),
-    "command-r": ("logit_scale",),
-    "deepseek2": ("expert_count",),
-    "dots1": ("expert_count",),
-    "ernie4_5-moe": ("expert_count",),
-    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
-    "gemma3": ("final_logit_softcapping",),
-    "gpt-oss": ("expert_count",),
-    "gemma4": ("expert_count", "final_logit_softcapping"),
-    "glm4moe": ("expert_count",),
-    "granite": _GRANITE,
-    "granitehybrid": ("expert_count", *_GRANITE),
-    "granitemoe": ("expert_count", *_GRANITE),
-    "hunyuan-moe": ("expert_count",),
-    "hy_v3": ("expert_count",),
-    "lfm2moe": ("expert_count",),
-    "llama": ("expert_count",),
-    "llama4": ("expert_count",),
-    "mellum": ("expert_count",),
-    "minimax-m2": ("expert_count",),
-    "mistral3": ("attention.temperature_scale",),
-    "nemotron_h_moe": ("expert_count",),
-    "olmoe": ("expert_count",),
-    "phimoe": ("expert_count",),
-    "qwen2moe": ("expert_count",),
-    "qwen35moe": ("expert_count",),
-    "qwen3moe": ("expert_count",),
-    "qwen3next": ("expert_count",),
-    "qwen3vlmoe": ("expert_count",),
-}
-"""Keys of NOT_SERVED that are supported for some architectures."""
-
-MODEL_TYPES = {
-    "bailingmoe": "bailing_moe",
-    "bailingmoe2": "bailing_moe_v2",
-    "chatglm": "glm",
-    "command-r": "cohere",
-    "ernie4_5-moe": "ernie4_5_moe",
-    "falcon-h1": "falcon_h1",
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "glm4moe": "glm4_moe",
-    "gpt-oss": "gpt_oss",
-    "gptneox": "gpt_neox",
-    "granitehybrid": "granitemoehybrid",
-    "hunyuan-dense": "hunyuan_v1_dense",
-    "hunyuan-moe": "hunyuan_v1_moe",
-    "lfm2moe": "lfm2_moe",
-    "llama4": "llama4_text",
-    "minimax-m2": "minimax_m2",
-    "mistral3": "ministral3",
-    "nemotron_h_moe": "nemotron_h",
-    "phi2": "phi",
-    "qwen2moe": "qwen2_moe",
-    "qwen2vl": "qwen2",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3moe": "qwen3_moe",
-    "qwen3next": "qwen3_next",
-    "qwen3vl": "qwen3",
-    "qwen3vlmoe": "qwen3_moe",
-}
-"""Architectures whose `model_type` has another name."""
-
 
 def load_config(path: str | pathlib.Path) -> dict[str, Any]:
     """Return the fields of a config.json of this model. Raises CheckpointError, naming what is missing or not
@@ -117,18 +50,18 @@ def load_config(path: str | pathlib.Path) -> dict[str, Any]:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{file.path}: unknown architecture {file.architecture!r}; known are {known}")
     check_numbers(file)
+    architecture = ARCHITECTURES[file.architecture]
     for name in NOT_SERVED:
-        if name not in SERVED.get(file.architecture, ()) and get(file, name):
+        if name not in architecture.served and get(file, name):
             raise CheckpointError(f"{file.path}: {file.architecture}.{name} {get(file, name)!r} is not supported")
     if not get(file, "attention.causal", True):
         raise CheckpointError(f"{file.path}: {file.architecture}.attention.causal False is not supported")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError("; ".join([f"{file.path} has no tensor token_embd.weight", *file.problems]))
     vocab_size = file.tensors["token_embd.weight"].shape[0]
-    model_type = MODEL_TYPES.get(file.architecture, file.architecture)
     return (
-        {"model_type": model_type}
-        | ARCHITECTURES[file.architecture](file)
+        {"model_type": architecture.model_type or file.architecture}
+        | architecture.fields(file)
         | {
             "vocab_size": vocab_size,
             "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -345,68 +278,82 @@ def _gpt2_fields(file: GGUFFile, *, inner_default: int | None = None) -> dict[st
     }
 
 
+class Architecture(NamedTuple):
+    """How files of an architecture are read.
+
+    `fields` returns most of the fields of their config.json. `model_type` is the one there, if it is not the
+    architecture's name. `served` are keys of NOT_SERVED that are supported.
+    """
+
+    fields: Callable[[GGUFFile], dict[str, Any]]
+    model_type: str | None = None
+    served: tuple[str, ...] = ()
+
+
+_EXPERTS = ("expert_count",)
+_GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 ARCHITECTURES = {
-    "apertus": gguf_families.apertus_fields,
-    "arcee": without_window,
-    "baichuan": gguf_families.baichuan_fields,
-    "bailingmoe": gguf_mixtures.bailing1_fields,
-    "bailingmoe2": gguf_mixtures.bailing_fields,
-    "bloom": _bloom_fields,
-    "chatglm": _glm_fields,
-    "cohere2": gguf_families.cohere2_fields,
-    "command-r": _cohere_fields,
-    "deepseek2": _deepseek_fields,
-    "dots1": gguf_mixtures.dots_fields,
-    "ernie4_5": _ernie_fields,
-    "ernie4_5-moe": gguf_mixtures.ernie_moe_fields,
-    "exaone4": gguf_families.exaone_fields,
-    "falcon": _falcon_fields,
-    "falcon-h1": gguf_families.falcon_h1_fields,
-    "gemma": without_window,
-    "gemma2": _gemma2_fields,
-    "gemma3": _gemma3_fields,
-    "gemma4": gguf_families.gemma4_fields,
-    "glm4": without_window,
-    "glm4moe": gguf_mixtures.glm_moe_fields,
-    "gpt-oss": _gpt_oss_fields,
-    "gpt2": _gpt2_fields,
-    "gptj": _gptj_fields,
-    "gptneox": _gpt_neox_fields,
-    "granite": gguf_families.granite_fields,
-    "granitehybrid": gguf_families.granite_hybrid_fields,
-    "granitemoe": gguf_families.granite_moe_fields,
-    "hunyuan-dense": gguf_families.hunyuan_fields,
-    "hunyuan-moe": gguf_mixtures.hunyuan_moe_fields,
-    "hy_v3": gguf_mixtures.hy_fields,
-    "lfm2": gguf_families.lfm_fields,
-    "lfm2moe": gguf_families.lfm_fields,
-    "llama": _llama_fields,
-    "llama4": gguf_families.llama4_fields,
-    "mamba2": gguf_families.mamba_fields,
-    "mellum": gguf_mixtures.mellum_fields,
-    "minimax-m2": gguf_mixtures.minimax_fields,
-    "mistral3": gguf_families.ministral_fields,
-    "nemotron_h": gguf_families.nemotron_fields,
-    "nemotron_h_moe": gguf_families.nemotron_fields,
-    "olmo2": gguf_families.olmo_fields,
-    "olmoe": gguf_mixtures.olmoe_fields,
-    "phi2": layer_norm_fields,
-    "phi3": _phi3_fields,
-    "phimoe": _phi_moe_fields,
-    "qwen": gguf_families.qwen1_fields,
-    "qwen2": without_window,
-    "qwen2moe": gguf_mixtures.qwen_moe_fields,
-    "qwen2vl": without_window,
-    "qwen3": without_window,
-    "qwen35": gguf_families.delta_net_fields,
-    "qwen35moe": gguf_families.delta_net_fields,
-    "qwen3moe": gguf_mixtures.qwen_moe_fields,
-    "qwen3next": gguf_families.delta_net_fields,
-    "qwen3vl": without_window,
-    "qwen3vlmoe": gguf_mixtures.qwen_moe_fields,
-    "seed_oss": _seed_oss_fields,
-    "smollm3": without_window,
-    "stablelm": _stablelm_fields,
-    "starcoder2": _starcoder2_fields,
+    "apertus": Architecture(gguf_families.apertus_fields),
+    "arcee": Architecture(without_window),
+    "baichuan": Architecture(gguf_families.baichuan_fields),
+    "bailingmoe": Architecture(gguf_mixtures.bailing1_fields, "bailing_moe", _EXPERTS),
+    "bailingmoe2": Architecture(gguf_mixtures.bailing_fields, "bailing_moe_v2", _EXPERTS),
+    "bloom": Architecture(_bloom_fields),
+    "chatglm": Architecture(_glm_fields, "glm"),
+    "cohere2": Architecture(gguf_families.cohere2_fields, served=("logit_scale",)),
+    "command-r": Architecture(_cohere_fields, "cohere", ("logit_scale",)),
+    "deepseek2": Architecture(_deepseek_fields, served=_EXPERTS),
+    "dots1": Architecture(gguf_mixtures.dots_fields, served=_EXPERTS),
+    "ernie4_5": Architecture(_ernie_fields),
+    "ernie4_5-moe": Architecture(gguf_mixtures.ernie_moe_fields, "ernie4_5_moe", _EXPERTS),
+    "exaone4": Architecture(gguf_families.exaone_fields),
+    "falcon": Architecture(_falcon_fields),
+    "falcon-h1": Architecture(gguf_families.falcon_h1_fields, "falcon_h1"),
+    "gemma": Architecture(without_window),
+    "gemma2": Architecture(_gemma2_fields, served=("attn_logit_softcapping", "final_logit_softcapping")),
+    "gemma3": Architecture(_gemma3_fields, "gemma3_text", ("final_logit_softcapping",)),
+    "gemma4": Architecture(gguf_families.gemma4_fields, "gemma4_text", ("expert_count", "final_logit_softcapping")),
+    "glm4": Architecture(without_window),
+    "glm4moe": Architecture(gguf_mixtures.glm_moe_fields, "glm4_moe", _EXPERTS),
+    "gpt-oss": Architecture(_gpt_oss_fields, "gpt_oss", _EXPERTS),
+    "gpt2": Architecture(_gpt2_fields),
+    "gptj": Architecture(_gptj_fields),
+    "gptneox": Architecture(_gpt_neox_fields, "gpt_neox"),
+    "granite": Architecture(gguf_families.granite_fields, served=_GRANITE),
+    "granitehybrid": Architecture(gguf_families.granite_hybrid_fields, "granitemoehybrid", (*_EXPERTS, *_GRANITE)),
+    "granitemoe": Architecture(gguf_families.granite_moe_fields, served=(*_EXPERTS, *_GRANITE)),
+    "hunyuan-dense": Architecture(gguf_families.hunyuan_fields, "hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture(gguf_mixtures.hunyuan_moe_fields, "hunyuan_v1_moe", _EXPERTS),
+    "hy_v3": Architecture(gguf_mixtures.hy_fields, served=_EXPERTS),
+    "lfm2": Architecture(gguf_families.lfm_fields),
+    "lfm2moe": Architecture(gguf_families.lfm_fields, "lfm2_moe", _EXPERTS),
+    "llama": Architecture(_llama_fields, served=_EXPERTS),
+    "llama4": Architecture(gguf_families.llama4_fields, "llama4_text", _EXPERTS),
+    "mamba2": Architecture(gguf_families.mamba_fields),
+    "mellum": Architecture(gguf_mixtures.mellum_fields, served=_EXPERTS),
+    "minimax-m2": Architecture(gguf_mixtures.minimax_fields, "minimax_m2", _EXPERTS),
+    "mistral3": Architecture(gguf_families.ministral_fields, "ministral3", ("attention.temperature_scale",)),
+    "nemotron_h": Architecture(gguf_families.nemotron_fields),
+    "nemotron_h_moe": Architecture(gguf_families.nemotron_fields, "nemotron_h", _EXPERTS),
+    "olmo2": Architecture(gguf_families.olmo_fields),
+    "olmoe": Architecture(gguf_mixtures.olmoe_fields, served=_EXPERTS),
+    "phi2": Architecture(layer_norm_fields, "phi"),
+    "phi3": Architecture(_phi3_fields),
+    "phimoe": Architecture(_phi_moe_fields, served=_EXPERTS),
+    "qwen": Architecture(gguf_families.qwen1_fields),
+    "qwen2": Architecture(without_window),
+    "qwen2moe": Architecture(gguf_mixtures.qwen_moe_fields, "qwen2_moe", _EXPERTS),
+    "qwen2vl": Architecture(without_window, "qwen2"),
+    "qwen3": Architecture(without_window),
+    "qwen35": Architecture(gguf_families.delta_net_fields, "qwen3_5_text"),
+    "qwen35moe": Architecture(gguf_families.delta_net_fields, "qwen3_5_moe_text", _EXPERTS),
+    "qwen3moe": Architecture(gguf_mixtures.qwen_moe_fields, "qwen3_moe", _EXPERTS),
+    "qwen3next": Architecture(gguf_families.delta_net_fields, "qwen3_next", _EXPERTS),
+    "qwen3vl": Architecture(without_window, "qwen3"),
+    "qwen3vlmoe": Architecture(gguf_mixtures.qwen_moe_fields, "qwen3_moe", _EXPERTS),
+    "seed_oss": Architecture(_seed_oss_fields),
+    "smollm3": Architecture(without_window),
+    "stablelm": Architecture(_stablelm_fields),
+    "starcoder2": Architecture(_starcoder2_fields),
 }
-"""The reader of each architecture's fields, by llama.cpp's names; a Mistral is a llama."""
+"""All that are supported, by llama.cpp's names; a Mistral is a llama."""

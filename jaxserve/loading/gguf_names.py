@@ -1,167 +1,31 @@
-"""llama.cpp's names of tensors, by their names in Hugging Face checkpoints. No jax."""
+"""llama.cpp's names of tensors, by their names in Hugging Face checkpoints: the `gguf` package knows those of most
+modules. No jax.
+"""
 
+import functools
 import re
 
-WHOLE = {
-    "model.embed_tokens": "token_embd",
-    "model.word_embeddings": "token_embd",
-    "backbone.embeddings": "token_embd",
-    "transformer.wte": "token_embd",
-    "transformer.word_embeddings": "token_embd",
-    "gpt_neox.embed_in": "token_embd",
-    "transformer.word_embeddings_layernorm": "token_embd_norm",
-    "transformer.wpe": "position_embd",
-    "model.norm": "output_norm",
-    "model.final_layernorm": "output_norm",
-    "model.embedding_norm": "token_embd_norm",
-    "backbone.norm_f": "output_norm",
-    "transformer.ln_f": "output_norm",
-    "gpt_neox.final_layer_norm": "output_norm",
-    "lm_head": "output",
-    "embed_out": "output",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-}
-"""Modules outside of layers."""
+from gguf import MODEL_ARCH_NAMES, TENSOR_NAMES, TensorNameMap, get_tensor_name_map
 
-NORMS = {
-    "input_layernorm": "attn_norm",
-    "operator_norm": "attn_norm",
-    "attention_layernorm": "attn_norm",
-    "norm": "attn_norm",
-    "ln_1": "attn_norm",
-    "ln_mlp": "attn_norm",
-    "ln_attn": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm",
-    "feedforward_layernorm": "ffn_norm",
+NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
+"""Architectures that the package does not have, and others with the same names."""
+
+OF_LAYERS = {
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.experts.up_proj": "ffn_up_exps",
     "pre_ff_layernorm": "ffn_norm",
-    "ffn_norm": "ffn_norm",
-    "ln_2": "ffn_norm",
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "layer_scalar": "layer_output_scale",
-}
-"""Modules of a layer outside of its blocks."""
-
-SANDWICH_NORMS = NORMS | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-}
-"""Those of architectures with norms on both sides of a block, or after it."""
-
-SANDWICHES = (
-    *("exaone4", "gemma2", "gemma3", "gemma4", "glm4moe", "gpt-oss", "olmo2"),
-    *("qwen35", "qwen35moe", "qwen3next", "seed_oss"),
-)
-"""Architectures that have some of these names; in some of them the norms are before blocks all the same."""
-
-ATTENTION_BLOCKS = ("attention", "attn", "mixer", "self_attention", "self_attn")
-ATTENTION = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "qkv_proj": "attn_qkv",
-    "W_pack": "attn_qkv",
-    "c_attn": "attn_qkv",
-    "query_key_value": "attn_qkv",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "q_layernorm": "attn_q_norm",
-    "k_layernorm": "attn_k_norm",
-    "query_layernorm": "attn_q_norm",
-    "key_layernorm": "attn_k_norm",
-    "o_proj": "attn_output",
-    "out_proj": "attn_output",
-    "c_proj": "attn_output",
-    "dense": "attn_output",
-    "q_a_proj": "attn_q_a",
-    "q_a_layernorm": "attn_q_a_norm",
-    "q_b_proj": "attn_q_b",
-    "kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "kv_a_layernorm": "attn_kv_a_norm",
-    "kv_b_proj": "attn_kv_b",
-    "k_b_proj": "attn_k_b",
-    "v_b_proj": "attn_v_b",
-    "sinks": "attn_sinks",
-}
-"""Modules of blocks that attend."""
-
-STATE_BLOCKS = ("linear_attn", "mamba", "mixer")
-STATES = {
-    "in_proj": "ssm_in",
-    "in_proj_qkvz": "ssm_in",
-    "in_proj_qkv": "attn_qkv",
-    "in_proj_z": "attn_gate",
-    "in_proj_ba": "ssm_ba",
-    "in_proj_b": "ssm_beta",
-    "in_proj_a": "ssm_alpha",
-    "conv1d": "ssm_conv1d",
-    "dt": "ssm_dt",
-    "A_log": "ssm_a",
-    "D": "ssm_d",
-    "norm": "ssm_norm",
-    "out_proj": "ssm_out",
-}
-"""Modules of blocks with a state."""
-
-FEED_FORWARD = {
-    "gate_proj": "ffn_gate",
-    "w1": "ffn_gate",
-    "up_proj": "ffn_up",
-    "gate_up_proj": "ffn_up",
-    "w3": "ffn_up",
-    "c_fc": "ffn_up",
-    "fc1": "ffn_up",
-    "fc_in": "ffn_up",
-    "dense_h_to_4h": "ffn_up",
-    "down_proj": "ffn_down",
-    "output_linear": "ffn_down",
-    "w2": "ffn_down",
-    "c_proj": "ffn_down",
-    "fc2": "ffn_down",
-    "fc_out": "ffn_down",
-    "dense_4h_to_h": "ffn_down",
-    "gate": "ffn_gate_inp",
-    "gate.wg": "ffn_gate_inp",
-    "router": "ffn_gate_inp",
-    "router.gate": "ffn_gate_inp",
-    "router.layer": "ffn_gate_inp",
-    "router.proj": "ffn_gate_inp",
-    "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
-    "shared_expert_gate": "ffn_gate_inp_shexp",
-    "gate.e_score_correction": "exp_probs_b",
-    "gate.expert_bias": "exp_probs_b",
-    "e_score_correction": "exp_probs_b",
-    "expert_bias": "exp_probs_b",
-    "moe_statics.e_score_correction": "exp_probs_b",
-    "fc1_latent_proj": "ffn_latent_down",
-    "fc2_latent_proj": "ffn_latent_up",
+    "router.scale": "ffn_gate_inp.scale",
+    "self_attn.W_pack": "attn_qkv",
 }
-"""Modules of feed-forwards, and of experts in them."""
-
-OTHERS = {
-    "block_sparse_moe.output_linear": "ffn_down_exps",
-    "mlp.w1": "ffn_up",  # of Qwen 1, whose w2 is its gate
-    "mlp.w2": "ffn_gate",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-}
-"""Modules of single families."""
+"""Modules of layers for which the package has no name: llama.cpp's converter names them, or joins and splits them."""
 
 LEAVES = {
     "A_log": "A_log.",
     "D": "D.",
-    "dt_bias": "dt.bias",
+    "dt_bias": "dt_proj.bias",
     "e_score_correction_bias": "e_score_correction.bias",
     "expert_bias": "expert_bias.bias",
     "layer_scalar": "layer_scalar.weight",
@@ -171,11 +35,8 @@ LEAVES = {
 }
 """Tensors without a leaf in the checkpoint, and their leaf in the file, which may be none."""
 
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h|gpt_neox\.layers|backbone\.layers)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*(?:layers|\bh)\.)(\d+)\.(.+)")
 _STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
-_EXPERTS = re.compile(
-    r"(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.)?(?:(experts|shared_experts?|shared_mlp)\.)?(.+)"
-)
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -191,8 +52,7 @@ def stored_name(name: str, architecture: str) -> tuple[str, int | None]:
     module, _, leaf = name.rpartition(".")
     if leaf in LEAVES:
         module, _, leaf = f"{module}.{LEAVES[leaf]}".rpartition(".")
-    layer = _LAYER.fullmatch(module)
-    stored = f"blk.{layer[1]}.{_of_layer(layer[2], architecture)}" if layer else WHOLE[module]
+    stored = _stored_module(module, architecture)
     if (architecture == "falcon-h1" and stored.endswith("ffn_norm")) or (
         architecture == "hy_v3" and stored.endswith("exp_probs_b")
     ):
@@ -200,16 +60,34 @@ def stored_name(name: str, architecture: str) -> tuple[str, int | None]:
     return f"{stored}.{leaf}".removesuffix("."), index
 
 
-def _of_layer(module: str, architecture: str) -> str:
-    norms = SANDWICH_NORMS if architecture in SANDWICHES else NORMS
-    if stored := norms.get(module) or OTHERS.get(module):
-        return stored
-    block, _, part = module.partition(".")
-    if block in STATE_BLOCKS and part in STATES:
-        return STATES[part]
-    if block in ATTENTION_BLOCKS and part in ATTENTION:
-        return ATTENTION[part]
-    if not (found := _EXPERTS.fullmatch(module)):
-        raise KeyError(module)
-    suffix = {None: "", "experts": "_exps"}.get(found[1], "_shexp")
-    return FEED_FORWARD[found[2]] + suffix
+def _stored_module(module: str, architecture: str) -> str:
+    if (layer := _LAYER.fullmatch(module)) is None:
+        return _known_name(module, architecture)
+    before, number, rest = layer.groups()
+    own = OF_LAYERS.get(rest)
+    return f"blk.{number}.{own or _known_name(f'{before}0.{rest}', architecture).removeprefix('blk.0.')}"
+
+
+def _known_name(module: str, architecture: str) -> str:
+    """Return the package's name of a module, some of which it knows without the first part. Raises KeyError."""
+    without_root = module.partition(".")[2]
+    for names in (_names_of(architecture), _all_names()):
+        if found := names.get(module) or names.get(without_root):
+            return found
+    raise KeyError(module)
+
+
+@functools.cache
+def _names_of(architecture: str) -> dict[str, str]:
+    """Return an architecture's names of the modules outside of layers, and of those of a first layer."""
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    found = get_tensor_name_map(kinds[NAMED_LIKE.get(architecture, architecture)], n_blocks=1)
+    return {module: name for module, (_, name) in found.mapping.items()}
+
+
+@functools.cache
+def _all_names() -> dict[str, str]:
+    """Return the names that modules have in any architecture; of several the package's first one."""
+    modules = TensorNameMap.mappings_cfg | TensorNameMap.block_mappings_cfg
+    names = [(each, TENSOR_NAMES[kind]) for kind, some in modules.items() for each in some]
+    return {module.format(bid=0): name.format(bid=0) for module, name in reversed(names)}

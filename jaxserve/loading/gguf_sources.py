@@ -24,19 +24,8 @@ GAINS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next
 """Architectures whose files have the gains of norms with the 1 added; norms of states have no 1 in the checkpoint."""
 
 PAIRS_OF_ROWS = (
-    *(
-        "arcee",
-        "baichuan",
-        "bailingmoe",
-        "granite",
-        "granitehybrid",
-        "granitemoe",
-        "llama",
-        "mistral3",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "smollm3",
-    ),
+    *("arcee", "baichuan", "bailingmoe", "granite", "granitehybrid", "granitemoe", "llama", "mistral3"),
+    *("nemotron_h", "nemotron_h_moe", "smollm3"),
 )
 """Architectures whose rows of q and k are reordered for rotations of neighbours."""
 

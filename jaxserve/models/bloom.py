@@ -17,6 +17,7 @@ from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 NAMES = Names(
     embed="transformer.word_embeddings",
@@ -51,19 +52,17 @@ def _read(fields: dict[str, Any]) -> Config:
     if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
         # This mode leaves out biases that the checkpoint has.
         raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
-    hidden_size, num_heads = hf_config.integer(fields, "hidden_size"), hf_config.integer(fields, "n_head")
-    return Config(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
+    num_heads = hf_config.integer(fields, "n_head")
+    return read_config(
+        Config,
+        fields,
+        intermediate_size=4 * hf_config.integer(fields, "hidden_size"),
         num_layers=hf_config.integer(fields, "n_layer"),
         num_heads=num_heads,
         head_dim=hf_config.quotient(fields, "hidden_size", "n_head"),
         max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation="gelu_new",
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-        apply_residual_connection_post_layernorm=hf_config.flag(fields, "apply_residual_connection_post_layernorm"),
         alibi_slopes=alibi_slopes(num_heads),
     )
 

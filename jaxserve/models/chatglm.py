@@ -32,15 +32,7 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
         hf_config.require(fields, name, value)
     if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
         raise CheckpointError("config.json: multi_query_attention must be true")
-    num_heads, num_kv_heads, head_dim, context = (
-        hf_config.integer(fields, name)
-        for name in ("num_attention_heads", "multi_query_group_num", "kv_channels", "seq_length")
-    )
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads ({num_heads}) is not a multiple of multi_query_group_num "
-            f"({num_kv_heads})"
-        )
+    head_dim, context = (hf_config.integer(fields, name) for name in ("kv_channels", "seq_length"))
     _require_known_rotation(fields)
     theta = 10000.0 * hf_config.number(fields, "rope_ratio")
     rope = {"rope_theta": theta, "max_position_embeddings": context}
@@ -51,7 +43,7 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
         vocab_size=hf_config.integer(fields, "padded_vocab_size"),
         intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
         num_layers=hf_config.integer(fields, "num_layers"),
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=hf_config.num_kv_heads(fields, "multi_query_group_num"),
         head_dim=head_dim,
         max_position_embeddings=context,
         norm_eps=hf_config.number(fields, "layernorm_epsilon"),

@@ -16,9 +16,9 @@ from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.rope import Rope, YarnScaling
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048, "first_k_dense_replace": 0,
@@ -55,37 +55,25 @@ class Config:
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return Config(
-        **common(fields),
-        mlp_bias=hf_config.flag(fields, "mlp_bias"),
-        is_interleaved=True,
-        sparse_layers=hf_config.sparse_layers_after_dense(fields),
-        routing=_routing(fields),
+    return read(
+        fields, is_interleaved=True, sparse_layers=hf_config.sparse_layers_after_dense(fields), routing=_routing(fields)
     )
 
 
-def common(fields: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields that V3 has in common with V2."""
+def read(fields: dict[str, Any], **own: Any) -> Config:
+    """Read the Config of V2 or of one of its relatives, which read `own`."""
     heads = hf_config.latent_heads(fields)
     rope = hf_rope.rope(fields, size=heads.rotated_size)
     if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling):  # transformers sharpens any of them
         hf_config.require(hf_rope.rope_object(fields), "mscale_all_dim", 0)
-    expert_size = hf_config.integer(fields, "moe_intermediate_size")
-    return {
-        "vocab_size": hf_config.integer(fields, "vocab_size"),
-        "hidden_size": hf_config.integer(fields, "hidden_size"),
-        "intermediate_size": hf_config.integer(fields, "intermediate_size"),
-        "num_layers": hf_config.integer(fields, "num_hidden_layers"),
-        "latent_heads": heads,
-        "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
-        "norm_eps": hf_config.number(fields, "rms_norm_eps"),
-        "activation": hf_config.activation(fields),
-        "tie_word_embeddings": hf_config.flag(fields, "tie_word_embeddings"),
-        "attention_bias": hf_config.flag(fields, "attention_bias"),
-        "expert_size": expert_size,
-        "shared_expert_size": expert_size * hf_config.integer(fields, "n_shared_experts", 0, minimum=0),
-        "rope": rope,
-    }
+    return read_config(
+        Config,
+        fields,
+        latent_heads=heads,
+        shared_expert_size=mixture.shared_size(fields, "n_shared_experts", 0, minimum=0),
+        rope=rope,
+        **own,
+    )
 
 
 def _routing(fields: dict[str, Any]) -> Routing:

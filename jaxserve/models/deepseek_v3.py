@@ -22,8 +22,8 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
-    return deepseek_v2.Config(
-        **deepseek_v2.common(fields),
+    return deepseek_v2.read(
+        fields,
         mlp_bias=False,
         is_interleaved=hf_config.flag(fields, "rope_interleave"),
         sparse_layers=hf_config.sparse_layers_after_dense(fields),

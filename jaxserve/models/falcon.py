@@ -18,6 +18,7 @@ from jaxserve.layers.layer import ONE_NORM, PRE_NORMS, Arrangement, Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
@@ -52,19 +53,14 @@ def _read(fields: dict[str, Any]) -> Config:
     is_new = hf_config.flag(fields, "new_decoder_architecture")
     is_parallel = is_new or hf_config.flag(fields, "parallel_attn")
     has_alibi = hf_config.flag(fields, "alibi")
-    return Config(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
-        hidden_size=hidden_size,
+    return read_config(
+        Config,
+        fields,
         intermediate_size=hf_config.integer(fields, "ffn_hidden_size", 4 * hidden_size),
-        num_layers=hf_config.integer(fields, "num_hidden_layers"),
-        num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
         head_dim=head_dim,
-        max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation=hf_config.activation(fields, "activation"),
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
-        bias=hf_config.flag(fields, "bias"),
         use_parallel_residual=is_parallel,
         num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
         rope=None if has_alibi else hf_rope.rope(fields, size=head_dim),
@@ -76,12 +72,7 @@ def _num_kv_heads(fields: dict[str, Any], num_heads: int, *, is_new: bool) -> in
     """Read the number of KV heads, which only the new architecture can choose; otherwise the field is ignored."""
     if not is_new:
         return 1 if hf_config.flag(fields, "multi_query") else num_heads
-    num_kv_heads = hf_config.integer(fields, "num_kv_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_kv_heads ({num_kv_heads})"
-        )
-    return num_kv_heads
+    return hf_config.num_kv_heads(fields, "num_kv_heads")
 
 
 def _num_block_norms(fields: dict[str, Any], *, is_new: bool) -> int:

@@ -15,6 +15,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
@@ -46,8 +47,9 @@ def _read(fields: dict[str, Any]) -> Config:
     head_dim = hf_config.quotient(fields, "n_embd", "n_head")
     scale = head_dim**-0.5 if hf_config.flag(fields, "scale_attn_weights") else 1.0
     by_layer = hf_config.flag(fields, "scale_attn_by_inverse_layer_idx")
-    return Config(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
+    return read_config(
+        Config,
+        fields,
         hidden_size=hidden_size,
         intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
         num_layers=num_layers,
@@ -56,7 +58,6 @@ def _read(fields: dict[str, Any]) -> Config:
         max_position_embeddings=hf_config.integer(fields, "n_positions"),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation=hf_config.activation(fields, "activation_function"),
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
         attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
     )
 

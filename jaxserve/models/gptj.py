@@ -10,6 +10,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gpt2, hf_config, phi
 from jaxserve.models.family import Family
+from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64,
@@ -25,8 +26,9 @@ def _read(fields: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError(
             f"config.json: rotary_dim must be even and at most n_embd / n_head ({head_dim}), got {rotary_dim}"
         )
-    return DecoderConfig(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
+    return read_config(
+        DecoderConfig,
+        fields,
         hidden_size=hidden_size,
         intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
         num_layers=hf_config.integer(fields, "n_layer"),
@@ -36,7 +38,6 @@ def _read(fields: dict[str, Any]) -> DecoderConfig:
         max_position_embeddings=hf_config.integer(fields, "n_positions"),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation=hf_config.activation(fields, "activation_function"),
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
         rope=Rope(head_dim=rotary_dim, theta=10000.0),
     )
 

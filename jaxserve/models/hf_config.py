@@ -13,15 +13,8 @@ Fields = dict[str, Any]
 
 NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
-    *(
-        "attention_chunk_size",
-        "mamba_d_ssm",
-        "mamba_norm_before_gate",
-        "norm_topk_prob",
-        "q_lora_rank",
-        "rope_interleave",
-        "sliding_window",
-    ),
+    *("attention_chunk_size", "mamba_d_ssm", "mamba_norm_before_gate", "norm_topk_prob", "q_lora_rank"),
+    *("rope_interleave", "sliding_window"),
 }
 """Fields in which null is a value: the feature is absent, a flag is false, or the value follows from others."""
 
@@ -107,16 +100,14 @@ def require(fields: Fields, name: str, value: Any) -> None:
         raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
-def num_kv_heads(fields: Fields) -> int:
-    """Read `num_key_value_heads`, by default one per query head. Raises CheckpointError unless it divides the query
+def num_kv_heads(fields: Fields, name: str = "num_key_value_heads") -> int:
+    """Read the number of KV heads, by default one per query head. Raises CheckpointError unless it divides the query
     heads.
     """
     num_heads = integer(fields, "num_attention_heads")
-    num_kv = integer(fields, "num_key_value_heads", num_heads)
+    num_kv = integer(fields, name, num_heads)
     if num_heads % num_kv:
-        raise CheckpointError(
-            f"config.json: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv})"
-        )
+        raise CheckpointError(f"config.json: num_attention_heads ({num_heads}) is not a multiple of {name} ({num_kv})")
     return num_kv
 
 
@@ -250,17 +241,10 @@ def sparse_layers_by_type(fields: Fields, first: int = 1) -> tuple[bool, ...]:
     """Return which layers have experts, from `mlp_layer_types`; by default all but the first ones, whose number is
     `first_k_dense_replace` or `first`. Raises CheckpointError if the two contradict each other.
     """
-    num_layers, kinds = integer(fields, "num_hidden_layers"), fields.get("mlp_layer_types")
     first = integer(fields, "first_k_dense_replace", first, minimum=0)
-    if kinds is None:
-        return tuple(index >= first for index in range(num_layers))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not all(kind in ("dense", "sparse") for kind in kinds)
-    ):
-        raise CheckpointError(f"config.json: mlp_layer_types must name dense or sparse for each of {num_layers} layers")
-    is_sparse = tuple(kind == "sparse" for kind in kinds)
+    if fields.get("mlp_layer_types") is None:
+        return tuple(index >= first for index in range(integer(fields, "num_hidden_layers")))
+    is_sparse = tuple(kind == "sparse" for kind in layer_kinds(fields, ("dense", "sparse"), (), name="mlp_layer_types"))
     contradicts = any(is_sparse[:first]) or not all(is_sparse[first:])
     if fields.get("first_k_dense_replace") is not None and contradicts:
         raise CheckpointError(f"config.json: first_k_dense_replace {first} contradicts mlp_layer_types")

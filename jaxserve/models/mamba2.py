@@ -12,7 +12,7 @@ from jaxserve.layers.norm import Norm
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = {
     "num_heads": 128, "head_dim": 64, "vocab_size": 32768, "hidden_size": 4096, "state_size": 128,
@@ -42,12 +42,10 @@ class Config:
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    config = Config(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
-        hidden_size=hf_config.integer(fields, "hidden_size"),
-        num_layers=hf_config.integer(fields, "num_hidden_layers"),
+    config = read_config(
+        Config,
+        fields,
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
         mixer=mixer(fields, OWN_NAMES, eps="layer_norm_epsilon"),
     )
     inner = hf_config.integer(fields, "expand") * config.hidden_size

@@ -16,6 +16,7 @@ from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family, logits
+from jaxserve.models.reading import read_config
 
 FIRST_POSITION = 2
 """Row of the position table for a text's first token."""
@@ -41,23 +42,18 @@ class Config(UnrotatedConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hidden_size, num_heads = (hf_config.integer(fields, name) for name in ("hidden_size", "num_attention_heads"))
+    hidden_size = hf_config.integer(fields, "hidden_size")
     norm_before = hf_config.flag(fields, "do_layer_norm_before")
     final_norm_removed = hf_config.flag(fields, "_remove_final_layer_norm")
-    return Config(
-        vocab_size=hf_config.integer(fields, "vocab_size"),
-        hidden_size=hidden_size,
+    return read_config(
+        Config,
+        fields,
         word_embed_proj_dim=hf_config.integer(fields, "word_embed_proj_dim", hidden_size),
         intermediate_size=hf_config.integer(fields, "ffn_dim"),
-        num_layers=hf_config.integer(fields, "num_hidden_layers"),
-        num_heads=num_heads,
         head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
-        max_position_embeddings=hf_config.integer(fields, "max_position_embeddings"),
         norm_eps=NORM_EPS,
         activation=hf_config.activation(fields, "activation_function"),
-        tie_word_embeddings=hf_config.flag(fields, "tie_word_embeddings"),
         bias=hf_config.flag(fields, "enable_bias"),
-        do_layer_norm_before=norm_before,
         has_final_norm=norm_before and not final_norm_removed,
         has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine"),
     )

@@ -19,6 +19,7 @@ from jaxserve.engine.sizing import GPU_MEMORY_RESERVE, Sizing
 from jaxserve.engine.startup import count_blocks, fit_context, make_plan, size
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.memory import memory_of, memory_of_step
+from jaxserve.execution.programs.shapes import PLAIN_DECODE
 from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import shard_bytes
 from jaxserve.planning.absent import absent_devices, usable_memory
@@ -211,14 +212,7 @@ def sizes_of(engine: Absent, *, compiled: Sequence[Program] = (), progress: Call
 
 def decode_program(engine: Absent, num_rows: int) -> Program:
     """Return the program that runs a decode step of so many rows that need nothing special."""
-    return engine.plan.builder.shapes.step_for(
-        num_rows,
-        is_plain=True,
-        is_decode_only=True,
-        has_logprobs=False,
-        has_prompt_logprobs=False,
-        has_embeddings=False,
-    ).forward
+    return engine.plan.builder.shapes.step_for(num_rows, PLAIN_DECODE).forward
 
 
 def compile_program(engine: Absent, program: Program) -> DevicelessExecutable:

@@ -13,6 +13,7 @@ from jaxserve.bench.shapes import LLAMA_3_8B
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kind import Kind
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
+from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU, StepSpec
 from jaxserve.layers.sharding import with_explicit_axes
 from jaxserve.loading.huggingface import load_config
@@ -103,8 +104,8 @@ def test_how_prompts_are_launched(fields, num_devices, num_tokens, is_decode_onl
     spec = make_spec(model | fields)
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
     builder = StepBuilder(spec, with_explicit_axes(mesh))
-    more = {"has_logprobs": True, "has_prompt_logprobs": False, "has_embeddings": False}
-    step = builder.shapes.step_for(num_tokens, is_plain=False, is_decode_only=is_decode_only, **more)
+    needs = StepNeeds(is_plain=False, is_decode_only=is_decode_only, has_logprobs=True)
+    step = builder.shapes.step_for(num_tokens, needs)
     assert step.forward.bucket.num_tokens == num_tokens
     assert tuple(program and type(program) for program in (step.forward, step.finish)) == expected
 

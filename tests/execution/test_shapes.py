@@ -19,9 +19,7 @@ from jaxserve.execution.programs.kinds import (
     PromptLogprobs,
 )
 from jaxserve.execution.programs.lowering import MAX_WORKERS
-from jaxserve.execution.programs.shapes import MAX_TOKENS_IN_PROGRAMS, Step, StepShapes
-
-NEEDS = ("is_plain", "is_decode_only", "has_logprobs", "has_prompt_logprobs", "has_embeddings")
+from jaxserve.execution.programs.shapes import MAX_TOKENS_IN_PROGRAMS, Step, StepNeeds, StepShapes
 
 
 def make_shapes(budget, max_num_seqs, *, has_lean_programs=True):
@@ -38,7 +36,7 @@ def plans(shapes, budget):
     """Return numbers of tokens, each with what its rows may need: all that differ in which sizes hold them."""
     sizes = {program.size for program in shapes.programs}
     numbers = {1, budget} | {size + more for size in sizes for more in (0, 1) if 0 < size + more <= budget}
-    needs = [dict(zip(NEEDS, values, strict=True)) for values in itertools.product((False, True), repeat=len(NEEDS))]
+    needs = itertools.starmap(StepNeeds, itertools.product((False, True), repeat=len(StepNeeds._fields)))
     return itertools.product(sorted(numbers), needs)
 
 
@@ -51,10 +49,10 @@ def test_both_programs_of_a_prompt_are_compiled_and_used_together(budget):
     assert sorted(map(str, in_order)) == sorted(map(str, shapes.programs))
     first = {program for phase in phases if phase.is_first for program in phase.programs}
     for num_tokens in (1, 17, budget):
-        needs = dict.fromkeys(NEEDS, False)
+        needs = StepNeeds(is_plain=False)
         small, ready = (
-            shapes.step_for(num_tokens, **needs),
-            shapes.step_for(num_tokens, **needs, is_ready=first.__contains__),
+            shapes.step_for(num_tokens, needs),
+            shapes.step_for(num_tokens, needs, is_ready=first.__contains__),
         )
         for step in (small, ready):
             is_short = step.forward.bucket.num_tokens <= MAX_TOKENS_IN_PROGRAMS
@@ -111,8 +109,7 @@ def test_finer_sizes_add_no_program_for_what_few_rows_need(max_num_seqs, decode,
     [(137, True, 192), (137, False, 256), (600, False, 768), (4164, False, 5120), (7200, False, 8192)],
 )
 def test_a_step_has_little_padding(num_tokens, is_decode_only, expected):
-    nothing = {"has_logprobs": False, "has_prompt_logprobs": False, "has_embeddings": False}
-    step = make_shapes(8192, 256).step_for(num_tokens, is_plain=True, is_decode_only=is_decode_only, **nothing)
+    step = make_shapes(8192, 256).step_for(num_tokens, StepNeeds(is_decode_only=is_decode_only))
     assert step.forward.bucket.num_tokens == expected
 
 
@@ -139,12 +136,11 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
     assert programs == {program for program in in_order if not (isinstance(program, Draw) and program.is_plain)}
     assert programs > set(plain.programs) | {AdmitTokens()}
     used = set()
-    nothing = {"has_prompt_logprobs": False, "has_embeddings": False}
     for num_columns, most in ((2, 64), (3, 64), (4, 4), (5, 4)):
         for num_rows in range(1, min(most, max_num_seqs, budget // num_columns) + 1):
             for is_plain, has_logprobs in ((True, False), (False, False), (False, True)):
-                needs = {"is_plain": is_plain, "is_decode_only": True, "has_logprobs": has_logprobs, **nothing}
-                step = shapes.step_for(num_rows, num_columns=num_columns, **needs)
+                needs = StepNeeds(is_plain=is_plain, is_decode_only=True, has_logprobs=has_logprobs)
+                step = shapes.step_for(num_rows, needs, num_columns=num_columns)
                 bucket = step.forward.bucket
                 if bucket.num_columns:
                     assert bucket.num_columns >= num_columns
@@ -157,9 +153,9 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
                     assert num_rows * num_columns > budget // 2
                 assert step.draw is None or step.draw.num_columns == bucket.num_columns
                 before = shapes.step_for(
-                    num_rows, num_columns=num_columns, **needs, is_ready=set(plain.programs).__contains__
+                    num_rows, needs, num_columns=num_columns, is_ready=set(plain.programs).__contains__
                 )
-                assert before == plain.step_for(num_rows, **needs)
+                assert before == plain.step_for(num_rows, needs)
     assert used == programs - set(plain.programs) - {AdmitTokens()}
 
 
@@ -170,8 +166,7 @@ def test_one_forward_a_bucket_and_one_draw_a_number_of_rows_on_a_cpu():
         Draw(num_rows, has_logprobs=True) for num_rows in (64, 32, 16, 4, 1)
     ]
     for values in itertools.product((False, True), repeat=3):
-        needs = dict(zip(NEEDS, values, strict=False))
-        step = shapes.step_for(3, **needs, has_prompt_logprobs=False, has_embeddings=False)
+        step = shapes.step_for(3, StepNeeds(*values))
         bucket = shapes.programs[6].bucket
         assert bucket.num_tokens == 4
         assert step == Step(Forward(bucket, is_decode_only=False), draw=Draw(4, has_logprobs=True))
@@ -193,9 +188,9 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
     assert shapes.largest.bucket.num_tokens == budget
     programs = frozenset(unused)
     for num_tokens, needs in plans(shapes, budget):
-        if needs["is_plain"] and (needs["has_logprobs"] or needs["has_embeddings"]):
+        if needs.is_plain and (needs.has_logprobs or needs.has_embeddings):
             continue  # rows that need more are not plain
-        step = shapes.step_for(num_tokens, **needs)
+        step = shapes.step_for(num_tokens, needs)
         used = set(step.programs)
         assert used <= programs
         unused -= used
@@ -205,19 +200,19 @@ def test_every_plan_has_a_step(budget, max_num_seqs, has_lean_programs):
         assert bucket.num_rows >= min(num_tokens, max_num_seqs)
         if step.draw is None:
             assert isinstance(step.forward, PlainDecode)
-            assert needs["is_plain"]
+            assert needs.is_plain
         else:
             assert step.draw.num_rows == bucket.num_rows
-            assert step.draw.has_logprobs >= needs["has_logprobs"]
+            assert step.draw.has_logprobs >= needs.has_logprobs
         if isinstance(step.forward, PlainDecode) or step.forward.is_decode_only:
-            assert needs["is_decode_only"]
+            assert needs.is_decode_only
             assert bucket.num_rows == bucket.num_tokens
-        if needs["has_prompt_logprobs"]:
+        if needs.has_prompt_logprobs:
             assert step.prompt_logprobs == PromptLogprobs(bucket)
             assert not step.forward.is_decode_only
         else:
             assert step.prompt_logprobs is None
-        if needs["has_embeddings"]:
+        if needs.has_embeddings:
             assert step.embed == Embed(bucket)
             assert not step.forward.is_decode_only
         else:
@@ -241,14 +236,14 @@ def test_every_plan_has_a_step_among_the_first_programs(budget, max_num_seqs, ha
     assert [phase.is_first for phase in order] == sorted((phase.is_first for phase in order), reverse=True)
     assert shapes.largest in first
     for num_tokens, needs in plans(shapes, budget):
-        step = shapes.step_for(num_tokens, **needs, is_ready=first.__contains__)
+        step = shapes.step_for(num_tokens, needs, is_ready=first.__contains__)
         assert set(step.programs) <= first
-        exact = shapes.step_for(num_tokens, **needs)
+        exact = shapes.step_for(num_tokens, needs)
         assert num_tokens <= exact.forward.size <= step.forward.size
-        assert step.draw is None or step.draw.has_logprobs >= needs["has_logprobs"]
+        assert step.draw is None or step.draw.has_logprobs >= needs.has_logprobs
         assert (step.prompt_logprobs is not None, step.embed is not None) == (
-            needs["has_prompt_logprobs"],
-            needs["has_embeddings"],
+            needs.has_prompt_logprobs,
+            needs.has_embeddings,
         )
     for num_rows in range(1, min(budget, max_num_seqs) + 1):
         assert shapes.masks_for(num_rows, is_ready=first.__contains__) in first

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxserve.execution.programs.kinds import AdmitExtras, Program
-from jaxserve.execution.programs.shapes import StepShapes
+from jaxserve.execution.programs.shapes import StepNeeds, StepShapes
 from jaxserve.request import EngineRequest
-from jaxserve.sampling.features import Feature, features, has_extras
+from jaxserve.sampling.features import features, has_extras
 
 
 class Needs(NamedTuple):
@@ -85,10 +85,6 @@ class Readiness:
         """Yield numbers of tokens, and the programs with which steps of as many run."""
         largest_mask: list[Program] = [self._shapes.masks_for(self._shapes.largest.bucket.num_rows)]
         of_slots = [AdmitExtras()] * needs.has_extras + largest_mask * needs.has_masks
-        for step in self._shapes.steps_of_any(
-            is_plain=not needs.features & ~Feature.PLAIN,
-            has_logprobs=bool(needs.features & Feature.LOGPROBS),
-            has_prompt_logprobs=needs.has_prompt_logprobs,
-            has_embeddings=bool(needs.features & Feature.POOLING),
-        ):
+        of_rows = StepNeeds.of(needs.features, has_prompt_logprobs=needs.has_prompt_logprobs)
+        for step in self._shapes.steps_of_any(of_rows):
             yield step.forward.bucket.num_tokens, [*step.programs, *of_slots]

@@ -30,6 +30,7 @@ from jaxserve.execution.programs.kinds import (
     Settle,
     TakeTokens,
 )
+from jaxserve.sampling.features import Feature
 
 SMALLEST_GENERAL = 16
 """Tokens of the smallest forward pass of decode steps that do more than draw from filtered distributions."""
@@ -44,6 +45,40 @@ MAX_TOKENS_IN_PROGRAMS = 512
 """Tokens of the largest forward pass of prompts that is launched as two programs: larger ones keep the GPU longer than
 the host.
 """
+
+
+class StepNeeds(NamedTuple):
+    """What the rows of a step need of its programs; by default rows of any number of tokens that need nothing special.
+
+    `is_plain`: no more than draws from filtered distributions, without log probabilities. `is_decode_only`: each row
+    has one token. `has_logprobs`: log probabilities of sampled tokens.
+    """
+
+    is_plain: bool = True
+    is_decode_only: bool = False
+    has_logprobs: bool = False
+    has_prompt_logprobs: bool = False
+    has_embeddings: bool = False
+
+    @classmethod
+    def of(cls, features: int, *, has_prompt_logprobs: bool, is_decode_only: bool = False) -> "StepNeeds":
+        """Return the needs of rows with these bits of `Feature`."""
+        return cls(
+            is_plain=not features & ~Feature.PLAIN,
+            is_decode_only=is_decode_only,
+            has_logprobs=bool(features & Feature.LOGPROBS),
+            has_prompt_logprobs=has_prompt_logprobs,
+            has_embeddings=bool(features & Feature.POOLING),
+        )
+
+    @property
+    def has_hidden(self) -> bool:
+        """True if hidden states of tokens that are not sampled from are read."""
+        return self.has_prompt_logprobs or self.has_embeddings
+
+
+PLAIN_DECODE = StepNeeds(is_decode_only=True)
+"""The needs of rows of one token that need nothing special."""
 
 
 class Step(NamedTuple):
@@ -181,14 +216,8 @@ class StepShapes:
     @property
     def largest_step(self) -> Step:
         """The step that needs the most memory, with everything that rows may ask for."""
-        return self.step_for(
-            self.largest.bucket.num_tokens,
-            is_plain=False,
-            is_decode_only=False,
-            has_logprobs=True,
-            has_prompt_logprobs=True,
-            has_embeddings=True,
-        )
+        everything = StepNeeds(is_plain=False, has_logprobs=True, has_prompt_logprobs=True, has_embeddings=True)
+        return self.step_for(self.largest.bucket.num_tokens, everything)
 
     def order(self, is_tuned: Callable[[Program], bool]) -> list[Phase]:
         """Return what is compiled, for what, in which order; every program is in one phase, and so is the draw that is
@@ -240,60 +269,38 @@ class StepShapes:
     def step_for(
         self,
         num_tokens: int,
+        needs: StepNeeds,
         *,
-        is_plain: bool,
-        is_decode_only: bool,
-        has_logprobs: bool,
-        has_prompt_logprobs: bool,
-        has_embeddings: bool,
         num_columns: int = 0,
         is_ready: Callable[[Program], bool] = lambda _: True,
     ) -> Step:
         """Return the smallest step for `num_tokens` tokens, at most those of the largest bucket, that supports what
         rows need and whose programs are ready.
 
-        `is_plain`: they need no more than draws from filtered distributions, without log probabilities.
-        `is_decode_only`: each has one token. `has_logprobs`: log probabilities of sampled tokens. `num_columns`: some
-        have that many with their drafts, which are left out if no program for them is ready.
+        `num_columns`: some rows have that many tokens with their drafts, which are left out if no program for them is
+        ready.
         """
 
         def steps() -> Iterator[Step]:
-            if is_decode_only and not (has_prompt_logprobs or has_embeddings):
+            if needs.is_decode_only and not needs.has_hidden:
                 if num_columns > 1:
-                    yield from self._steps_that_verify(num_tokens, num_columns, is_plain=is_plain)
-                if is_plain:
+                    yield from self._steps_that_verify(num_tokens, num_columns, is_plain=needs.is_plain)
+                if needs.is_plain:
                     for bucket in _from(self._plain, num_tokens):
                         yield Step(plain := PlainDecode(bucket), stages=self._stages(plain))
                 for bucket in _from(self._decode, num_tokens):
-                    for draw in self._draws(bucket.num_rows, has_logprobs):
+                    for draw in self._draws(bucket.num_rows, needs.has_logprobs):
                         forward = Forward(bucket, is_decode_only=True)
                         yield Step(forward, draw=draw, stages=self._stages(forward))
-            yield from self.steps_of_any(
-                num_tokens,
-                is_plain=is_plain,
-                has_logprobs=has_logprobs,
-                has_prompt_logprobs=has_prompt_logprobs,
-                has_embeddings=has_embeddings,
-            )
+            yield from self.steps_of_any(needs, num_tokens)
 
         return next(step for step in steps() if all(map(is_ready, step.programs)))
 
-    def steps_of_any(
-        self,
-        num_tokens: int = 0,
-        *,
-        is_plain: bool,
-        has_logprobs: bool,
-        has_prompt_logprobs: bool,
-        has_embeddings: bool,
-    ) -> Iterator[Step]:
-        """Yield the steps for at least `num_tokens` tokens of rows that may have one or several, the smallest first.
-        Arguments are as for `step_for`.
-        """
-        needs_hidden = has_prompt_logprobs or has_embeddings
-        for bucket in _from(self._with_hidden if needs_hidden else self._mixed, num_tokens):
-            draws = self._draws(bucket.num_rows, has_logprobs)
-            if is_plain and bucket is self._small and not self._has_lean_programs:
+    def steps_of_any(self, needs: StepNeeds, num_tokens: int = 0) -> Iterator[Step]:
+        """Yield the steps for at least `num_tokens` tokens of rows that may have one or several, the smallest first."""
+        for bucket in _from(self._with_hidden if needs.has_hidden else self._mixed, num_tokens):
+            draws = self._draws(bucket.num_rows, needs.has_logprobs)
+            if needs.is_plain and bucket is self._small and not self._has_lean_programs:
                 draws = [*draws, self._lean_draw]
             forward, finish = self._of_prompts(bucket)
             for draw in draws:
@@ -301,8 +308,8 @@ class StepShapes:
                     forward,
                     finish,
                     draw,
-                    prompt_logprobs=PromptLogprobs(bucket) if has_prompt_logprobs else None,
-                    embed=Embed(bucket) if has_embeddings else None,
+                    prompt_logprobs=PromptLogprobs(bucket) if needs.has_prompt_logprobs else None,
+                    embed=Embed(bucket) if needs.has_embeddings else None,
                     stages=self._stages(forward),
                 )
 
