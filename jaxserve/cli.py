@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-import shtab
-
 from jaxserve import __version__, interrupts, logs, vllm_flags
 from jaxserve.arguments import Parser, arguments_of, unknown_variables
 from jaxserve.bench.commands import add_commands as add_bench_commands
@@ -31,6 +29,9 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 logger = logging.getLogger(__name__)
+
+SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
+"""The shells that `shtab` writes scripts for."""
 
 _SIZE_FIELDS = (
     *("revision", "dtype", "max_model_len", "gpu_memory_utilization", "kv_cache_dtype"),
@@ -217,7 +218,8 @@ def _add_convert(convert: Parser) -> None:
 
 
 def _add_completion(completion: Parser) -> None:
-    completion.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help="bash, zsh or tcsh")
+    *others, last = SHELLS
+    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(others)} or {last}")
 
 
 def _add_revision(parser: Parser, group: str) -> None:
@@ -352,6 +354,8 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 def _completion(args: argparse.Namespace) -> None:
+    import shtab
+
     print(shtab.complete(_parser(), args.shell))
 
 

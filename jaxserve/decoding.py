@@ -32,8 +32,9 @@ def decoded(body: bytes, kind: Any, *, what: str = BODY) -> Any:
         raise _refusal(str(error), kind, what=what, param="") from None
     except RecursionError:
         raise InvalidRequest(f"{what} is nested too deeply") from None
-    except (msgspec.DecodeError, ValueError):  # ValueError: bytes that are not UTF-8, numbers of thousands of digits
-        raise InvalidRequest(f"{what} is not valid JSON") from None
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: not UTF-8, numbers of thousands of digits
+        place = re.search(r"\(byte \d+\)", str(error))
+        raise InvalidRequest(f"{what} is not valid JSON{f' {place[0]}' if place else ''}") from None
 
 
 def converted[T](value: Any, kind: type[T], param: str = "") -> T:

@@ -201,12 +201,13 @@ for collective in messages.collectives:
 # %% [markdown]
 # ## What does not fit
 #
-# Three devices cannot share eight heads. Nothing is rounded or padded in silence: the error says what would fit.
+# Three devices cannot share eight heads, an axis whose name no rule has would repeat all work, and two layers are not
+# enough for four stages. Nothing is rounded or padded in silence: the error says what would fit.
 
 # %%
 from jaxserve.errors import ConfigError
 
-for shape, axes in (((3,), ("tensor",)), ((2,), ("model",)), ((2, 2), ("data", "tensor"))):
+for shape, axes in (((3,), ("tensor",)), ((2,), ("model",)), ((4,), ("pipe",))):
     try:
         start(shape, axes)
     except ConfigError as error:
@@ -235,6 +236,49 @@ spread["experts.down"].draw()
 # The text is the same each time. What devices send does not change either: each has a partial sum for each token,
 # of whole experts or of shards. What changes is who has work: if a token's two experts are on one device, the others
 # have nothing to do for it.
+
+# %% [markdown]
+# ## Tokens split over devices
+#
+# So far each device had all tokens. Along an axis named `data` each has a part of them: it normalizes and projects its
+# own tokens only, and each expert is on one device. An expert's device then needs tokens of the others. Before you run the
+# cell: what has to be sent so that it gets them, and what afterwards?
+
+# %%
+with start((2, 2), ("data", "expert"), **EXPERTS) as llm:
+    assert llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == texts[(4,), ("expert",)]
+    spread = inspect.weights(llm)
+    divided = inspect.step(llm, rows=8, context=32, speed=speed)
+
+for collective in divided.collectives:
+    print(collective)
+print("copies of attention's weights:", spread["qkv"].num_copies, "- of experts:", spread["experts.down"].num_copies)
+
+# %% [markdown]
+# Dispatch gathers the tokens where the experts are, combine scatters the sums back. Attention does not divide by tokens,
+# because a token attends to others: two all-to-alls pass from tokens to heads and back. The price is in the last
+# line: weights of attention are whole along `data`, so there are two copies of them.
+
+# %% [markdown]
+# ## Stages
+#
+# Along an axis named `pipe` each device has whole layers: a stage. Between stages only the vectors of tokens are
+# sent. But one request's next token needs all stages, one after the other. What do the others do meanwhile? The engine
+# has as many steps in flight as there are stages, each with a part of the requests. `inspect.bubble` measures how long
+# stages wait all the same, and simulates it.
+
+# %%
+with start((2,), ("pipe",)) as llm:
+    assert llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == tokens[1]
+    print(inspect.weights(llm), "\n")
+    print(inspect.bubble(llm, rows=8))
+
+# %% [markdown]
+# The weights are those of the first stage; `stage=1` shows the other, which has a copy of the embedding as its LM head.
+# The simulation knows only the time of each stage alone: with two steps in flight the faster stage waits for the slower one,
+# with one in flight each waits for the other. The stage with the LM head takes longer, since its matrix is the largest.
+# The measured part needs real devices: those of a CPU share its cores, and on a busy machine, as here, it may even be below
+# zero.
 
 # %% [markdown]
 # ## A mesh of your own

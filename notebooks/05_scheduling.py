@@ -65,7 +65,8 @@ static
 
 # %% [markdown]
 # The requests at the bottom wait although rows are free: the batch is not over. Red in the lower part is padding, that
-# is, tokens which are computed for nobody.
+# is, tokens which are computed for nobody. The seconds say little here: each program is compiled in the step that first
+# needs it.
 
 # %% [markdown]
 # ## Continuous batching

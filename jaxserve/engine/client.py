@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxserve.loading.reranking import Reranker
+from jaxserve.loading.reranker import Reranker
 from jaxserve.request import EngineOutput, EngineRequest
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.snapshot import RequestSnapshot

@@ -54,8 +54,6 @@ class Engine:
         self._matchers = matchers
         self._max_in_flight = runner.num_stages if overlap else 0
         self._in_flight: deque[PendingStep] = deque()
-        self.num_waits = 0
-        """How often a wait for the device has begun or ended: odd while it lasts. From any thread."""
         self._began = 0.0
         """When the device began with the oldest step in flight: it was started, or the one before had come back."""
         self._deferred: list[list[EngineRequest]] = []
@@ -291,7 +289,7 @@ class Engine:
         wanted = set(requests)
         drawn: dict[str, list[int]] = {}
         proposed = {request: request.proposed for request in requests}
-        self.num_waits += 1
+        self.runner.num_waits += 1
         for step in self._in_flight:
             indices = [index for index, row in enumerate(step.plan.rows) if row.samples and row.request in wanted]
             if indices:
@@ -302,7 +300,7 @@ class Engine:
                         proposed[request] = drafted[index].proposed
                     if not is_corrupted[index]:
                         drawn.setdefault(request.request_id, []).extend(token_ids[index])
-        self.num_waits += 1
+        self.runner.num_waits += 1
         waited = time.perf_counter()
         drafts = [proposed[row.request][: min(row.num_drafts, num_columns - 1)] for row in rows]
         words, num_masked, reasons = self._matchers.masks(requests, drawn, drafts, num_columns=num_columns)
@@ -336,13 +334,13 @@ class Engine:
 
     def _finish(self, pending: PendingStep) -> list[EngineOutput]:
         start = time.perf_counter()
-        self.num_waits += 1
+        self.runner.num_waits += 1
         token_ids, corrupted = pending.token_ids(), pending.is_corrupted()
         waited = time.perf_counter()
         self.seconds["wait"] += waited - start
         taken, self._began = waited - self._began, waited
         outputs = self._update(pending, token_ids, corrupted, seconds=taken)
-        self.num_waits += 1
+        self.runner.num_waits += 1
         self.num_output_tokens += sum(len(output.new_token_ids) for output in outputs)
         self.seconds["update"] += time.perf_counter() - waited
         return outputs

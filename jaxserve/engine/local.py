@@ -287,10 +287,12 @@ class LocalEngineClient(EngineClient):
             self._ended.set()
 
     def _watch(self, timeout: float) -> None:
-        """End all requests when the engine has waited for the device for `timeout` seconds. It is left alone then."""
+        """End all requests when the engine has been starting a program, or waiting for the device, for `timeout`
+        seconds. It is left alone then.
+        """
         waited, seen, interval, ended = 0.0, 0, min(WATCH_INTERVAL, timeout), self._ended
         while not ended.wait(interval):
-            waits = self._engine.num_waits
+            waits = self._engine.runner.num_waits
             waited, seen = (waited + interval if waits % 2 and waits == seen else 0.0), waits
             if waited >= timeout:
                 break

@@ -27,7 +27,7 @@ from jaxserve.engine.subprocesses import GRACE_SECONDS, Parent, run_child
 from jaxserve.errors import JaxserveError
 from jaxserve.request import EngineOutput, EngineRequest, Refusal
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jaxserve.engine.process")  # it is the process's __main__
 
 STATS_INTERVAL = 0.1
 """Seconds between two snapshots for the clients while there is something new, ten times that while there is not."""

@@ -13,13 +13,8 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Truncation
 from jaxserve.errors import InvalidRequest
 from jaxserve.loading.classifier import ClassificationHead
-from jaxserve.loading.reranking import (
-    QWEN3_INSTRUCTION,
-    QWEN3_PREFIX,
-    QWEN3_SUFFIX,
-    Reranker,
-    has_pair_roles,
-)
+from jaxserve.loading.reranker import Reranker
+from jaxserve.loading.reranking import QWEN3_INSTRUCTION, QWEN3_PREFIX, QWEN3_SUFFIX, has_pair_roles
 from jaxserve.loading.torch_activations import read_activation
 from jaxserve.request import Pooling, TruncationSide
 from jaxserve.sampling_params import SamplingParams

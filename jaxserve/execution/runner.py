@@ -180,6 +180,10 @@ class Runner:
         """
         self._loads = [ExpertLoads() for _ in builder.models]
         self.num_blocks = 0
+        self.num_waits = 0
+        """How often the start of a program or a wait for the device, which never overlap, has begun or ended: odd while
+        it lasts. From any thread.
+        """
         self.seconds = {"build": 0.0, "dispatch": 0.0}
 
     @property
@@ -443,9 +447,13 @@ class Runner:
         """Start a program with the state and these arguments, update the state, and return the other results."""
         executable = self.steps[program]
         model, state = self.builder.model_of(program), self.states[program.stage]
-        with _LAUNCHING if model.mesh.size > 1 else contextlib.nullcontext():
-            taken = [program.part(model, name, state[name]) for name in program.takes]
-            *given, made = executable(*taken, *arguments)
+        self.num_waits += 1  # a call hangs where the device takes no more programs
+        try:
+            with _LAUNCHING if model.mesh.size > 1 else contextlib.nullcontext():
+                taken = [program.part(model, name, state[name]) for name in program.takes]
+                *given, made = executable(*taken, *arguments)
+        finally:
+            self.num_waits += 1
         for name, part in zip(program.gives, given, strict=True):
             state[name] = program.put(name, state[name], part)
         return made

@@ -101,8 +101,8 @@ def _local(name: str) -> pathlib.Path:
         raise CheckpointError(f"{name} is a file; a model is a .gguf file or a directory that holds config.json")
     builtin = ", ".join(BUILTIN_MODELS)
     raise CheckpointError(
-        f"no model {name!r}: it is no .gguf file, neither a directory nor a built-in model ({builtin}), and no id of "
-        "the hub (org/name)"
+        f"no model {name!r}: there is no such directory or .gguf file, and it is neither a built-in model ({builtin}) "
+        "nor an id of the hub (org/name)"
     )
 
 

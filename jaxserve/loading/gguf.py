@@ -14,10 +14,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.dequantization import QUANTIZED_TYPES, dequantize, split
+from jaxserve.loading.dequantization import QUANTIZED_TYPES, block_type, block_types, dequantize, split
 from jaxserve.quantization.ggml import SCHEMES
 from jaxserve.quantization.scheme import Parts, Scheme
 
@@ -46,7 +45,7 @@ class GGUFTensor:
             return f"is {self.kind}, known are {', '.join((*FLOAT_TYPES, *QUANTIZED_TYPES))}"
         if self.shape != shape:
             return f"is {self.kind} {list(self.shape)} and not {list(shape)}"
-        block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][0]
+        block = block_type(self.kind).num_values
         if self.shape[-1] % block:
             return f"is {self.kind} {list(self.shape)}, whose rows are no whole blocks of {block}"
         return None
@@ -77,7 +76,7 @@ class GGUFTensor:
 
     @property
     def _num_bytes(self) -> int:
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]]
+        _, values, size = block_type(self.kind)
         return math.prod(self.shape) // values * size
 
 
@@ -187,9 +186,9 @@ class _Header:
             raise ValueError(f"the tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]  # ggml counts from the innermost
         kind = self._scalar("I")
-        if kind not in GGML_QUANT_SIZES:
+        if kind not in block_types():
             raise ValueError(f"the tensor {name} is of the unknown type {kind}")
-        return name, shape, GGMLQuantizationType(kind).name, self._scalar("Q")
+        return name, shape, block_types()[kind].name, self._scalar("Q")
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:

@@ -11,15 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.json_files import read_object
+from jaxserve.loading.reranker import SIGMOID, Reranker
 from jaxserve.loading.sentence_transformers import RERANKER_MODULES, find_module
 from jaxserve.loading.torch_activations import read_activation, softmax
 
-SIGMOID = "torch.nn.modules.activation.Sigmoid"
 TWO_WAY = "from_2_way_softmax"
 
 QWEN3_PREFIX = (
@@ -28,22 +26,6 @@ QWEN3_PREFIX = (
 )
 QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-
-
-class Reranker(msgspec.Struct, frozen=True, kw_only=True):
-    """A model whose next token after a pair says if the second text fits the first: plain data, part of EngineInfo.
-
-    Attributes:
-        no: the token, or its id, of a document that does not fit.
-        yes: that of one that does. A score is made of the difference of the two logits.
-        activation: a class of torch.nn that makes a score of it.
-        is_qwen3: true if the prompt of a pair is Qwen3-Reranker's, unless there is a template.
-    """
-
-    no: str | int
-    yes: str | int
-    activation: str = SIGMOID
-    is_qwen3: bool = False
 
 
 class PairTemplate(NamedTuple):

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from jaxserve.request import Request
 
@@ -54,6 +53,8 @@ class BlocksSnapshot(NamedTuple):
 
     def runs(self) -> list[int]:
         """Encode the state of every block, in order of ids, as run lengths: [state, count, state, count, ...]."""
+        import numpy as np  # not for the server's parent, which needs no arrays and starts sooner without them
+
         states = np.array(self.ref_counts, np.int32)
         states[self.evictable] = CACHED
         starts = np.flatnonzero(np.diff(states, prepend=states[:1] - 1))

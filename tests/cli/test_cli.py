@@ -223,8 +223,8 @@ def test_logprobs_follow_the_text(llm, capsys):
         ("generate a --temperature -1", "temperature must be in [0.0, 100.0], got -1.0"),
         ("generate a --block-size 3", "block_size must be a power of two up to 512, got 3"),
         ("serve --port 99999", "port must be in [0, 65535], got 99999"),
-        ("generate a --model nowhere", "no model 'nowhere': it is no .gguf file"),
-        ("serve nowhere --port 0", "no model 'nowhere': it is no .gguf file"),
+        ("generate a --model nowhere", "no model 'nowhere': there is no such directory or .gguf file"),
+        ("serve nowhere --port 0", "no model 'nowhere': there is no such directory or .gguf file"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(capsys, arguments, message):

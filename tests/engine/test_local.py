@@ -26,6 +26,7 @@ from jaxserve.errors import (
     OutOfMemory,
     QueueFull,
 )
+from jaxserve.execution.programs.compile import CompiledSteps
 from jaxserve.execution.runner import PendingStep
 
 CONFIG = EngineConfig(
@@ -362,15 +363,25 @@ def test_only_a_gpu_has_a_limit_by_default(monkeypatch, platform, given, timeout
     assert limits == [timeout]
 
 
-def test_a_step_that_never_ends(monkeypatch):
+@pytest.mark.parametrize("hangs", ["results", "start"])
+def test_a_step_that_never_ends(hangs, monkeypatch):
     """A step that is slow to compile does not count as one."""
     monkeypatch.setattr(local, "WATCH_INTERVAL", 0.05)
     client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"watchdog_timeout": 0.5}))
     outputs, is_back = queue.SimpleQueue(), threading.Event()
     client.submit([request("before", [1], 2)], outputs.put)  # nothing is compiled yet
     assert len(collect(outputs, ["before"])["before"]) == 2
-    take = PendingStep.token_ids
-    monkeypatch.setattr(PendingStep, "token_ids", lambda pending: is_back.wait(PATIENCE) and take(pending))
+    if hangs == "results":
+        take = PendingStep.token_ids
+        monkeypatch.setattr(PendingStep, "token_ids", lambda pending: is_back.wait(PATIENCE) and take(pending))
+    else:
+        find = CompiledSteps.__getitem__
+
+        def hanging(steps, program):
+            executable = find(steps, program)
+            return lambda *arguments: is_back.wait(PATIENCE) and executable(*arguments)
+
+        monkeypatch.setattr(CompiledSteps, "__getitem__", hanging)
     client.submit([request("one", [1, 2], 4), request("two", [3], 4)], outputs.put)
     assert {output.finish_reason for output in outputs.get(timeout=PATIENCE)} == {"error"}
     assert not client.is_alive()

@@ -42,8 +42,8 @@ def test_what_is_not_a_model_is_said_in_one_line(tmp_path):
     for file in ("weights.bin", "weights.onnx"):
         (tmp_path / file).write_text("")
     for name, message in [
-        ("gpt-17", "no model 'gpt-17': it is no .gguf file, neither a directory"),
-        (str(tmp_path / "nowhere"), "neither a directory nor a built-in model"),
+        ("gpt-17", "no model 'gpt-17': there is no such directory or .gguf file"),
+        (str(tmp_path / "nowhere"), "it is neither a built-in model"),
         (str(tmp_path), "holds no config.json"),
         (str(tmp_path / "weights.bin"), "is a file of pickled weights, which are not read: .*save_pretrained"),
         (str(tmp_path / "weights.onnx"), "is a file; a model is a .gguf file or a directory"),

@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from jaxserve.config import MAX_WORKERS, EngineConfig, ServerConfig
 from jaxserve.engine import process, wire
 from jaxserve.engine.remote import SILENCE_LIMIT, TICK
-from jaxserve.engine.subprocesses import Child
+from jaxserve.engine.subprocesses import Child, exit_words
 from jaxserve.errors import StartupError
 from jaxserve.server.process.access import check_access
 from jaxserve.server.process.endings import how_child_ended
@@ -257,7 +257,7 @@ class Supervisor:
                     return await self._lose_engines()
                 for child in _children(self._engines):
                     child.tell(f"gone {worker.client}")
-                logger.error("API worker %d has ended with code %d", worker.index, ended.result())
+                logger.error("API worker %d has %s", worker.index, exit_words(ended.result()))
                 if not self._restarts.may_follow(time.monotonic()):
                     logger.error("API workers have ended %d times in %.0f s", MAX_RESTARTS + 1, RESTART_PERIOD)
                     return 1

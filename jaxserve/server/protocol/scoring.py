@@ -189,9 +189,11 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 
 
 def _texts(name: str, given: str | list[str] | None) -> list[str]:
-    texts = [given] if isinstance(given, str) else given or []
-    if not texts:
+    if given is None:
         raise InvalidRequest(f"{name}: this field is required", param=name)
+    texts = [given] if isinstance(given, str) else given
+    if not texts:
+        raise InvalidRequest(f"{name} must not be empty", param=name)
     if len(texts) > MAX_INPUTS:
         raise InvalidRequest(f"{name} has {len(texts)} entries, at most {MAX_INPUTS} are allowed", param=name)
     for index, text in enumerate(texts):

@@ -14,6 +14,27 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A button that copies `text()`. */
+export function copyButton(text, name = "") {
+  const button = make("button", { class: `quiet ${name}`, type: "button" }, "Copy");
+  button.addEventListener("click", async () => {
+    await copy(text());
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  });
+  return button;
+}
+
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = make("textarea"); // without HTTPS a page of another machine may only copy what is selected
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
 /** Let a text field be as high as its text. */
 export function grow(field) {
   field.style.height = "auto";

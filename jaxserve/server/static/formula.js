@@ -7,19 +7,32 @@ const MAX_DEPTH = 50;
 const LETTERS = Object.fromEntries(
   ("alpha α beta β gamma γ delta δ epsilon ϵ varepsilon ε zeta ζ eta η theta θ iota ι kappa κ lambda λ mu μ nu ν xi ξ pi π rho ρ " +
     "sigma σ tau τ phi ϕ varphi φ chi χ psi ψ omega ω Gamma Γ Delta Δ Theta Θ Lambda Λ Xi Ξ Pi Π Sigma Σ Phi Φ Psi Ψ Omega Ω " +
-    "infty ∞ partial ∂ nabla ∇ ell ℓ hbar ℏ emptyset ∅")
+    "vartheta ϑ varrho ϱ upsilon υ Upsilon Υ infty ∞ partial ∂ nabla ∇ ell ℓ hbar ℏ emptyset ∅ varnothing ∅ Re ℜ Im ℑ aleph ℵ")
     .split(" ").reduce((pairs, word, index, words) => (index % 2 ? pairs : [...pairs, [word, words[index + 1]]]), []),
 );
 const OPERATORS = Object.fromEntries(
   ("cdot · times × div ÷ pm ± mp ∓ le ≤ leq ≤ ge ≥ geq ≥ ne ≠ neq ≠ approx ≈ equiv ≡ sim ∼ propto ∝ in ∈ notin ∉ subset ⊂ subseteq ⊆ " +
     "cup ∪ cap ∩ to → rightarrow → Rightarrow ⇒ leftarrow ← iff ⇔ mapsto ↦ forall ∀ exists ∃ neg ¬ land ∧ lor ∨ circ ∘ " +
-    "sum ∑ prod ∏ int ∫ ldots … cdots ⋯ dots … mid ∣ langle ⟨ rangle ⟩ { { } } | ‖")
+    "sum ∑ prod ∏ int ∫ iint ∬ oint ∮ bigcup ⋃ bigcap ⋂ ldots … cdots ⋯ dots … vdots ⋮ ddots ⋱ mid ∣ langle ⟨ rangle ⟩ " +
+    "lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉ vert | Vert ‖ implies ⟹ Leftrightarrow ⇔ longrightarrow ⟶ Leftarrow ⇐ leftrightarrow ↔ " +
+    "uparrow ↑ downarrow ↓ setminus ∖ supset ⊃ supseteq ⊇ oplus ⊕ otimes ⊗ perp ⊥ parallel ∥ angle ∠ star ⋆ ast ∗ ll ≪ gg ≫ " +
+    "cong ≅ simeq ≃ lt < gt > colon : therefore ∴ because ∵ vdash ⊢ models ⊨ top ⊤ bot ⊥ prime ′ " +
+    "{ { } } | ‖ % % $ $ _ _ # # & &")
     .split(" ").reduce((pairs, word, index, words) => (index % 2 ? pairs : [...pairs, [word, words[index + 1]]]), []),
 );
 const SPACES = { ",": "0.17em", ";": "0.28em", ":": "0.22em", " ": "0.25em", "!": "0em", quad: "1em", qquad: "2em" };
-const NAMES = new Set("sin cos tan log ln exp lim max min det gcd arg dim ker sup inf Pr".split(" "));
-const TEXTS = new Set("text mathrm operatorname mathbf textbf".split(" "));
-const LIMITS = new Set([..."∑∏", "lim", "max", "min", "sup", "inf"]);
+const NAMES = new Set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp lim max min det gcd arg dim ker sup inf Pr".split(" "));
+const TEXTS = new Set("text mathrm operatorname mathbf textbf textit mathit mathsf mathtt texttt".split(" "));
+const LIMITS = new Set([..."∑∏⋃⋂", "lim", "max", "min", "sup", "inf"]);
+const SIZES = /^(?:left|right|[bB]igg?[lr]?)$/; // of a bracket
+const ACCENTS = { hat: "^", widehat: "^", bar: "‾", overline: "‾", vec: "→", tilde: "~", dot: "˙", ddot: "¨" };
+const FENCES = {
+  matrix: ["", ""], pmatrix: ["(", ")"], bmatrix: ["[", "]"], Bmatrix: ["{", "}"], vmatrix: ["|", "|"], Vmatrix: ["‖", "‖"],
+  array: ["", ""], cases: ["{", ""], aligned: ["", ""], align: ["", ""], "align*": ["", ""], gathered: ["", ""],
+};
+const ENDS = new Set(["}", "&", "\\\\", "\\end"]); // of a row of atoms
+const DOUBLE_STRUCK = [..."𝔸𝔹ℂ𝔻𝔼𝔽𝔾ℍ𝕀𝕁𝕂𝕃𝕄ℕ𝕆ℙℚℝ𝕊𝕋𝕌𝕍𝕎𝕏𝕐ℤ"];
+const SCRIPT = [..."𝒜ℬ𝒞𝒟ℰℱ𝒢ℋℐ𝒥𝒦ℒℳ𝒩𝒪𝒫𝒬ℛ𝒮𝒯𝒰𝒱𝒲𝒳𝒴𝒵"];
 
 /** The element of a formula, or null if it has something that is not known here. */
 export function formula(source, isDisplay) {
@@ -39,7 +52,7 @@ class Unknown extends Error {}
 
 function row(tokens, isDisplay, depth) {
   const items = [];
-  while (tokens.length && tokens[0] !== "}") {
+  while (tokens.length && !ENDS.has(tokens[0])) {
     if (!tokens[0].trim()) tokens.shift();
     else items.push(scripted(tokens, isDisplay, depth));
   }
@@ -85,22 +98,70 @@ function atom(tokens, isDisplay, depth) {
   if (name === "frac" || name === "dfrac" || name === "tfrac") {
     return element("mfrac", {}, argument(tokens, isDisplay, depth + 1), argument(tokens, isDisplay, depth + 1));
   }
-  if (name === "sqrt" && tokens[0] !== "[") return element("msqrt", {}, argument(tokens, isDisplay, depth + 1));
-  if (name === "left" || name === "right") {
+  if (name === "binom") {
+    const [over, under] = [argument(tokens, isDisplay, depth + 1), argument(tokens, isDisplay, depth + 1)];
+    return fenced(["(", ")"], element("mfrac", { linethickness: "0" }, over, under));
+  }
+  if (name === "sqrt") {
+    if (tokens[0] !== "[") return element("msqrt", {}, argument(tokens, isDisplay, depth + 1));
+    const end = tokens.indexOf("]");
+    if (end < 0) throw new Unknown(token);
+    const degree = row(tokens.splice(0, end + 1).slice(1, -1), false, depth + 1);
+    return element("mroot", {}, argument(tokens, isDisplay, depth + 1), degree);
+  }
+  if (SIZES.test(name)) {
     if (tokens[0] === ".") return tokens.shift() && element("mrow");
     return argument(tokens, isDisplay, depth + 1);
   }
-  if (TEXTS.has(name) && tokens[0] === "{") {
-    const end = tokens.indexOf("}");
-    const text = tokens.splice(0, end + 1).slice(1, -1).join("");
-    if (end < 0 || /[\\{$]/.test(text)) throw new Unknown(name);
-    return element("mtext", {}, text);
+  if (name === "begin") return environment(tokens, isDisplay, depth + 1);
+  if (name === "displaystyle") return element("mrow");
+  if (name === "boxed") return element("mrow", { class: "boxed" }, argument(tokens, isDisplay, depth + 1));
+  if (Object.hasOwn(ACCENTS, name)) {
+    return element("mover", { accent: "true" }, argument(tokens, isDisplay, depth + 1), element("mo", {}, ACCENTS[name]));
   }
+  if (name === "mathbb" || name === "mathcal") {
+    const letters = tokens[0] === "{" ? word(tokens) : tokens.shift();
+    if (!/^[A-Z]+$/.test(letters)) throw new Unknown(name);
+    const alphabet = name === "mathbb" ? DOUBLE_STRUCK : SCRIPT;
+    return element("mi", {}, Array.from(letters, (letter) => alphabet[letter.charCodeAt() - 65]).join(""));
+  }
+  if (TEXTS.has(name) && tokens[0] === "{") return element("mtext", {}, word(tokens).replaceAll(" ", "\u00a0"));
   if (NAMES.has(name)) return element("mi", {}, name);
   if (Object.hasOwn(LETTERS, name)) return element("mi", {}, LETTERS[name]);
   if (Object.hasOwn(OPERATORS, name)) return element("mo", {}, OPERATORS[name]);
   if (Object.hasOwn(SPACES, name)) return element("mspace", { width: SPACES[name] });
   throw new Unknown(token);
+}
+
+/** The text of a group in braces. */
+function word(tokens) {
+  const end = tokens.indexOf("}");
+  const text = tokens.splice(0, end + 1).slice(1, -1).join("");
+  if (end < 0 || /[\\{$]/.test(text)) throw new Unknown(text);
+  return text;
+}
+
+/** A matrix, cases, or lines that are aligned: what follows `\begin`. */
+function environment(tokens, isDisplay, depth) {
+  const name = word(tokens);
+  if (!Object.hasOwn(FENCES, name)) throw new Unknown(name);
+  if (name === "array") word(tokens);
+  const rows = [[]];
+  for (;;) {
+    rows.at(-1).push(element("mtd", {}, row(tokens, isDisplay, depth)));
+    const end = tokens.shift();
+    if (end === "\\end") break;
+    if (end === "\\\\") rows.push([]);
+    else if (end !== "&") throw new Unknown(end);
+  }
+  if (word(tokens) !== name) throw new Unknown(name);
+  if (rows.length > 1 && rows.at(-1).every((cell) => !cell.textContent)) rows.pop(); // lines end with a break
+  return fenced(FENCES[name], element("mtable", { class: name.replace("*", "") }, ...rows.map((cells) => element("mtr", {}, ...cells))));
+}
+
+function fenced(fences, content) {
+  const [open, close] = fences.map((fence) => (fence ? [element("mo", {}, fence)] : []));
+  return element("mrow", {}, ...open, content, ...close);
 }
 
 function element(tag, attributes = {}, ...children) {

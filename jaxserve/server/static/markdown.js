@@ -2,7 +2,7 @@
 // everything else, HTML above all, stays text.
 
 import { coloured } from "./code.js";
-import { make } from "./dom.js";
+import { copyButton, make } from "./dom.js";
 import { formula } from "./formula.js";
 import { Marked } from "./vendor/marked.esm.js";
 
@@ -10,6 +10,7 @@ const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
 const PAUSE = 50; // milliseconds between two looks at a text that grows
 
 const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[([^]+?)\\\]|\\\(([^]+?)\\\))/;
+const DISPLAY = /^ {0,3}(?:\$\$([^$]+)\$\$|\\\[([^]+?)\\\]) *(?:\n+|$)/; // a formula of its own lines, which may look like a list
 
 const marked = new Marked({
   extensions: [
@@ -19,7 +20,19 @@ const marked = new Marked({
       start: (source) => source.match(/\$|\\[[(]/)?.index,
       tokenizer(source) {
         const [raw, display, inline, otherDisplay, otherInline] = FORMULA.exec(source) ?? [];
-        const nodes = raw && formula(display ?? inline ?? otherDisplay ?? otherInline, (display ?? otherDisplay) !== undefined);
+        if (!raw) return undefined;
+        const nodes = formula(display ?? inline ?? otherDisplay ?? otherInline, (display ?? otherDisplay) !== undefined);
+        if (nodes) return { type: "formula", raw, nodes };
+        return inline === undefined || /\\[a-z]/i.test(inline) ? { type: "escape", raw, text: raw } : undefined; // as it was written
+      },
+    },
+    {
+      name: "display",
+      level: "block",
+      start: (source) => source.match(/^ {0,3}(?:\$\$|\\\[)/m)?.index,
+      tokenizer(source) {
+        const [raw, display, otherDisplay] = DISPLAY.exec(source) ?? [];
+        const nodes = raw && formula(display ?? otherDisplay, true);
         return nodes ? { type: "formula", raw, nodes } : undefined;
       },
     },
@@ -45,7 +58,7 @@ const ELEMENTS = {
   checkbox: (token) => (token.checked ? "☑ " : "☐ "),
   code: (token) => codeBlock(token.text, token.lang?.match(/^\S+/)?.[0]),
   table: ({ header, rows }) => {
-    const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, {}, ...children(cell))));
+    const row = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, { class: cell.align }, ...children(cell))));
     return make("table", {}, make("thead", {}, row(header, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
   },
   hr: () => make("hr"),
@@ -137,7 +150,5 @@ function link(address, nodes) {
 }
 
 function codeBlock(text, language) {
-  const copy = () => navigator.clipboard.writeText(text);
-  const button = make("button", { class: "quiet copy", type: "button", onclick: copy }, "Copy");
-  return make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())), button);
+  return make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())), copyButton(() => text, "copy"));
 }

@@ -1,6 +1,6 @@
 // One message of a chat: what is kept of it, and how it is shown.
 
-import { grow, make } from "./dom.js";
+import { copyButton, grow, make } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 /** How an answer ended that may go on. */
@@ -70,8 +70,7 @@ export class Message {
   }
 
   #showTools() {
-    const button = (name, act, about) => make("button", { class: "quiet", type: "button", onclick: act, "aria-label": about, title: about }, name);
-    const buttons = [button("Copy", () => navigator.clipboard.writeText(this.text))];
+    const buttons = [copyButton(() => this.text)];
     if (this.role === "assistant") buttons.push(button("Regenerate", () => this.acts.regenerate(this)));
     buttons.push(button("Edit", () => this.edit()));
     if (this.canGoOn) buttons.push(button("Continue", () => this.acts.resume(this)));
@@ -90,15 +89,20 @@ export class Message {
     const field = make("textarea", { rows: 1, "aria-label": "Edit the message" });
     field.value = this.text;
     field.addEventListener("input", () => grow(field));
+    const end = (isDone) => {
+      field.replaceWith(this.prose); // as it was, tokens included
+      this.#showTools();
+      if (isDone) this.acts.edited(this, field.value);
+    };
     field.addEventListener("keydown", (event) => {
       const isDone = event.key === "Enter" && !event.shiftKey && !event.isComposing;
       if (event.key !== "Escape" && !isDone) return;
       event.preventDefault();
       event.stopPropagation();
-      field.replaceWith(this.prose); // as it was, tokens included
-      if (isDone) this.acts.edited(this, field.value);
+      end(isDone);
     });
     this.prose.replaceWith(field); // its markup stays below, as it was, until the edit is done
+    this.tools.replaceChildren(button(this.role === "user" ? "Send" : "Save", () => end(true)), button("Cancel", () => end(false)));
     grow(field);
     field.focus();
   }
@@ -109,6 +113,8 @@ export class Message {
     this.show();
   }
 }
+
+const button = (name, act, about) => make("button", { class: "quiet", type: "button", onclick: act, "aria-label": about, title: about }, name);
 
 function indented(json) {
   try {

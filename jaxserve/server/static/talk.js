@@ -216,6 +216,7 @@ export class Talk {
     const abort = (this.#abort = new AbortController());
     this.#showButton();
     prose.classList.add("busy");
+    $("status").textContent = "";
     const start = performance.now();
     let first = null;
     let usage = null;

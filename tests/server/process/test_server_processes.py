@@ -93,7 +93,7 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
     assert asyncio.run(run()) == [(200, "a" * 100, None)] * 8
     assert server.wait() == 0
     log = server.rest_of_log()
-    (number,) = re.findall(r"API worker (\d) has ended with code -9\n", log)
+    (number,) = re.findall(r"API worker (\d) has been killed", log)
     assert f"API worker {number} is there again\n" in log
     assert "Traceback" not in log
 

@@ -368,13 +368,20 @@ def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
 
 def test_formulas_are_drawn_and_what_is_none_stays_text(page, server):
     others = r"it costs $5 or $6, $\unknown{x}$"
-    server.says(rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x**")
+    matrix = r"\[" "\n" r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}" "\n- 1\n" r"\]"
+    unknown = r"\[ \unknown{x} \\ y_a z_b \]"
+    server.says(
+        rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x** {unknown}"
+        f"\n\n{matrix}\n\nbehind"
+    )
     _say(page, "hello")
     _answer(page)
     formulas = page.run(f"return [...document.querySelectorAll('{LAST} math')].map((math) => math.textContent)")
-    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k"]
+    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k", "(abcd)\u22121"]
     assert page.count(f"{LAST} math munderover, {LAST} math msqrt, {LAST} math msup, {LAST} math msub") == 4
+    assert page.count(f"{LAST} math mtd") == 4
     assert others in page.text(f"{LAST} .markdown")
+    assert unknown in page.text(f"{LAST} .markdown"), "its backslashes are not those of Markdown"
 
 
 HOSTILE = [

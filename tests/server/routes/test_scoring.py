@@ -8,7 +8,8 @@ from tokenizers import processors
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.loading.classifier import ClassificationHead
-from jaxserve.loading.reranking import PairTemplate, Reranker
+from jaxserve.loading.reranker import Reranker
+from jaxserve.loading.reranking import PairTemplate
 from jaxserve.loading.torch_activations import sigmoid, softmax
 from jaxserve.tokenizer import Tokenizer
 
