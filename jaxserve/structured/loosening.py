@@ -12,7 +12,9 @@ from jaxserve.structured.reasons import in_our_words, is_fault_of_schema
 from jaxserve.structured.schemas import Rewriter, parsed
 
 _SECONDS = 2.0
-"""Maximum seconds of trying what can be kept. After that, all that is untried is left out."""
+"""Maximum processor seconds of trying what can be kept. After that, all that is untried is left out: what is followed
+must not depend on how busy the machine is.
+"""
 
 # Keywords without which a schema would say nothing: they are kept, or the schema is refused.
 _KEPT = (WITHOUT_MEANING - {"$schema", "$id"}) | {
@@ -73,7 +75,7 @@ class _Search:
     def __init__(self, root: Any, nodes: list[tuple[dict[str, Any], str]], attempt: Try):
         self._root = root
         self._attempt = attempt
-        self._deadline = time.monotonic() + _SECONDS
+        self._deadline = time.process_time() + _SECONDS
         self._written = [(schema, dict(schema)) for schema, _ in nodes]
         self._parts = [
             _Part(schema, keyword, path) for schema, path in nodes for keyword in schema if keyword not in _KEPT
@@ -93,7 +95,7 @@ class _Search:
 
     def _put_back(self, some: range) -> None:
         """Put back those of some keywords with which the schema can be followed: all at once, or half by half."""
-        if not some or time.monotonic() > self._deadline:
+        if not some or time.process_time() > self._deadline:
             return
         self._out.difference_update(some)
         if (message := self._try()) is None:

@@ -12,7 +12,7 @@ import tokenizers
 from chat_templates import KNOWN, MARKED, UNKNOWN
 from depths import examples
 from llguidance import LLMatcher
-from read_answers import message_of
+from written_answers import message_of
 
 from jaxserve.answers.choosing.choice import choose
 from jaxserve.answers.choosing.derive import derive

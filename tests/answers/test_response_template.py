@@ -6,8 +6,8 @@ import json
 import time
 
 import pytest
-from read_answers import message_of
 from transformers.utils.chat_parsing import parse_response
+from written_answers import message_of
 
 from jaxserve.answers.choosing.patterns import MAX_LENGTH, UnsupportedPattern, variants
 from jaxserve.answers.choosing.response_template import UnsupportedTemplate, from_response_template

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_first, quick_only
-from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, prompts, request, run
+from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, assert_naive, drain, prompts, request, run
 from few_sizes import every_size
 
 from jaxserve.execution import runner, slots
@@ -21,13 +21,6 @@ def llama():
 def llama_of_every_size():
     with every_size():
         return Model("llama_tied_llama3_rope")
-
-
-def assert_naive(model, results, asked):
-    for name, (prompt, max_tokens) in asked.items():
-        result = results[name]
-        assert result.finish_reason == "length", (name, result.error)
-        assert result.token_ids == model.naive(prompt, max_tokens), name
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ without a cache.
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import Model, Result, corrupted, drain, prompts, request, run
+from engine_harness import Model, Result, assert_naive, corrupted, drain, prompts, request, run
 
 from jaxserve.errors import CapacityExceeded
 
@@ -28,12 +28,6 @@ def gemma():
     assert model.runner.layout.windows == (WINDOW, None)
     assert model.runner.layout.pool_of_layer == (0, 0, 1, 1)
     return model
-
-
-def assert_naive(model, results, asked):
-    for name, (prompt, max_tokens) in asked.items():
-        assert results[name].finish_reason == "length", (name, results[name].error)
-        assert results[name].token_ids == model.naive(prompt, max_tokens), name
 
 
 def run_jobs(engine, asked):

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import quantized_models
 from depths import quick_first
 from engine_harness import request, run
 from quantized_models import specs_of, write_random
@@ -16,18 +17,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.layouts import abstract_params
 from jaxserve.loading.weights import load_weights
 
-FIELDS = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+FIELDS = quantized_models.FIELDS | {"hidden_size": 32, "intermediate_size": 48}
 MODELS = {
     "llama": {"num_key_value_heads": 2, "attention_bias": True},
     "gemma": {"num_key_value_heads": 1},

@@ -84,11 +84,17 @@ def answers(engine):
     }
 
 
+@pytest.fixture(scope="module")
+def on_two():
+    """The runner of an engine on two devices whose steps are this process's, and its answers."""
+    engine, runner = make_engine(num_devices=2)
+    return runner, answers(engine)
+
+
 @pytest.mark.slow
-def test_the_same_answers(tmp_path, caplog):
+def test_the_same_answers(on_two, tmp_path, caplog):
     """With steps from this process, from workers, and from the workers' files on disk."""
-    num_devices = 2
-    expected = answers(make_engine(num_devices)[0])
+    num_devices, (_, expected) = 2, on_two
     assert all(error is None for *_, error in expected.values())
     num_programs = len(make_builder().shapes.programs)
     for num_found in (0, num_programs):
@@ -119,10 +125,9 @@ def test_workers_that_were_started_early_get_the_first_jobs():
 
 
 @pytest.mark.slow
-def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
+def test_the_same_answers_of_prompts_in_two_programs(on_two, monkeypatch):
     """From the bytes that a worker would send."""
-    num_devices = 2
-    expected = answers(make_engine(num_devices)[0])
+    num_devices, (_, expected) = 2, on_two
     monkeypatch.setattr(StepModel, "may_be_two_programs", True)
     monkeypatch.setattr(launch, "MIN_LAYERS", 2)
     monkeypatch.setattr(launch, "FIRST_PROGRAM", 2)
@@ -136,42 +141,42 @@ def test_the_same_answers_of_prompts_in_two_programs(monkeypatch):
     assert answers(engine) == expected
 
 
-@pytest.mark.slow
 def test_a_cache_of_other_sizes_or_broken_files_is_not_used(tmp_path):
     builder = make_builder()
     program = builder.shapes.programs[-1]
-    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
-    try:
-        first = lowering.lower(program, NUM_BLOCKS).as_text()
-        (path,) = tmp_path.iterdir()
+    lowering = Lowering(builder, folder=tmp_path, num_workers=0)
+    path, content, texts = path_of(builder, tmp_path, program, NUM_BLOCKS), None, set()
+    damages = [
+        lambda _: b"",
+        lambda _: b"no hash",
+        lambda whole: whole[:-1],
+        lambda whole: whole.replace(b"\n", b"\n\n", 1),
+    ]
+    for damage in (None, *damages):
+        if damage is not None:
+            path.write_bytes(damage(content))
+        texts.add(lowering.lower(program, NUM_BLOCKS).as_text())  # a step has the lines that lowered it
+        assert lowering.num_found == 0
+        assert content in (None, path.read_bytes())
         content = path.read_bytes()
-        for broken in (b"", b"no hash", content[:-1], content.replace(b"\n", b"\n\n", 1)):
-            path.write_bytes(broken)
-            assert lowering.lower(program, NUM_BLOCKS).as_text() == first
-            assert lowering.num_found == 0
-            assert path.read_bytes() == content
-        assert lowering.lower(program, NUM_BLOCKS).as_text() == first
-        assert lowering.num_found == 1
-        lowering.lower(program, NUM_BLOCKS + 1)
-        assert lowering.num_found == 1
-        assert len(list(tmp_path.iterdir())) == 2
-    finally:
-        lowering.close()
+    texts.add(lowering.lower(program, NUM_BLOCKS).as_text())
+    assert len(texts) == 1
+    assert lowering.num_found == 1
+    lowering.lower(program, NUM_BLOCKS + 1)
+    assert lowering.num_found == 1
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.slow
 def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     builder = make_builder()
     programs = builder.shapes.programs[-4:]
 
     def lower(*programs):
         """Return how many programs were found, and all remaining files."""
-        lowering = Lowering(builder, folder=tmp_path, num_workers=2)
-        try:
-            for program in programs:
-                lowering.lower(program, NUM_BLOCKS)
-        finally:
-            lowering.close()
+        lowering = Lowering(builder, folder=tmp_path, num_workers=0)
+        for program in programs:
+            lowering.lower(program, NUM_BLOCKS)
+        lowering.close()
         return lowering.num_found, {path.name for path in tmp_path.iterdir()}
 
     def path(program):
@@ -179,7 +184,8 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
 
     paths = [path(program) for program in programs]
     assert lower(*programs) == (0, {path.name for path in paths})
-    monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", sum(paths[i].stat().st_size for i in (0, 2, 3)))
+    size = sum(paths[i].stat().st_size for i in (0, 2, 3))
+    monkeypatch.setattr(lowering_module, "MAX_KEPT_BYTES", size + 1000)  # a step has the lines that lowered it
     paths[3].unlink()
     for seconds, kept in enumerate(paths[:3]):
         os.utime(kept, (seconds, seconds))
@@ -191,18 +197,13 @@ def test_steps_on_disk_that_were_used_last_stay(tmp_path, monkeypatch, caplog):
     assert not caplog.text
 
 
-@pytest.mark.slow
 def test_a_step_that_cannot_be_kept_leaves_no_file(tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(lowering_module.os, "replace", fail)
     builder = make_builder()
-    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
-    try:
-        lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
-    finally:
-        lowering.close()
+    Lowering(builder, folder=tmp_path, num_workers=0).lower(builder.shapes.programs[-1], NUM_BLOCKS)
     assert "a lowered step is not kept: disk full" in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -268,16 +269,10 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     assert lower() == (by_default, 1)
 
 
-@pytest.mark.slow
 def test_code_that_does_not_lie_in_files_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(lowering_module, "versions", lambda: None)
     builder = make_builder()
-    program = builder.shapes.programs[-1]
-    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
-    try:
-        lowering.lower(program, NUM_BLOCKS)
-    finally:
-        lowering.close()
+    Lowering(builder, folder=tmp_path, num_workers=0).lower(builder.shapes.programs[-1], NUM_BLOCKS)
     assert not list(tmp_path.iterdir())
 
 
@@ -294,15 +289,12 @@ def test_where_no_worker_starts_this_process_lowers(monkeypatch, caplog, executa
 @pytest.mark.slow
 def test_a_prepared_step_is_waited_for(tmp_path):
     builder = make_builder()
-    lowering = Lowering(builder, folder=tmp_path, num_workers=1)
-    try:
-        lowering.prepare(builder.shapes.largest, 24)
-        lowered = lowering.lower(builder.shapes.largest, 24)
-        assert len(list(tmp_path.iterdir())) == 1
-        assert lowering.num_found == 0
-        assert lowered.compile().memory_analysis() is not None
-    finally:
-        lowering.close()
+    lowering = Lowering(builder, folder=tmp_path, num_workers=0)
+    lowering.prepare(builder.shapes.largest, 24)
+    lowered = lowering.lower(builder.shapes.largest, 24)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert lowering.num_found == 0
+    assert lowered.compile().memory_analysis() is not None
 
 
 def test_nothing_is_lowered_after_the_end(caplog):
@@ -397,12 +389,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_empty_steps_change_nothing():
-    engine, runner = make_engine()
-    expected = answers(engine)  # leaves KV and slots behind
+def test_empty_steps_change_nothing(on_two):
+    runner, _ = on_two  # its requests have left KV and slots behind
     state = jax.tree.map(np.asarray, (runner.state["kv_cache"], runner.state["slots"]))
     num_compiles = runner.num_compiles
     runner.run_empty_steps()
     jax.tree.map(np.testing.assert_array_equal, (runner.state["kv_cache"], runner.state["slots"]), state)
     assert runner.num_compiles == num_compiles
-    assert {name: answer[0] for name, answer in expected.items()}

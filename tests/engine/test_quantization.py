@@ -140,7 +140,6 @@ def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int4"], indirect=True)
-def test_a_store_of_codes_is_served_as_values(checkpoint, store):
-    expected = naive_tokens(checkpoint, "int4")
+def test_a_store_of_codes_is_served_as_values(store, expected):
     assert greedy_tokens(store, None, dequantize=True) == expected
     assert greedy_tokens(store, None, 2, dequantize=True) == expected

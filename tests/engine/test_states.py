@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_only
-from engine_harness import Model, Result, drain, request, run
+from engine_harness import Model, Result, assert_naive, drain, request, run
 from golden_folder import GOLDENS
 
 from jaxserve.config import EngineConfig
@@ -44,13 +44,6 @@ def model(request):
 def jobs(seed, lengths):
     random = np.random.default_rng(seed)
     return {f"r{index}": (random.integers(0, 67, length).tolist(), 9 + index) for index, length in enumerate(lengths)}
-
-
-def assert_naive(model, results, asked):
-    for name, (prompt, max_tokens) in asked.items():
-        expected = model.naive(prompt, max_tokens)
-        assert results[name].finish_reason == "length", (name, results[name].error)
-        assert results[name].token_ids == expected, name
 
 
 def num_cached(results):

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import msgspec
 import pytest
-from golden_models import GOLDENS
+from golden_models import CASES
 from jax.sharding import AbstractMesh, AxisType
 from step_specs import make_spec
 
@@ -177,7 +177,7 @@ def test_prompts_of_layers_with_states(value_size, text):
     assert any(f"recurrence: recurrent_step and {text}" in path for path in paths)
 
 
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
 def test_every_model_has_a_table_of_paths(golden):
     """It says what the layers have that no kernel of whole layers has."""
     fields = load_config(golden)

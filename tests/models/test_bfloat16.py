@@ -41,7 +41,7 @@ def test_bfloat16_step(golden):
     hidden, cache_after = jax.eval_shape(
         lambda params, cache: forward(params, batch=batch, kv_cache=cache), params, cache
     )
-    assert hidden.dtype == dtype
+    assert (hidden.shape, hidden.dtype) == ((6, config.hidden_size), dtype)
     assert cache_after == cache
     logits = jax.eval_shape(
         lambda params, hidden: family.head(params, config, hidden, StepContext("xla")), params, hidden

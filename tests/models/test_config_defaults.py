@@ -4,7 +4,8 @@ import json
 import random
 
 import pytest
-from golden_models import GOLDENS
+from depths import quick_only
+from golden_models import GOLDENS, ONE_OF_EACH
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
@@ -39,6 +40,8 @@ OF_ONE_CONFIG = [
     and json.loads((path / "config.json").read_text())["model_type"] in CONFIG_MAPPING
 ]
 """Goldens without other configs inside, of families that transformers has under the same name."""
+CASES = quick_only(OF_ONE_CONFIG, *(path for path in ONE_OF_EACH if path in OF_ONE_CONFIG))
+"""All of them, as parameters of tests: a family's further ones are slow."""
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & CONFIG_MAPPING.keys()))
@@ -53,7 +56,7 @@ def test_a_config_that_says_nothing(model_type):
     assert config == read(completed(fields))
 
 
-@pytest.mark.parametrize("path", OF_ONE_CONFIG, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_a_config_that_leaves_out_some_fields(path):
     fields = json.loads((path / "config.json").read_text())
     names = sorted(fields.keys() - {"model_type"})
@@ -73,7 +76,7 @@ def test_a_config_that_leaves_out_some_fields(path):
     assert num_compared > len(names) // 2
 
 
-@pytest.mark.parametrize("path", OF_ONE_CONFIG, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_other_names_of_fields(path):
     fields = json.loads((path / "config.json").read_text())
     for other, name in CONFIG_MAPPING[fields["model_type"]].attribute_map.items():

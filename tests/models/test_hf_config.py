@@ -5,7 +5,7 @@ What a field changes, and what its absence means, is compared with transformers 
 """
 
 import pytest
-from golden_models import GOLDENS
+from golden_models import CASES
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.paged_kv import KVSpec
@@ -32,7 +32,7 @@ def read(model_type, **changes):
     return get_family(fields).config(fields)
 
 
-@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_senseless_fields_are_named_or_not_read(path):
     fields = load_config(path)
     family = get_family(fields)

@@ -15,7 +15,7 @@ from golden_models import (
     load_golden,
     paged_chunk_logits,
 )
-from naive import naive_greedy, naive_logits
+from naive import greedy_choices, naive_logits
 
 from jaxserve.layers.layouts import layouts, put
 from jaxserve.loading.huggingface import load_config
@@ -64,8 +64,8 @@ def test_greedy_continuation(golden):
     params, config, family, expected, mesh = golden
     prompt = expected["token_ids"][: int(expected["prompt_length"])]
     with jax.set_mesh(mesh):
-        continuation = naive_greedy(params, config, family, prompt, len(expected["greedy"]), padded_length=PADDED)
-    assert continuation == expected["greedy"].tolist()
+        chosen = greedy_choices(params, config, family, prompt, expected["greedy"], padded_length=PADDED)
+    assert chosen == expected["greedy"].tolist()
 
 
 @pytest.mark.slow

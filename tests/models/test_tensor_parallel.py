@@ -27,11 +27,10 @@ def expected(request):
     return request.param, logits_on(request.param, make_mesh(tensor=1))
 
 
-@pytest.mark.parametrize("axes", quick_first([{"tensor": 4}, {"data": 1, "tensor": 2}]), ids=str)
-def test_split_model_equals_one_device(expected, axes):
+def test_split_model_equals_one_device(expected):
     model_type, on_one_device = expected
     assert np.abs(on_one_device).max() > 1.0
-    np.testing.assert_allclose(logits_on(model_type, make_mesh(**axes)), on_one_device, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits_on(model_type, make_mesh(tensor=4)), on_one_device, rtol=1e-4, atol=1e-5)
 
 
 WITH_EXPERTS = [
@@ -40,6 +39,7 @@ WITH_EXPERTS = [
     ("deepseek_v3", {"expert": 2, "tensor": 4}),
     ("llama4_text", {"expert": 2, "tensor": 2}),
     ("gemma4_text", {"expert": 2, "tensor": 2}),
+    ("qwen3_next", {"data": 1, "tensor": 2}),  # an axis of one device
 ]
 
 
@@ -105,7 +105,7 @@ def test_experts_whose_shards_no_kernel_takes_stay_whole(model_type, devices, si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_falcon_of_grouped_heads_equals_one_device(devices):
     """Falcon 40B and 180B have 8 KV heads and a norm for each block."""
     on_one_device = logits_on("falcon", make_mesh(tensor=1), **HEADS)
@@ -135,11 +135,11 @@ REPEATED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", REPEATED)
 def test_more_devices_than_kv_heads_equal_one_device(model_type):
-    """Several devices have each head, each with other queries of its group."""
+    """Several devices have each head, each with other queries of its group: two, or one on eight devices."""
     changes = REPEATED[model_type]
     on_one_device = logits_on(model_type, make_mesh(tensor=1), **changes)
     assert on_one_device.std(axis=1).min() > 0.1, "logits hardly depend on what is attended to"
-    for devices in (4, 8):
+    for devices in (4, 8) if model_type in ("llama", "gpt_oss", "qwen3_next") else (4,):
         on_many = logits_on(model_type, make_mesh(tensor=devices), **changes)
         np.testing.assert_allclose(on_many, on_one_device, rtol=1e-4, atol=1e-5)
 

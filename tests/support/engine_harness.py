@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 from golden_folder import GOLDENS
-from naive import naive_greedy, naive_logits
+from naive import greedy_choices, naive_greedy, naive_logits
 
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.programs.builder import StepBuilder
@@ -161,6 +161,18 @@ def request(name, prompt, max_tokens, params=GREEDY, **fields):
         max_tokens=max_tokens,
         **fields,
     )
+
+
+def assert_naive(model, results, asked):
+    """Check that requests, pairs of a prompt and a length by name, have the greedy tokens of full forward passes."""
+    for name, (prompt, max_tokens) in asked.items():
+        result = results[name]
+        assert (result.finish_reason, len(result.token_ids)) == ("length", max_tokens), (name, result.error)
+        with jax.set_mesh(model.mesh):
+            chosen = greedy_choices(
+                model.params, model.config, model.family, prompt, result.token_ids, padded_length=MAX_MODEL_LEN
+            )
+        assert result.token_ids == chosen, name
 
 
 class Result:

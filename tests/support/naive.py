@@ -172,3 +172,15 @@ def naive_greedy(params, config, family, prompt_ids, num_tokens, *, padded_lengt
         logits = naive_logits(params, config, family, jnp.asarray(token_ids))
         token_ids[position] = np.asarray(logits[position - 1]).argmax()
     return token_ids[len(prompt_ids) : length].tolist()
+
+
+def greedy_choices(params, config, family, prompt_ids, token_ids, *, padded_length):
+    """The greedy token at the position of each of `token_ids`, which follow `prompt_ids`, from one forward pass.
+
+    Where they equal `token_ids`, `naive_greedy` finds the same: its passes see the same tokens up to each position.
+    """
+    text = np.zeros(padded_length, np.int32)
+    length = len(prompt_ids) + len(token_ids)
+    text[:length] = [*prompt_ids, *token_ids]
+    logits = naive_logits(params, config, family, jnp.asarray(text))
+    return np.asarray(logits)[len(prompt_ids) - 1 : length - 1].argmax(axis=-1).tolist()

@@ -18,7 +18,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(_Report(config.getoption("--processor-times") or os.devnull))
+    if not hasattr(config, "workerinput"):  # the process that prints the summary writes the file
+        config.pluginmanager.register(_Report(config.getoption("--processor-times") or os.devnull))
 
 
 def _seconds():

@@ -62,6 +62,16 @@ def loaded(message):
     return message._replace(calls=tuple((name, json.loads(arguments)) for name, arguments in message.calls))
 
 
+def message_of(syntax, text, tools, *, size=4096, **options):
+    """Return the words, the thoughts and the calls in an answer, whose text is pushed in pieces of `size`
+    characters.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    pieces = (text[start : start + size] for start in range(0, len(text), size))
+    message = loaded(read(Reader(syntax, schemas, **options), pieces))
+    return message.content, message.reasoning, list(message.calls)
+
+
 def write(calls, thoughts, message):
     if isinstance(calls.arguments, Channels):
         return _write_channels(message)

@@ -223,21 +223,21 @@ def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
     and for one that was replaced. One that is silent is killed, and one that is dead ends, even if its exit hangs.
     """
-    flags = ("--data-parallel-size", "2", "--api-workers", "2", "--silence-limit", "2")
-    server = start(*flags, *["--never-ends"] * (how == "hangs")).wait_until_serving()
+    flags = {"killed": [], "silent": ["--silence-limit", "5"], "hangs": ["--never-ends"]}[how]
+    server = start("--data-parallel-size", "2", "--api-workers", "2", *flags).wait_until_serving()
 
     async def run():
         async with client() as http:
             answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
             assert answers == [(200, "aaa", None)] * 16
-            running = await load(http, server.url, 12, max_tokens=100)
+            running = await load(http, server.url, 12, max_tokens=300)
             engine, *_ = server.engines
             if how == "hangs":
                 running.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
             else:
                 engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             ended = await asyncio.gather(*running, return_exceptions=True)
-            failed = [answer for answer in ended if answer != (200, "a" * 100, None)]
+            failed = [answer for answer in ended if answer != (200, "a" * 300, None)]
             assert 0 < len(failed) < len(ended), ended
             reason = "a bug in the engine" if how == "hangs" else "the engine has stopped"
             assert all(reason in str(answer) for answer in failed)
