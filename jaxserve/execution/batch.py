@@ -58,6 +58,7 @@ def make_buckets(
     max_num_seqs: int,
     block_size: int,
     num_groups: int = 1,
+    max_drafts: int = 0,
     has_finer_sizes: bool = False,
 ) -> list[Bucket]:
     """Return every size that a step can have: 1, 4, 16 tokens, then doubling up to the budget; and a token for every
@@ -68,7 +69,8 @@ def make_buckets(
     nothing.
 
     A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most 1 +
-    n // block_size new blocks in each of `num_groups` tables.
+    n // block_size new blocks in each of `num_groups` tables, and a row of one token as many as one and `max_drafts`
+    take: a step that leaves drafts out adds the blocks that were allocated for them.
     """
     sizes = [1]
     while sizes[-1] < max_num_batched_tokens:
@@ -77,7 +79,11 @@ def make_buckets(
     sizes = sorted({*sizes, max_num_rows})
     if has_finer_sizes:
         sizes = _finer(sizes, max_num_rows)
-    return [Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows + size // block_size)) for size in sizes]
+    of_row = 1 + max_drafts // block_size
+    return [
+        Bucket(size, rows := min(size, max_num_seqs), num_groups * (rows * of_row + size // block_size))
+        for size in sizes
+    ]
 
 
 def make_verifying_buckets(

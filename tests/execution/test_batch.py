@@ -40,6 +40,9 @@ def test_buckets_cover_every_step():
         # The most blocks a step can add: every row begins a new block with its first token, one row has all the others.
         longest = bucket.num_tokens - bucket.num_rows + 1
         assert bucket.num_new_blocks >= bucket.num_rows - 1 + -(-longest // 16)
+    # Drafts that a step leaves out have their blocks all the same.
+    for bucket in make_buckets(max_num_batched_tokens=100, max_num_seqs=24, block_size=16, max_drafts=20):
+        assert bucket.num_new_blocks >= bucket.num_rows * 2
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 17])

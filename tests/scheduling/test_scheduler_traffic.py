@@ -51,7 +51,8 @@ class Traffic(RuleBasedStateMachine):
             max_num_seqs=st.integers(2, 8),
             max_num_batched_tokens=st.integers(1, 32),
             policy=st.sampled_from(["fcfs", "priority"]),
-            windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1, None)]),
+            windows=st.sampled_from([(None,), (None,), (None, 5), (None, 3, 3, 9), (4,), (1,), (1, None)]),
+            num_stages=st.sampled_from([1, 1, 2, 3]),
             drafts=st.sampled_from([(), ((8, 1),), ((8, 4),), ((8, 4),), ((2, 5), (4, 2)), ((4, 5), (8, 3))]),
             num_kept_states=st.runner().flatmap(lambda machine: st.sampled_from(machine.kept_states)),
             min_kept_tokens=st.sampled_from([1, 2, 6]),
@@ -137,9 +138,8 @@ def test_hypothesis_traffic(machine, number):
         ),
     )
     assert machine.num_operations >= examples(90 * number)
-    if machine is Traffic:
-        assert min(machine.num_accepted, machine.num_rejected) >= examples(2 * number)
-    else:
+    assert min(machine.num_accepted, machine.num_rejected) >= examples(2 * number)
+    if machine is TrafficWithStates:
         assert min(machine.num_resumed, machine.num_passed) >= examples(30)
 
 

@@ -44,7 +44,7 @@ def make_limits(**changes):
     """Return small limits with these changes; `num_kept_states` None, which is the default: layers keep no states."""
     defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     if (num_kept := changes.pop("num_kept_states", None)) is not None:
-        changes |= {"has_states": True, "num_kept_states": num_kept, "drafts": ()}
+        changes |= {"has_states": True, "num_kept_states": num_kept}
     return SchedulerLimits(**(defaults | changes | {"drafts": DraftPolicy(changes.get("drafts", ()))}))
 
 
@@ -195,7 +195,7 @@ class Device:
         if plan.num_decode_rows == len(plan.rows) and not any(row.num_drafts for row in plan.rows):
             self._check_decode_only(plan)
         if self.has_states:
-            self._advance_states(plan)
+            self._advance_states(plan, outcomes)
         failed = self._spread_poison(plan, poisoned_requests)
         if self.has_states:
             self.states |= {row.slot: (self.states[row.slot][0], True) for row in plan.rows if row.request in failed}
@@ -210,14 +210,15 @@ class Device:
             del self.nodes[row.slot][self.computed[row.slot] :]
         return [outcomes[row.slot] for row in plan.rows], [row.request not in failed for row in plan.rows]
 
-    def _advance_states(self, plan: StepPlan) -> None:
-        """Check that each row starts from the state of its own history, and replace it."""
+    def _advance_states(self, plan: StepPlan, outcomes: dict[int, list[int]]) -> None:
+        """Check that each row starts from the state of its own history, and advance it by what is not rejected."""
         for row in plan.rows:
-            start, end, nodes = self.computed[row.slot], self.ends[row.slot], self.nodes[row.slot]
+            start, nodes = self.computed[row.slot], self.nodes[row.slot]
             if start:
                 assert self.states[row.slot][0] == nodes[start - 1], "a row starts from somebody else's state"
             is_poisoned = start > 0 and self.states[row.slot][1]
-            self.states[row.slot] = nodes[end - 1], is_poisoned
+            num_rejected = self.ends[row.slot] - start - row.num_tokens - max(0, len(outcomes[row.slot]) - 1)
+            self.states[row.slot] = nodes[self.ends[row.slot] - max(0, num_rejected) - 1], is_poisoned
 
     def _verify(self, row: Row) -> list[int]:
         """Return the tokens that a row draws: one, and one for each of its drafts that is right. Drafts are made up

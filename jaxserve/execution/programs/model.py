@@ -110,6 +110,7 @@ class StepModel:
             max_num_seqs=spec.max_num_seqs,
             block_size=spec.block_size,
             num_groups=num_groups,
+            max_drafts=max(widths, default=1) - 1,
             has_finer_sizes=spec.traits.has_finer_buckets,
         )
         self.verifying_buckets: list[Bucket] = []
