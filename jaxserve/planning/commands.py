@@ -34,7 +34,7 @@ STAGES = "pipeline_parallel_size"
 
 def add_plan(plan: Parser) -> None:
     """Add the flags of `jaxserve plan`."""
-    _add_model(plan)
+    add_model(plan)
     add = functools.partial(plan.add_flag, "plan")
     number = {"type": int, "metavar": "N"}
     add("--input-len", help="tokens of a prompt; default: 1024, at most half the context", **number)
@@ -63,7 +63,8 @@ def add_plan(plan: Parser) -> None:
     add("--json", action="store_true", help="print the plan as JSON")
 
 
-def _add_model(parser: Parser) -> None:
+def add_model(parser: Parser) -> None:
+    """Add the flags that name a model, a GPU, and the options of its engine."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="directory (config.json will do), GGUF file, id on the hub"
     )
@@ -84,7 +85,7 @@ def run_plan(args: argparse.Namespace) -> int:
     gpu = find_gpu(args.device)
     if args.measured:
         return _compare(args, gpu)
-    with _model_of(args) as (config, name):
+    with model_of(args) as (config, name):
         prepare_jax()
         import msgspec
 
@@ -126,7 +127,7 @@ def _compare(args: argparse.Namespace, gpu: Gpu) -> int:
 
 def add_compile(parser: Parser) -> None:
     """Add the flags of `jaxserve compile`."""
-    _add_model(parser)
+    add_model(parser)
     add_config_flags(parser, EngineConfig, only=("warmup",))
     parser.add_flag(
         "plan", "-o", "--output", type=pathlib.Path, required=True, metavar="FOLDER", help="the folder to write"
@@ -136,7 +137,7 @@ def add_compile(parser: Parser) -> None:
 def run_compile(args: argparse.Namespace) -> None:
     """Write a folder of programs."""
     gpu = find_gpu(args.device)
-    with _model_of(args) as (config, name):
+    with model_of(args) as (config, name):
         prepare_jax()
         from jaxserve.planning.ahead import compile_ahead
 
@@ -150,7 +151,7 @@ def run_compile(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
+def model_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, str]]:
     """Open the options, and the name of the model or the shape, whose config.json is in a folder until the end."""
     if (args.model is None) == (args.shape is None):
         raise ConfigError("name a MODEL or a --shape, one of them")

@@ -269,7 +269,7 @@ def _stage_times(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows:
     """Return the time of each stage for a decode step of so many rows."""
     context = load.input_len + load.output_len / 2
     found = []
-    for kind, stage, num_devices in _stages(engine):
+    for kind, stage, num_devices in stages_of(engine):
         work = decode_work(engine.model, info, num_rows=num_rows, context=context, stage=stage)
         found.append(estimate_step(kind, work.seconds(engine.gpu, num_devices=num_devices), num_rows=num_rows))
     return found
@@ -279,7 +279,7 @@ def _prefill(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int
     """Return the time of so many prompts, whose chunks follow each other through the stages."""
     num_tokens = num_rows * load.input_len
     found = []
-    for kind, stage, num_devices in _stages(engine):
+    for kind, stage, num_devices in stages_of(engine):
         work = prefill_work(engine.model, info, num_rows=num_rows, length=load.input_len, stage=stage)
         roofline = work.seconds(engine.gpu, num_devices=num_devices)
         found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens))
@@ -295,7 +295,7 @@ def _hop_seconds(engine: Absent, num_rows: int) -> float:
     return HOP_LATENCY + num_rows * model.hidden_size * model.itemsize / engine.gpu.peer_bandwidth
 
 
-def _stages(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
+def stages_of(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
     """Yield the stages, the kind of steps that each of them has, and on how many devices."""
     codes = {scheme.codes for scheme in schemes_of(engine.plan.specs).values()}
     for model in engine.plan.builder.models:
