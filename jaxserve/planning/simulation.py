@@ -12,6 +12,7 @@ from jaxserve.bench.serving.client import Outcome
 from jaxserve.bench.serving.load import LoadResult
 from jaxserve.bench.serving.workloads import Call
 from jaxserve.errors import ConfigError
+from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.planning.plan import stages_of
 from jaxserve.planning.sizes import Absent
 from jaxserve.planning.times import estimate_prefill, estimate_step
@@ -90,14 +91,7 @@ class StepTimes:
         """Return the tokens of the smallest compiled step for so many tokens."""
         key = num_tokens, is_decode_only
         if key not in self._sizes:
-            step = self._shapes.step_for(
-                num_tokens,
-                is_plain=True,
-                is_decode_only=is_decode_only,
-                has_logprobs=False,
-                has_prompt_logprobs=False,
-                has_embeddings=False,
-            )
+            step = self._shapes.step_for(num_tokens, StepNeeds(is_decode_only=is_decode_only))
             self._sizes[key] = step.forward.bucket.num_tokens
         return self._sizes[key]
 
