@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     add_number(parser, "--seconds", 20, "in which requests arrive, of each run")
     add_number(parser, "--input-len", 1024, "mean tokens of random prompts")
     add_number(parser, "--output-len", 256, "mean tokens of their answers")
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    parser.check(unknown, [])
     prepare_jax()
     try:
         _run(args)
