@@ -168,7 +168,7 @@ def _run_paths(
         layer, own, cache = layers[index], weights[index], kv_cache.of_layer(index)
         step = LayerStep(batch.of_layer(index), cache, turned[layer.mixer.rope])
         with jax.named_scope(f"layer_{index}"):
-            if path.kind == Kind.OPERATIONS:
+            if path.kind == Kind.UNFUSED:
                 consumer = consumer_of(layers, params, index, span)
                 options = {"consumer": consumer, "counts_experts": counts_experts}
                 (x, update, cache), load = run(layer, own, x, update, step, **options)

@@ -2,8 +2,8 @@
 faster path.
 
 A decode step of Llama and similar models does little but read weights, so norms, activations and additions are fused
-into the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not support runs as one
-operation after the other, for each of which `parts` chooses a kernel.
+into the matmuls around them, and with few rows a whole layer is one kernel. What the kernels do not support runs
+unfused: `parts` chooses a kernel for each operation.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Kind(enum.StrEnum):
     """How a layer runs, fastest first."""
 
     LAYER = "one kernel a layer"
-    CODES = "one kernel that converts codes between two attentions"
+    CODES = "one kernel on packed weights between two attentions"
     BETWEEN = "one kernel between two attentions"
-    MATMULS_OF_CODES = "a kernel that converts codes for each matmul"
+    MATMULS_OF_CODES = "a kernel on packed weights for each matmul"
     MATMULS = "a kernel for each matmul"
-    OPERATIONS = "one operation after the other"
+    UNFUSED = "unfused"
 
 
 class Path(NamedTuple):
@@ -74,7 +74,7 @@ def choose(layers: Sequence[LayerShape], x: Any, context: StepContext) -> list[P
         if key not in known:
             known[key] = _path(layer, following, x, context)
         paths.append(known[key])
-        following = None if known[key].kind == Kind.OPERATIONS else layer
+        following = None if known[key].kind == Kind.UNFUSED else layer
     return paths[::-1]
 
 
@@ -85,7 +85,7 @@ def _path(layer: LayerShape, following: LayerShape | None, x: Any, context: Step
         if why_not_fused(layer, qkv, x, context) is None:
             return _fused(layer, qkv, x, context)
     reason = why_not_fused(layer, None, x, context)
-    return _fused(layer, None, x, context) if reason is None else Path(Kind.OPERATIONS, reason)
+    return _fused(layer, None, x, context) if reason is None else Path(Kind.UNFUSED, reason)
 
 
 def _fused(layer: LayerShape, qkv: Weight | None, x: Any, context: StepContext) -> Path:

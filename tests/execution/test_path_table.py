@@ -47,13 +47,13 @@ def test_lines_of_a_dense_model():
         "decode of 1 to 16 rows: one kernel a layer; LM head: small_matmul",
         "decode of 32 to 64 rows: one kernel between two attentions (at most 16 rows, got 32); "
         "attention: paged_attention; LM head: small_matmul",
-        "decode of 128 to 256 rows: one operation after the other (qkv: at most 64 rows, got 128); "
+        "decode of 128 to 256 rows: unfused (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention; gate_up: gated_linear_unit; "
         "LM head: XLA (at most 64 rows, got 128); "
         "attention_norm, mlp_norm, norm: add_rms_norm",
         "prompts, 64 tokens: one kernel between two attentions (some rows may have several tokens); "
         "attention: paged_attention and ragged_prefill_attention; LM head: small_matmul",
-        "prompts, 128 to 512 tokens: one operation after the other (qkv: at most 64 rows, got 128); "
+        "prompts, 128 to 512 tokens: unfused (qkv: at most 64 rows, got 128); "
         "qkv, out, down: XLA; attention: paged_attention and ragged_prefill_attention; "
         "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); "
         "attention_norm, mlp_norm, norm: add_rms_norm",
@@ -77,14 +77,14 @@ def test_keys_of_layers():
         (
             LLAMA,
             {"scheme": "int4"},
-            "converts codes between two attentions; attention: paged_attention",
+            "on packed weights between two attentions; attention: paged_attention",
         ),
         (
             LLAMA,
             {"scheme": "int4", "without": "down"},
-            "one operation after the other (qkv: it is stored as int4",
+            "unfused (qkv: it is stored as int4",
         ),
-        (LLAMA, {"scheme": "int4", "num_devices": 2}, "codes for each matmul (devices add up partial sums between"),
+        (LLAMA, {"scheme": "int4", "num_devices": 2}, "weights for each matmul (devices add up partial sums between"),
         (LLAMA, {"num_devices": 4}, "a kernel for each matmul (devices add up partial sums between matmuls)"),
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),

@@ -269,10 +269,10 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
         monkeypatch.setattr(all_reduce, "why_not", lambda *_: None)  # which has no kernel for float32
         batch = batch.replace(peers=allocate_peer_buffers(abstract_sums(mesh, 64)))
     got = run(batch, cuts)
-    fused = [path.kind != Kind.OPERATIONS for path in chosen]
+    fused = [path.kind != Kind.UNFUSED for path in chosen]
     assert fused == [True, True, False, True, True, False, False, True, True]
     assert {path.kind for path in chosen} == (
-        {Kind.LAYER, Kind.BETWEEN, Kind.OPERATIONS} if mesh is None else {Kind.MATMULS, Kind.OPERATIONS}
+        {Kind.LAYER, Kind.BETWEEN, Kind.UNFUSED} if mesh is None else {Kind.MATMULS, Kind.UNFUSED}
     )
     passes_on = [index for index, path in enumerate(chosen) if path.passes_on_qkv]
     assert passes_on == [index for index in (0, 3) if index + 1 not in cuts]
@@ -330,13 +330,13 @@ def test_which_layers_have_fused_matmuls_and_why_others_have_not(change, step, r
         shapes[1] = replace(shapes[1], layer=change(value))
     first, found, last = choose(shapes, *step_of(**step))
     if reason is None:
-        assert found.kind != Kind.OPERATIONS
+        assert found.kind != Kind.UNFUSED
         assert (first.passes_on_qkv, found.passes_on_qkv, last.passes_on_qkv) == (True, True, False)
     else:
-        assert found.kind == Kind.OPERATIONS
+        assert found.kind == Kind.UNFUSED
         assert reason in found.reason
         assert not first.passes_on_qkv
-        assert {first.kind == Kind.OPERATIONS, last.kind == Kind.OPERATIONS} == {bool(step)}
+        assert {first.kind == Kind.UNFUSED, last.kind == Kind.UNFUSED} == {bool(step)}
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_which_shards_it_takes(num_devices, hidden_size, takes):
     shapes = shapes_of(family.layers(config)[0], params["layers"])
     for given in (peers, None):
         found = choose(shapes, *step_of(hidden_size=hidden_size, peers=given))
-        assert all((path.kind != Kind.OPERATIONS) == takes for path in found)
+        assert all((path.kind != Kind.UNFUSED) == takes for path in found)
         assert takes or found[0].reason is not None
 
 

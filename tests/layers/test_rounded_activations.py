@@ -136,4 +136,4 @@ def test_layers_whose_rows_are_rounded_are_not_fused(min_rows, reason):
     layer = LayerShape(layer=value, weights=weights, cache=None)
     x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
     [path] = choose([layer], x, StepContext("sm90", is_decode_only=True))
-    assert path == Path(Kind.CODES if reason is None else Kind.OPERATIONS, reason)
+    assert path == Path(Kind.CODES if reason is None else Kind.UNFUSED, reason)

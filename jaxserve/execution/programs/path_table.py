@@ -129,14 +129,14 @@ def _of_each_kind(
     traced: dict[int, Path] = {}
     seen: set[object] = set()
     for index, path in enumerate(paths):
-        has_update = index > 0 and paths[index - 1].kind == Kind.OPERATIONS
+        has_update = index > 0 and paths[index - 1].kind == Kind.UNFUSED
         consumer = consumer_of(values, params, index, range(len(layers)))
         kind = layers[index].key, path, consumer, has_update
         is_needed = index + 1 == len(layers) and path.kind != paths[max(traced, default=index)].kind
         if kind in seen and not is_needed:
             continue
         seen.add(kind)
-        if has_update and (not traced or traced[max(traced)].kind != Kind.OPERATIONS):
+        if has_update and (not traced or traced[max(traced)].kind != Kind.UNFUSED):
             traced[index - 1] = paths[index - 1]
         traced[index] = path
     return traced
