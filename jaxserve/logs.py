@@ -24,15 +24,18 @@ FLUSH_SECONDS = 1.0
 """How long `flush` waits for pending lines, e.g. at the end of the process."""
 
 
-def configure(level: str, form: Format = "text", *, in_background: bool = False) -> None:
+def configure(
+    level: str, form: Format = "text", *, in_background: bool = False, process_name: str | None = None
+) -> None:
     """Log to standard error from now on: this package's messages from `level` on, others from warning on.
 
-    `in_background` is for processes that must go on even if their log is not read or cannot be written.
+    `in_background` is for processes that must go on even if their log is not read or cannot be written. Each line has
+    `process_name`, if one is given.
     """
     handler = _Background() if in_background else _StandardError()
-    handler.setFormatter(
-        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    named = "" if process_name is None else f"[{process_name}] "
+    text = logging.Formatter(f"%(asctime)s %(levelname)s {named}%(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter(process_name) if form == "json" else text)
     root = logging.getLogger()
     root.handlers = [handler]
     logging.getLogger("jaxserve").setLevel(level.upper())
@@ -122,7 +125,13 @@ def _write(data: bytes) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats time (UTC), level, logger, message, the record's own fields, and the traceback if there is one."""
+    """Formats time (UTC), level, logger, the process's name if it has one, message, the record's own fields, and the
+    traceback if there is one.
+    """
+
+    def __init__(self, process_name: str | None = None):
+        super().__init__()
+        self._process_name = process_name
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -132,6 +141,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{created}.{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
+            **({} if self._process_name is None else {"process": self._process_name}),
             "message": record.getMessage(),
             **getattr(record, FIELDS, {}),
         }

@@ -17,10 +17,11 @@ def test_lines_go_to_what_standard_error_is_now(monkeypatch, form):
     """A command that runs in a test leaves its handler behind, and the test's standard error is closed afterwards."""
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
-    logs.configure("info", form)
+    logs.configure("info", form, process_name="engine 7")
     logging.getLogger("jaxserve.test").info("one")
     logging.getLogger("jaxserve.test").debug("too little")
     assert "one" in first.getvalue()
+    assert "engine 7" in first.getvalue()
     monkeypatch.setattr(sys, "stderr", second)
     first.close()
     logging.getLogger("jaxserve.test").info("two")

@@ -39,12 +39,15 @@ LINGER_SECONDS = 2
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The parent's settings for the engine's process: its options, and the folder of the sockets."""
+    """The parent's settings for the engine's process: its options, the folder of the sockets, and its name in the log
+    if there are several engines.
+    """
 
     engine: EngineConfig
     folder: str
     log_level: str
     log_format: logs.Format
+    log_name: str | None = None
 
 
 class _Peer:
@@ -231,7 +234,7 @@ def serve(parent: Parent, client: EngineClient, folder: pathlib.Path, *, end_sec
 def _main(parent: Parent) -> int:
     settings = parent.settings(Settings)
     parent.folder = settings.folder
-    logs.configure(settings.log_level, settings.log_format, in_background=True)
+    logs.configure(settings.log_level, settings.log_format, in_background=True, process_name=settings.log_name)
     workers = start_early(settings.engine)
     wake_devices(settings.engine)
     from jaxserve.engine.local import LocalEngineClient

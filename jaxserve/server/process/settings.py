@@ -17,8 +17,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     `name` is the engine's name for this process, new with each start; `worker` identifies the worker across restarts;
     `listener` is a file descriptor; `seed` is that of requests without one. Only one worker `tells` (logs) what is the
     same for all. `engines` are the folders of the engines that run or start, by their numbers below `num_engines`. With
-    `opens_when_told` it waits for the others, and reports first that it is ready, then that it
-    serves.
+    `opens_when_told` it waits for the others, and reports first that it is ready, then that it serves. `log_name` is in
+    its log lines, where several workers write some.
     """
 
     server: ServerConfig
@@ -34,3 +34,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     metrics_file: str
     opens_when_told: bool
+    log_name: str | None = None

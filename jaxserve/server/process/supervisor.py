@@ -183,6 +183,7 @@ class Supervisor:
         worker.client = f"{name}-{worker.num_starts}"
         worker.num_starts += 1
         is_first = worker.num_starts == 1
+        shown = f"API worker {worker.index}"
         settings = Settings(
             server=self._config,
             name=worker.client,
@@ -198,9 +199,10 @@ class Supervisor:
             seed=self._seed + worker.index + MAX_WORKERS * (worker.num_starts - 1),
             metrics_file=str(self._folder / f"metrics-{worker.index}"),
             opens_when_told=is_first,
+            log_name=shown if len(self._workers) > 1 else None,
         )
         worker.child = await Child.start(
-            f"API worker {worker.index}",
+            shown,
             "jaxserve.server.process.worker",
             settings,
             pass_fds=[worker.listener.fileno()],
@@ -383,11 +385,17 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     environments = _device_environments(config.data_parallel_size, *stages)
 
     async def start_engine(index: int, folder: pathlib.Path) -> Child:
+        name = None if config.data_parallel_size == 1 else f"engine {index}"
         settings = process.Settings(
-            engine=engine, folder=str(folder), log_level=config.log_level, log_format=config.log_format
+            engine=engine,
+            folder=str(folder),
+            log_level=config.log_level,
+            log_format=config.log_format,
+            log_name=name,
         )
-        name = "the engine" if config.data_parallel_size == 1 else f"engine {index}"
-        return await Child.start(name, "jaxserve.engine.process", settings, environment=environments[index])
+        return await Child.start(
+            name or "the engine", "jaxserve.engine.process", settings, environment=environments[index]
+        )
 
     supervisor = Supervisor(
         config,

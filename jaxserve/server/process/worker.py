@@ -113,7 +113,8 @@ async def _connect(settings: Settings) -> RemoteEngineClient | ReplicatedEngineC
 def _main(parent: Parent) -> int:
     settings = parent.settings(Settings)
     parent.folder = settings.folder
-    logs.configure(settings.server.log_level, settings.server.log_format, in_background=True)
+    server = settings.server
+    logs.configure(server.log_level, server.log_format, in_background=True, process_name=settings.log_name)
     return uvloop.run(_serve(parent, settings))
 
 
