@@ -368,7 +368,7 @@ def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
 
 def test_formulas_are_drawn_and_what_is_none_stays_text(page, server):
     others = r"it costs $5 or $6, $\unknown{x}$"
-    matrix = r"\[" "\n" r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}" "\n- 1\n" r"\]"
+    matrix = r"\[" "\n" r"\begin{pmatrix} a & b \\[2pt] c & d \end{pmatrix}" "\n- 1\n" r"\]"
     unknown = r"\[ \unknown{x} \\ y_a z_b \]"
     server.says(
         rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x** {unknown}"
