@@ -414,10 +414,15 @@ def test_importing_the_modules_without_jax_loads_no_jax():
 
 @pytest.mark.parametrize(
     ("module", "needed"),
-    [("jaxserve", set()), ("jaxserve.cli", set()), ("jaxserve.server.process.supervisor", {"asyncio", "zmq"})],
+    [
+        ("jaxserve", set()),
+        ("jaxserve.cli", set()),
+        ("jaxserve.server.process.supervisor", {"asyncio", "zmq"}),
+        ("jaxserve.loading.gguf_sources", {"asyncio", "numpy"}),
+    ],
 )
 def test_import_is_cheap(module, needed):
-    """What a server's parent imports is imported before the engine starts."""
+    """What a server's parent imports is imported before the engine starts; engines import readers of GGUF files."""
     heavy = JAX | {"transformers", "tokenizers", "torch", "numpy", "starlette", "uvicorn", "httpx", "jinja2"}
     heavy |= {"asyncio", "tqdm", "huggingface_hub", "zmq", "gguf", "shtab"}
     assert _python(f"import sys, {module}; print(*sys.modules.keys() & {heavy - needed!r})") == ""

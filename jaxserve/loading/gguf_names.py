@@ -5,8 +5,6 @@ modules. No jax.
 import functools
 import re
 
-from gguf import MODEL_ARCH_NAMES, TENSOR_NAMES, TensorNameMap, get_tensor_name_map
-
 NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
 """Architectures that the package does not have, and others with the same names."""
 
@@ -80,6 +78,8 @@ def _known_name(module: str, architecture: str) -> str:
 @functools.cache
 def _names_of(architecture: str) -> dict[str, str]:
     """Return an architecture's names of the modules outside of layers, and of those of a first layer."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map  # late: other files do without it
+
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     found = get_tensor_name_map(kinds[NAMED_LIKE.get(architecture, architecture)], n_blocks=1)
     return {module: name for module, (_, name) in found.mapping.items()}
@@ -88,6 +88,8 @@ def _names_of(architecture: str) -> dict[str, str]:
 @functools.cache
 def _all_names() -> dict[str, str]:
     """Return the names that modules have in any architecture; of several the package's first one."""
+    from gguf import TENSOR_NAMES, TensorNameMap
+
     modules = TensorNameMap.mappings_cfg | TensorNameMap.block_mappings_cfg
     names = [(each, TENSOR_NAMES[kind]) for kind, some in modules.items() for each in some]
     return {module.format(bid=0): name.format(bid=0) for module, name in reversed(names)}

@@ -151,8 +151,10 @@ function environment(tokens, isDisplay, depth) {
     rows.at(-1).push(element("mtd", {}, row(tokens, isDisplay, depth)));
     const end = tokens.shift();
     if (end === "\\end") break;
-    if (end === "\\\\") rows.push([]);
-    else if (end !== "&") throw new Unknown(end);
+    if (end === "\\\\") {
+      rows.push([]);
+      if (tokens[0] === "[") tokens.splice(0, tokens.indexOf("]") + 1); // the space between two lines
+    } else if (end !== "&") throw new Unknown(end);
   }
   if (word(tokens) !== name) throw new Unknown(name);
   if (rows.length > 1 && rows.at(-1).every((cell) => !cell.textContent)) rows.pop(); // lines end with a break

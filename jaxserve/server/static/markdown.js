@@ -29,7 +29,7 @@ const marked = new Marked({
     {
       name: "display",
       level: "block",
-      start: (source) => source.match(/^ {0,3}(?:\$\$|\\\[)/m)?.index,
+      start: (source) => source.split("\n\n", 1)[0].match(/(?<=\n) {0,3}(?:\$\$|\\\[)/)?.index, // marked leaves out a character
       tokenizer(source) {
         const [raw, display, otherDisplay] = DISPLAY.exec(source) ?? [];
         const nodes = raw && formula(display ?? otherDisplay, true);

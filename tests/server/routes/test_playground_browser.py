@@ -368,18 +368,19 @@ def test_markdown_is_shown_as_such_and_nothing_else_of_it(page, server):
 
 def test_formulas_are_drawn_and_what_is_none_stays_text(page, server):
     others = r"it costs $5 or $6, $\unknown{x}$"
-    matrix = r"\[" "\n" r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}" "\n- 1\n" r"\]"
+    matrix = r"\[" "\n" r"\begin{pmatrix} a & b \\[2pt] c & d \end{pmatrix}" "\n- 1\n" r"\]"
     unknown = r"\[ \unknown{x} \\ y_a z_b \]"
     server.says(
         rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x** {unknown}"
-        f"\n\n{matrix}\n\nbehind"
+        f"\n\n{matrix}\n\nbehind\n\nA $$b$$ is inside"
     )
     _say(page, "hello")
     _answer(page)
     formulas = page.run(f"return [...document.querySelectorAll('{LAST} math')].map((math) => math.textContent)")
-    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k", "(abcd)\u22121"]
+    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k", "(abcd)\u22121", "b"]
     assert page.count(f"{LAST} math munderover, {LAST} math msqrt, {LAST} math msup, {LAST} math msub") == 4
     assert page.count(f"{LAST} math mtd") == 4
+    assert page.count(f"{LAST} br") == 0, "the last one is inside of its line"
     assert others in page.text(f"{LAST} .markdown")
     assert unknown in page.text(f"{LAST} .markdown"), "its backslashes are not those of Markdown"
 
