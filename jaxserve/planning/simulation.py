@@ -177,7 +177,11 @@ def simulate(
 
 
 def capacity(times: StepTimes, limits: SchedulerLimits, calls: Sequence[Call]) -> float:
-    """Return the requests a second of the middle half of calls that are all there at the start."""
+    """Return the requests a second of the middle half of calls that are all there at the start. Raises ConfigError for
+    fewer than 4 calls.
+    """
+    if len(calls) < 4:
+        raise ConfigError(f"a capacity needs at least 4 requests, got {len(calls)}")
     result = simulate(times, limits, calls, [0.0] * len(calls), fixed(limits.max_num_batched_tokens))
     ends = sorted(outcome.ended for outcome in result.outcomes)
     quarter = len(ends) // 4

@@ -90,6 +90,7 @@ export class Message {
     field.value = this.text;
     field.addEventListener("input", () => grow(field));
     const end = (isDone) => {
+      if (isDone && this.acts.isBusy()) return; // an answer has begun meanwhile: the edit waits for it
       field.replaceWith(this.prose); // as it was, tokens included
       this.#showTools();
       if (isDone) this.acts.edited(this, field.value);
