@@ -47,7 +47,7 @@ class Step(NamedTuple):
         return q, Pages(k, v)
 
     def rows(self, *, min_columns: int = 0) -> dict[str, Any]:
-        """Return the block tables, of pages scattered over the pool, the lengths and the number of rows."""
+        """Return the block tables, of pages scattered over the pool, and the lengths."""
         tables = np.zeros((len(self.chunks), max(*self._blocks, min_columns)), np.int32)
         pages = np.random.default_rng(0).permutation(sum(self._blocks))
         for table, own in zip(tables, np.split(pages, np.cumsum(self._blocks)[:-1]), strict=True):

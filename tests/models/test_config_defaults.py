@@ -5,7 +5,7 @@ import random
 
 import pytest
 from depths import quick_only
-from golden_models import GOLDENS, ONE_OF_EACH
+from golden_models import GOLDENS
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
@@ -33,14 +33,13 @@ def read(fields):
         return str(error)
 
 
-OF_ONE_CONFIG = [
-    path
-    for path in GOLDENS
-    if not path.name.startswith(OF_SEVERAL)
-    and json.loads((path / "config.json").read_text())["model_type"] in CONFIG_MAPPING
-]
+def type_of(path):
+    return json.loads((path / "config.json").read_text())["model_type"]
+
+
+OF_ONE_CONFIG = [path for path in GOLDENS if not path.name.startswith(OF_SEVERAL) and type_of(path) in CONFIG_MAPPING]
 """Goldens without other configs inside, of families that transformers has under the same name."""
-CASES = quick_only(OF_ONE_CONFIG, *(path for path in ONE_OF_EACH if path in OF_ONE_CONFIG))
+CASES = quick_only(OF_ONE_CONFIG, *{type_of(path): path for path in reversed(OF_ONE_CONFIG)}.values())
 """All of them, as parameters of tests: a family's further ones are slow."""
 
 
