@@ -251,7 +251,7 @@ class TestChat:
         for arguments in (written, "{{ c.function.name + ' ' + c.function.arguments }}"):
             (output,) = llm.chat(messages, chat_template=template.replace("%s", arguments))
             assert output.prompt == 'a\nb;[look_up {"word": "ä"}];'
-        parts.append({"type": "image_url", "image_url": {"url": "x"}})
+        messages[0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
         with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[2\] must be a text part"):
             llm.chat(messages)
 
