@@ -140,7 +140,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
-        speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
+        speculation=speculation
+        and speculation.up_to(devices.max_drafting_tokens, step_tokens=devices.max_num_batched_tokens),
         drafter=fields,
         kv_scales=kv_scales_of(specs),
         num_kept_states=config.num_kept_states,
