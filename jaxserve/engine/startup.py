@@ -147,7 +147,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         num_kept_states=config.num_kept_states,
     )
     builder = StepBuilder(spec, mesh)
-    if builder.model.has_kernels:
+    if builder.model.has_kernels and logger.isEnabledFor(logging.INFO):  # it traces every size of a step
         for line in builder.describe_paths():
             logger.info("kernels of %s", line)
     warmup: WarmUp = config.warmup or "background"
