@@ -316,8 +316,10 @@ class Engine:
         return Masks(np.array([row.slot for row in rows], np.int32), words, numbers)
 
     def _refuse(self, request: Request, reason: str) -> EngineOutput:
-        """End a request whose grammar cannot be followed any further. Its blocks stay in the prefix cache: they hold the
-        KV of its tokens, whichever were allowed. If its numbers were not finite, `Scheduler.update` drops them.
+        """End a request whose grammar cannot be followed any further.
+
+        Its blocks stay in the prefix cache: they hold the KV of its tokens, whichever were allowed. If its numbers were
+        not finite, `Scheduler.update` drops them.
         """
         self.abort([request.request_id])
         return _refused(request.request_id, refusal(reason))

@@ -201,7 +201,9 @@ def verified(model, monkeypatch, prompt=PROMPT, num_tokens=10, **limits):
 def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     own = write_head(tmp_path, style)
     speculation = parse_speculation({"method": "eagle3", "model": "x", "num_speculative_tokens": K})
-    model = Model(None, changes=TARGET, speculation=speculation.up_to(1, step_tokens=32), drafter=read_head(str(tmp_path)))
+    model = Model(
+        None, changes=TARGET, speculation=speculation.up_to(1, step_tokens=32), drafter=read_head(str(tmp_path))
+    )
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     specs = model.drafter.specs()
     model.params["drafter"] = load_params(tmp_path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)

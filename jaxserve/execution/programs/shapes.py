@@ -51,8 +51,8 @@ class StepNeeds(NamedTuple):
     """What the rows of a step need of its programs; by default rows of any number of tokens that need nothing special.
 
     `is_plain`: no more than draws from filtered distributions, without log probabilities. `is_decode_only`: each row
-    has one token. `has_logprobs`: log probabilities of sampled tokens. `has_masks`: some rows may follow a grammar, whose
-    masks are written for each column.
+    has one token. `has_logprobs`: log probabilities of sampled tokens. `has_masks`: some rows may follow a grammar,
+    whose masks are written for each column.
     """
 
     is_plain: bool = True
