@@ -54,8 +54,8 @@ def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
     return Part(Kernel.ALL_GATHER) if reason is None else Part(Kernel.XLA, reason)
 
 
-CHUNKS_WAIT: str | None = "the kernels of chunks have not run in an engine on a GPU yet"
-"""Why prompts go through recurrences in XLA; None once `tests/engine/test_kernels_on_a_gpu.py` has passed with them."""
+CHUNKS_WAIT: str | None = "the kernels of chunks have run in small models only"
+"""Why prompts go through recurrences in XLA; None once models of full size start with them."""
 
 
 def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_decode_only: bool) -> Part:

@@ -168,7 +168,7 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 @pytest.mark.parametrize(
     ("value_size", "text"),
     [
-        (128, "XLA (the kernels of chunks have not run in an engine on a GPU yet)"),
+        (128, "XLA (the kernels of chunks have run in small models only)"),
         (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)"),
     ],
 )
