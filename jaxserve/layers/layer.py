@@ -188,8 +188,8 @@ class Layer:
     def run(
         self, params: Params, x: Float[Array, "T S"], update: Any, step: LayerStep, *, consumer: Consumer
     ) -> tuple[Array, Any, Any]:
-        """Run the layer on a residual stream [T, E] to which an update is still to be added, None if there is none. With
-        several streams, it is run on what `AltUp` takes.
+        """Run the layer on a residual stream [T, E] to which an update is still to be added, None if there is none, or
+        on several streams, as `AltUp` has them.
 
         Returns the stream, the update that is to be added to it next, in a form that `consumer` takes, and the updated
         LayerCache. An update is added where the sum is normalised, so that both can be one kernel.

@@ -171,5 +171,5 @@ FAMILY = Family(
     layer_inputs=gemma4.layer_inputs,
     head=gemma2.head,
     doc=__doc__,
-    features=("QK norm", "norms of values", "norms around blocks"),
+    features=("QK norm", "norms of values", "norms around blocks", "several residual streams"),
 )

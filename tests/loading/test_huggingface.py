@@ -121,7 +121,7 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
 
 
 def test_keys_of_layers_that_read_those_of_others_are_ignored(tmp_path):
-    """Published checkpoints of Gemma 4 have them."""
+    """Published checkpoints of Gemma 3n and 4 have them."""
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "num_kv_shared_layers": 1}')
     for layer, is_ignored in ((2, True), (1, False)):
         names = [f"model.layers.{layer}.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm", "v_norm")]
