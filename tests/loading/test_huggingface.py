@@ -161,7 +161,7 @@ def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
         {"model_type": "kimi_linear", "layer_types": "linear", "rope_scaling": []},
         {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp4"}},
         {"model_type": "jamba", "num_labels": "two", "load_in_4bit": True},
-        {"model_type": "gemma3n", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        {"model_type": "qwen3_omni_moe", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
 def test_an_unknown_family_is_refused_as_such_whatever_else_its_config_says(tmp_path, changes):
