@@ -38,8 +38,9 @@ class _YamlFile(configargparse.YAMLConfigFileParser):
         yaml, loader, _ = self._load_yaml()
         try:
             given = yaml.load(stream, Loader=loader)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise configargparse.ConfigFileParserException(f"cannot read {stream.name}: {error}") from error
+        given = {} if given is None else given  # it is empty, or all of it is comments
         if not isinstance(given, dict):
             raise configargparse.ConfigFileParserException(f"{stream.name} must hold options, such as max-num-seqs: 4")
         options: dict[str, Any] = {}

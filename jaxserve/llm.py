@@ -100,7 +100,7 @@ class LLM(LocalModel):
                 f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit"
             )
         searches = self._prepare_beams(as_prompt_list(prompts), params)
-        at_once = concurrency_limit or len(searches)
+        at_once = concurrency_limit or max(1, len(searches))
         for first in range(0, len(searches), at_once):
             run_beams(self._frontend, searches[first : first + at_once])
         return [search.result() for search in searches]

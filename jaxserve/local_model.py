@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from jaxserve import vllm_flags
+from jaxserve.answers.choosing.message_style import as_template_reads
 from jaxserve.config import (
     DEFAULT_MODEL,
     DTypeName,
@@ -238,13 +239,14 @@ class LocalModel:
             raise InvalidRequest(
                 f"chat_template_kwargs must be a dict, got {template_kwargs!r:.100}", param="chat_template_kwargs"
             )
+        chat_template = convert("chat_template", options.get("chat_template"), _OPTIONAL_TEXT)
         tokenizer = self._frontend.tokenizer
         text = tokenizer.render_chat_template(
-            messages,
+            as_template_reads(messages, tokenizer, chat_template=chat_template),
             tools=tools,
             add_generation_prompt=flag("add_generation_prompt", options.get("add_generation_prompt", True)),
             continue_final_message=flag("continue_final_message", options.get("continue_final_message", False)),
-            chat_template=convert("chat_template", options.get("chat_template"), _OPTIONAL_TEXT),
+            chat_template=chat_template,
             template_kwargs=template_kwargs,
         )
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

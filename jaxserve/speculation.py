@@ -69,18 +69,37 @@ class Speculation(msgspec.Struct, frozen=True):
         """The numbers of tokens a row of steps that verify drafts, ascending."""
         return sorted({1 + num_drafts for _, num_drafts in self.drafts_by_rows if num_drafts})
 
-    def up_to(self, max_tokens: int) -> "Speculation":
+    def up_to(self, max_tokens: int, *, step_tokens: int) -> "Speculation":
         """Return the options with drafts for steps of up to `max_tokens` tokens, unless they say for which rows: all
         drafts as long as that has room for them, then half of them, and so on.
+
+        Rows have no drafts for which the largest step, of `step_tokens` tokens, has no room. Raises ConfigError that
+        names the field if it has room for none.
         """
-        if self.drafts_by_rows:
-            return self
+        by_rows, name = self.drafts_by_rows, "num_speculative_tokens_per_batch_size"
+        if not by_rows:
+            by_rows, name = self._halved(min(max_tokens, step_tokens), step_tokens), "num_speculative_tokens"
+        fitting: list[tuple[int, int]] = []
+        last = 0
+        for rows, num_drafts in by_rows:
+            most = min(rows, step_tokens // (1 + num_drafts)) if num_drafts else rows
+            if most > last:
+                fitting.append((most, num_drafts))
+            if most < rows:
+                fitting.append((rows, 0))
+            last = rows
+        if not any(num_drafts for _, num_drafts in fitting):
+            raise _wrong(name, f"leaves no drafts in steps of max_num_batched_tokens ({step_tokens}) tokens")
+        return msgspec.structs.replace(self, drafts_by_rows=tuple(fitting))
+
+    def _halved(self, max_tokens: int, step_tokens: int) -> tuple[tuple[int, int], ...]:
         by_rows: dict[int, int] = {}
         num_drafts = self.num_drafts
         while num_drafts:
-            by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
+            if num_drafts < step_tokens:
+                by_rows.setdefault(max(1, max_tokens // (1 + num_drafts)), num_drafts)
             num_drafts //= 2
-        return msgspec.structs.replace(self, drafts_by_rows=tuple(by_rows.items()))
+        return tuple(by_rows.items())
 
     def min_rows(self, width: int) -> int:
         """Return the fewest rows of a step of `width` tokens a row."""

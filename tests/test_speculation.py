@@ -16,7 +16,7 @@ def test_what_is_not_given():
     assert options == parse_speculation('{"model": "ngram", "num_speculative_tokens": 4}')
     assert options == parse_speculation(NGRAM | {"method": "ngram_gpu"})
     assert (options.prompt_lookup_min, options.prompt_lookup_max) == (5, 5)
-    assert options.up_to(7).drafts_by_rows == ((1, 4), (2, 2), (3, 1))
+    assert options.up_to(7, step_tokens=64).drafts_by_rows == ((1, 4), (2, 2), (3, 1))
     assert options.acceptance_rates == ()
     assert parse_speculation(None) is None
 
@@ -44,10 +44,19 @@ def test_bounds_of_lookup(bounds, expected):
 
 def test_drafts_by_the_number_of_rows():
     options = parse_speculation(NGRAM | {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2], [17, 99, 0]]})
-    assert options.up_to(7).drafts_by_rows == ((4, 4), (16, 2), (99, 0))
+    assert options.up_to(7, step_tokens=64).drafts_by_rows == ((4, 4), (16, 2), (99, 0))
+    assert options.up_to(7, step_tokens=32).drafts_by_rows == ((4, 4), (10, 2), (16, 0), (99, 0))
     assert options.widths == [3, 5]
     assert [options.min_rows(width) for width in options.widths] == [5, 1]
     assert [options.max_rows(width) for width in options.widths] == [16, 4]
+
+
+def test_no_drafts_that_the_largest_step_cannot_verify():
+    options = parse_speculation(NGRAM)
+    assert options.up_to(64, step_tokens=16).drafts_by_rows == ((3, 4), (5, 2), (8, 1))
+    assert options.up_to(64, step_tokens=4).drafts_by_rows == ((1, 2), (2, 1))
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens leaves .* max_num_batched_tokens \(1\)"):
+        options.up_to(64, step_tokens=1)
 
 
 @pytest.mark.parametrize(

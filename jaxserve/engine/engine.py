@@ -316,10 +316,12 @@ class Engine:
         return Masks(np.array([row.slot for row in rows], np.int32), words, numbers)
 
     def _refuse(self, request: Request, reason: str) -> EngineOutput:
-        """End a request whose grammar cannot be followed any further."""
-        self.scheduler.fail(request)
-        self._count_end(request)
-        self._forget(request)
+        """End a request whose grammar cannot be followed any further.
+
+        Its blocks stay in the prefix cache: they hold the KV of its tokens, whichever were allowed. If its numbers were
+        not finite, `Scheduler.update` drops them.
+        """
+        self.abort([request.request_id])
         return _refused(request.request_id, refusal(reason))
 
     def _count_end(self, request: Request) -> None:

@@ -140,13 +140,14 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
         max_logprobs=config.max_logprobs,
         schemes=schemes_of(specs),
         kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else "auto",
-        speculation=speculation and speculation.up_to(devices.max_drafting_tokens),
+        speculation=speculation
+        and speculation.up_to(devices.max_drafting_tokens, step_tokens=devices.max_num_batched_tokens),
         drafter=fields,
         kv_scales=kv_scales_of(specs),
         num_kept_states=config.num_kept_states,
     )
     builder = StepBuilder(spec, mesh)
-    if builder.model.has_kernels:
+    if builder.model.has_kernels and logger.isEnabledFor(logging.INFO):  # it traces every size of a step
         for line in builder.describe_paths():
             logger.info("kernels of %s", line)
     warmup: WarmUp = config.warmup or "background"

@@ -71,6 +71,8 @@ def _routing(fields: dict[str, Any]) -> Routing:
     """Read how experts are chosen."""
     scores = fields.get("score_function") or "softmax"
     if scores == "sigmoid":
+        # The family's own code normalises whatever this says; vLLM and SGLang follow it.
+        hf_config.require(fields, "norm_topk_prob", True)
         return deepseek_v3.routing({"n_group": 1, "topk_group": 1} | fields)
     if scores != "softmax":
         raise CheckpointError(f"config.json: unknown score_function {scores!r:.100}; known are sigmoid, softmax")

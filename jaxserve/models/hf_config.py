@@ -165,7 +165,11 @@ def layer_kinds(
 def windows_by_type(
     fields: Fields, window: int | None, default: Sequence[str], *, kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention"."""
+    """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention".
+
+    A window of 0, which `optional_integer` refuses, has no one meaning: with it transformers attends to all tokens in
+    its flash attention, and averages all values, also of later tokens, elsewhere.
+    """
     kinds = layer_kinds(fields, ("full_attention", kind), default)
     return tuple(window if each == kind else None for each in kinds)
 

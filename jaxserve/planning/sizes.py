@@ -123,7 +123,7 @@ class Absent:
         """KV blocks, as the engine counts them before it compiles. Raises OutOfMemory."""
         return count_blocks(self.plan, self.sizings, free=self.free)
 
-    @property
+    @functools.cached_property
     def model(self) -> Model:
         """The sizes of the model."""
         return Model.read(self.plan.checkpoint, self.plan.builder.model, self.plan.specs)

@@ -263,12 +263,6 @@ class Scheduler(abc.ABC):
                 aborted.append(request)
         return aborted
 
-    def fail(self, request: Request) -> None:
-        """Finish a request ("error") whose KV cannot be trusted, and drop its blocks from the prefix cache."""
-        self._distrust(request)
-        if request.status is not RequestStatus.FINISHED:
-            self._finish(request, "error")
-
     @abc.abstractmethod
     def stats(self) -> SchedulerStats:
         """Return gauges and counters. Linear in the running requests."""
@@ -319,16 +313,18 @@ class Scheduler(abc.ABC):
         return dropped
 
     def _fail_rows(self, plan: StepPlan, ok: Sequence[bool]) -> set[Request]:
-        """Fail the requests of the rows that are not ok; return those that were unfinished until now.
+        """Finish the requests of the rows that are not ok ("error"), and drop their blocks from the prefix cache, since
+        their KV cannot be trusted; return those that were unfinished until now.
 
         A finished request is distrusted too: an abort does not make its blocks valid.
         """
         failed = set()
         for row, row_ok in zip(plan.rows, ok, strict=True):
             if not row_ok:
+                self._distrust(row.request)
                 if row.request.status is not RequestStatus.FINISHED:
+                    self._finish(row.request, "error")
                     failed.add(row.request)
-                self.fail(row.request)
         return failed
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

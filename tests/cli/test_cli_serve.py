@@ -143,6 +143,13 @@ def test_options_come_from_the_command_line_then_the_environment_then_a_file(ser
     with pytest.raises(SystemExit):
         cli.main(["serve", "--config", str(file)])
     assert "unknown flag --max-num-seq, did you mean --max-num-seqs?" in capsys.readouterr().err
+    file.write_bytes(b"seed: 1 # \xe9\n")  # not UTF-8
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--config", str(file)])
+    assert f"cannot read {file}: 'utf-8' codec" in " ".join(capsys.readouterr().err.split())
+    file.write_text("# max-num-seqs: 2\n")
+    assert cli.main(["serve", "--config", str(file)]) == 0
+    assert served[2][0].max_num_seqs is None
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,13 @@ def test_steps_that_verify_drafts(budget, max_num_seqs, has_lean_programs):
                     assert bucket.num_tokens == bucket.num_rows * bucket.num_columns <= budget
                     assert bucket.num_new_blocks >= 2 * num_rows
                     used |= set(step.programs)
-                    used.add(shapes.masks_for(num_rows, num_columns=bucket.num_columns))
+                    used.add(masks := shapes.masks_for(num_rows, num_columns=bucket.num_columns))
+                    ready = programs - {each for each in programs if isinstance(each, Allow)}
+                    given = {"num_columns": num_columns, "is_ready": ready.__contains__}
+                    masked = needs._replace(has_masks=True)
+                    assert not shapes.step_for(num_rows, masked, **given).forward.bucket.num_columns
+                    given["is_ready"] = (ready | {masks}).__contains__
+                    assert shapes.step_for(num_rows, masked, **given) == step
                 else:  # no power of two, and too many columns for one more row
                     assert num_rows * num_columns > budget // 2
                 assert step.draw is None or step.draw.num_columns == bucket.num_columns

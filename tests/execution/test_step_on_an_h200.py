@@ -123,7 +123,7 @@ def test_decode_step(num_rows, launches_per_layer, num_layers):
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(1, 3), (16, 4)])
 def test_step_that_verifies_drafts(num_rows, num_drafts):
     """It is one launch with its draws and the next drafts. The tokens of all requests stay in place."""
-    options = parse_speculation({"method": "ngram", "num_speculative_tokens": num_drafts}).up_to(80)
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": num_drafts}).up_to(80, step_tokens=8192)
     builder = make_builder(LLAMA_3_8B | {"num_hidden_layers": 2}, speculation=options)
     size = num_rows, 1 + num_drafts
     bucket = next(one for one in builder.model.verifying_buckets if (one.num_rows, one.num_columns) == size)
@@ -266,7 +266,7 @@ def test_states_stay_where_they_are(num_devices):
 def test_states_are_advanced_by_accepted_drafts_where_they_are():
     """One kernel reads the states of rows for all of their tokens, one changes them behind the draw."""
     fields = {"model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-    options = parse_speculation({"method": "ngram", "num_speculative_tokens": 4}).up_to(20)
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": 4}).up_to(20, step_tokens=8192)
     builder = make_builder(fields | {"mlp_only_layers": [0]}, speculation=options)
     bucket = next(one for one in builder.model.verifying_buckets if one.num_columns == 5)
     program = compile_program(builder, PlainDecode(bucket))

@@ -18,7 +18,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import as_prompt_list
 from jaxserve.errors import ContextLengthExceeded, EngineDead, InvalidRequest, RequestFailed
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 
@@ -34,6 +34,10 @@ class TestGenerate:
         assert texts(llm.generate("abc", params)) == ["bc"]
         assert texts(llm.generate(["abc", "xyz", "the"], params)) == ["bc", "yz", "thethe"]
         assert llm.generate([], params) == []
+
+    def test_no_beams_for_no_prompts(self, start):
+        llm, _ = start()
+        assert llm.beam_search([], BeamSearchParams(beam_width=2)) == []
 
     def test_types_of_a_prompt(self, start, tokenizer):
         llm, _ = start()
@@ -236,6 +240,20 @@ class TestChat:
         assert output.prompt.endswith("assistant\nWell")
         (output,) = llm.chat([USER], chat_template="{{ messages[0].content }}!")
         assert output.prompt == "hi!"
+
+    def test_messages_of_a_clients_history(self, start):
+        llm, _ = start()
+        template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}[%s]{% endfor %};{% endfor %}"
+        call = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "ä"}'}}
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        written = "{{ c.function.name }} {{ c.function.arguments | tojson }}"
+        for arguments in (written, "{{ c.function.name + ' ' + c.function.arguments }}"):
+            (output,) = llm.chat(messages, chat_template=template.replace("%s", arguments))
+            assert output.prompt == 'a\nb;[look_up {"word": "ä"}];'
+        messages[0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
+        with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[2\] must be a text part"):
+            llm.chat(messages)
 
     def test_stream_chat(self, start):
         llm, _ = start()

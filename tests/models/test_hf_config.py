@@ -535,6 +535,7 @@ def test_generations_of_ling():
         (BAICHUAN | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling .* is not supported"),
         (LING | {"model_type": "bailing_moe"}, "n_group 2 is not supported, only 1"),
         (LING | {"model_type": "bailing_moe_v2", "use_bias": True}, "use_bias True is not supported"),
+        (LING | {"model_type": "bailing_moe_v2", "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         (LING | {"model_type": "bailing_moe", "score_function": "x"}, "unknown score_function 'x'"),
         (LING | {"model_type": "phimoe", "num_experts_per_tok": 3}, "num_experts_per_tok 3 is not supported, only 2"),
     ],

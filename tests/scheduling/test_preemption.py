@@ -142,7 +142,7 @@ def test_abort_at_any_moment(stage):
     assert first.finish_reason == "length"
 
 
-@pytest.mark.parametrize("end", ["row", "abort first", "fail"])
+@pytest.mark.parametrize("end", ["row", "abort first"])
 def test_nothing_of_a_failed_request_stays_cached(end):
     simulation = Simulation(make_limits())
     (request,) = simulation.add(make_request("a", prompt(12), 5))
@@ -151,10 +151,6 @@ def test_nothing_of_a_failed_request_stays_cached(end):
     assert len(simulation.scheduler._cache) == 3
     if end == "abort first":
         simulation.abort(request)
-    elif end == "fail":
-        simulation.scheduler.fail(request)
-        simulation.check()
-        assert len(simulation.scheduler._cache) == 0
     outcomes = simulation.update()
     assert outcomes == [RowOutcome.FAILED if end == "row" else RowOutcome.DROPPED]
     assert request.finish_reason == ("abort" if end == "abort first" else "error")

@@ -201,7 +201,9 @@ def verified(model, monkeypatch, prompt=PROMPT, num_tokens=10, **limits):
 def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
     own = write_head(tmp_path, style)
     speculation = parse_speculation({"method": "eagle3", "model": "x", "num_speculative_tokens": K})
-    model = Model(None, changes=TARGET, speculation=speculation.up_to(1), drafter=read_head(str(tmp_path)))
+    model = Model(
+        None, changes=TARGET, speculation=speculation.up_to(1, step_tokens=32), drafter=read_head(str(tmp_path))
+    )
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
     specs = model.drafter.specs()
     model.params["drafter"] = load_params(tmp_path, specs, dtype=np.dtype("float32"), mesh=mesh, progress=False)
@@ -223,7 +225,7 @@ def test_an_eagle3_head_drafts_as_published(tmp_path, monkeypatch, style):
 def test_a_further_layer_drafts(monkeypatch, name):
     """What is around the layer is written here once more; Qwen's has no LM head, and continues with normed states."""
     speculation = parse_speculation({"method": "deepseek_mtp", "num_speculative_tokens": K})
-    model = Model(name, speculation=speculation.up_to(1))
+    model = Model(name, speculation=speculation.up_to(1, step_tokens=32))
     own, config, drafter, is_qwen = model.params["drafter"], model.config, model.drafter, name.startswith("qwen")
     streams, layer = streams_of(model, config.num_layers), drafter._layer
     head = (model.params if is_qwen else own)["lm_head"]

@@ -361,6 +361,15 @@ class TestFailures:
         assert_refused(results["deep"], "the grammar cannot be followed further")
         assert results["free"].finish_reason == "length"
 
+    def test_the_prefix_of_a_grammar_that_failed_stays_cached(self, start, monkeypatch):
+        monkeypatch.setattr("jaxserve.structured.matchers.parser_limits", lambda _: LLParserLimits(step_max_items=2))
+        prompt = list(range(1, 14))
+        engine = start()
+        results = run(engine, [asks("deep", prompt, 30, GRAMMARS["grammar"])])
+        assert_refused(results["deep"], "the grammar cannot be followed further")
+        run(engine, [request("free", prompt, 1)])
+        assert engine.scheduler.stats().prefix_cache_hits == 12
+
     @pytest.mark.slow
     def test_a_grammar_whose_tokens_are_too_much_ends_its_request_only(self, start, llama, tokenizer):
         """Its siblings too run until they reach the same limit."""

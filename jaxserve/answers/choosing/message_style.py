@@ -3,10 +3,12 @@ or leave out a message if it is wrong.
 """
 
 import contextlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.answers.tools.cut_json import as_object
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -45,6 +47,52 @@ def message_style(tokenizer: Tokenizer) -> MessageStyle:
         shows_systems=shows_both(system, late, user),
         shows_late_system=shows_both(system, user, answer, late, user),
     )
+
+
+def as_template_reads(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, chat_template: str | None = None
+) -> list[dict[str, Any]]:
+    """Return messages, as the Python API takes them, as the template reads them: content in parts becomes one text, and
+    the arguments of calls are the object or its JSON.
+
+    `chat_template` is read in place of the model's. Raises InvalidRequest, naming the message, for a part that is no
+    text.
+    """
+    are_text = False
+    if any(message.get("tool_calls") for message in messages):
+        with contextlib.suppress(ConfigError):  # rendering says what is wrong with the template
+            read = tokenizer if chat_template is None else tokenizer.with_chat_template(chat_template)
+            are_text = message_style(read).arguments_are_text
+    changed = []
+    for number, message in enumerate(messages):
+        fields = dict(message)
+        if isinstance(content := fields.get("content"), list | tuple):
+            fields["content"] = _joined(content, f"messages[{number}].content")
+        if isinstance(calls := fields.get("tool_calls"), list | tuple):
+            fields["tool_calls"] = [_with_arguments(call, are_text=are_text) for call in calls]
+        changed.append(fields)
+    return changed
+
+
+def _joined(parts: Sequence[Any], param: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{param}[{number}] must be a text part: only text is served", param=param)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _with_arguments(call: Any, *, are_text: bool) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(given := function.get("arguments"), str | Mapping):
+        return call
+    if are_text:
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    else:
+        arguments = as_object(given) if isinstance(given, str) else given
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _message(role: str, content: str | None, **fields: Any) -> dict[str, Any]:

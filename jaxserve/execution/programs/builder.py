@@ -140,10 +140,15 @@ class StepBuilder:
         return describe(self._program_paths())
 
     def check_kernels(self) -> None:
-        """Raise NotImplementedError if there is no kernel for a part that needs one."""
-        for paths in self._program_paths() if self.model.has_kernels else ():
-            if paths.why_not is not None:
-                raise NotImplementedError(paths.why_not)
+        """Raise NotImplementedError if there is no kernel for a part that needs one.
+
+        Whether there is one depends on dtypes and on the sizes of heads, not on the tokens of a step: the largest step
+        tells it for all.
+        """
+        step = self.shapes.largest_step
+        for program in (*step.stages, step.forward) if self.model.has_kernels else ():
+            if (why_not := self._paths_of(program).why_not) is not None:
+                raise NotImplementedError(why_not)
 
     def _program_paths(self) -> Iterator[ProgramPaths]:
         for program in self.shapes.programs:

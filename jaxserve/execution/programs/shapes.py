@@ -51,7 +51,8 @@ class StepNeeds(NamedTuple):
     """What the rows of a step need of its programs; by default rows of any number of tokens that need nothing special.
 
     `is_plain`: no more than draws from filtered distributions, without log probabilities. `is_decode_only`: each row
-    has one token. `has_logprobs`: log probabilities of sampled tokens.
+    has one token. `has_logprobs`: log probabilities of sampled tokens. `has_masks`: some rows may follow a grammar,
+    whose masks are written for each column.
     """
 
     is_plain: bool = True
@@ -59,6 +60,7 @@ class StepNeeds(NamedTuple):
     has_logprobs: bool = False
     has_prompt_logprobs: bool = False
     has_embeddings: bool = False
+    has_masks: bool = False
 
     @classmethod
     def of(cls, features: int, *, has_prompt_logprobs: bool, is_decode_only: bool = False) -> "StepNeeds":
@@ -69,6 +71,7 @@ class StepNeeds(NamedTuple):
             has_logprobs=bool(features & Feature.LOGPROBS),
             has_prompt_logprobs=has_prompt_logprobs,
             has_embeddings=bool(features & Feature.POOLING),
+            has_masks=bool(features & Feature.ALLOWED_TOKENS),
         )
 
     @property
@@ -277,14 +280,17 @@ class StepShapes:
         """Return the smallest step for `num_tokens` tokens, at most those of the largest bucket, that supports what
         rows need and whose programs are ready.
 
-        `num_columns`: some rows have that many tokens with their drafts, which are left out if no program for them is
-        ready.
+        `num_columns`: some rows have that many tokens with their drafts, which are left out if no program for them, or
+        for masks of so many columns, is ready.
         """
 
         def steps() -> Iterator[Step]:
             if needs.is_decode_only and not needs.has_hidden:
                 if num_columns > 1:
-                    yield from self._steps_that_verify(num_tokens, num_columns, is_plain=needs.is_plain)
+                    for step in self._steps_that_verify(num_tokens, num_columns, is_plain=needs.is_plain):
+                        masks = self._masks_from(num_tokens, step.forward.bucket.num_columns)
+                        if not needs.has_masks or any(map(is_ready, masks)):
+                            yield step
                 if needs.is_plain:
                     for bucket in _from(self._plain, num_tokens):
                         yield Step(plain := PlainDecode(bucket), stages=self._stages(plain))
@@ -361,9 +367,12 @@ class StepShapes:
     def masks_for(
         self, num_rows: int, *, num_columns: int = 1, is_ready: Callable[[Program], bool] = lambda _: True
     ) -> Allow:
-        """Return the program that writes the masks of `num_rows` rows in so many columns."""
+        """Return the program that writes the masks of `num_rows` rows in so many columns, of which one is ready."""
+        return next(filter(is_ready, self._masks_from(num_rows, num_columns)))
+
+    def _masks_from(self, num_rows: int, num_columns: int) -> Iterator[Allow]:
         of_width = (masks for masks in self._masks if masks.num_columns == num_columns)
-        return next(masks for masks in of_width if masks.num_rows >= num_rows and is_ready(masks))
+        return (masks for masks in of_width if masks.num_rows >= num_rows)
 
     def _with_draws(self, forwards: Iterable[Forward | Begin | Finish]) -> list[Program]:
         """Return forward passes, each with the draws of its rows."""

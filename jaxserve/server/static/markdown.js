@@ -4,20 +4,31 @@
 import { coloured } from "./code.js";
 import { copyButton, make } from "./dom.js";
 import { formula } from "./formula.js";
-import { Marked } from "./vendor/marked.esm.js";
+import { Marked, Tokenizer } from "./vendor/marked.esm.js";
 
 const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
 const PAUSE = 50; // milliseconds between two looks at a text that grows
 
-const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[([^]+?)\\\]|\\\(([^]+?)\\\))/;
-const DISPLAY = /^ {0,3}(?:\$\$([^$]+)\$\$|\\\[([^]+?)\\\]) *(?:\n+|$)/; // a formula of its own lines, which may look like a list
+// None has its own opening in it, so that what is never closed is read once, up to the next one.
+const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[((?:[^\\]|\\[^[\]])+?)\\\]|\\\(((?:[^\\]|\\[^()])+?)\\\))/;
+const DISPLAY = /^ {0,3}(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^[\]])+?)\\\]) *(?:\n+|$)/; // a formula of its own lines, which may look like a list
+const OPENING = /\n\n|(?<=\n) {0,3}(?:\$\$|\\\[)/g; // of such a formula, or the end of the paragraph
+
+/** Where the next formula of its own lines begins in a paragraph. */
+function nextDisplay(source) {
+  for (const { 0: opening, index } of source.matchAll(OPENING)) {
+    if (opening === "\n\n") return undefined;
+    if (DISPLAY.test(source.slice(index))) return index;
+  }
+  return undefined;
+}
 
 const marked = new Marked({
   extensions: [
     {
       name: "formula",
       level: "inline",
-      start: (source) => source.match(/\$|\\[[(]/)?.index,
+      start: (source) => source.match(/^[^\n$\\]*(?=\$|\\[[(])/)?.[0].length, // text ends with its line, and at a backslash
       tokenizer(source) {
         const [raw, display, inline, otherDisplay, otherInline] = FORMULA.exec(source) ?? [];
         if (!raw) return undefined;
@@ -29,7 +40,9 @@ const marked = new Marked({
     {
       name: "display",
       level: "block",
-      start: (source) => source.split("\n\n", 1)[0].match(/(?<=\n) {0,3}(?:\$\$|\\\[)/)?.index, // marked leaves out a character
+      start(source) { // marked leaves out a character
+        return this.lexer.state.top ? nextDisplay(source) : undefined; // else it takes line by line
+      },
       tokenizer(source) {
         const [raw, display, otherDisplay] = DISPLAY.exec(source) ?? [];
         const nodes = raw && formula(display ?? otherDisplay, true);
@@ -39,6 +52,10 @@ const marked = new Marked({
   ],
   breaks: true,
   tokenizer: {
+    lheading(source) { // its text ends before a formula of its own lines
+      const end = this.lexer.state.top ? nextDisplay(source) : undefined;
+      return end === undefined ? false : Tokenizer.prototype.lheading.call(this, source.slice(0, end));
+    },
     html: () => undefined,
     tag: (source) => {
       const raw = /^<br *\/?>/i.exec(source)?.[0];

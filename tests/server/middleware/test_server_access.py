@@ -7,6 +7,7 @@ import subprocess
 import httpx
 import openai
 import pytest
+from certificates import make_certificate
 from serving import assert_error, assert_well, running
 from waiting import PATIENCE, wait_until
 
@@ -231,19 +232,6 @@ def test_pages_may_read_what_is_refused_before_it_is_a_request(tokenizer, wire_c
 def test_no_page_of_another_origin_by_default(server):
     answer = server.get("/v1/models", headers={"origin": "https://example.org"})
     assert "access-control-allow-origin" not in answer.headers
-
-
-def make_certificate(folder, name, *, authority=None):
-    """Return a key and a certificate, self-signed or signed by `authority`."""
-    key, certificate = folder / f"{name}.key", folder / f"{name}.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    if authority is not None:
-        command += ["-CA", folder / f"{authority}.pem", "-CAkey", folder / f"{authority}.key"]
-        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run(command, check=True, capture_output=True)
-    return str(certificate), str(key)
 
 
 def test_tls(tokenizer, tmp_path):

@@ -11,8 +11,8 @@ import sys
 from unittest import mock
 
 import pytest
+from certificates import make_certificate
 from serving import running
-from test_server_access import make_certificate
 from waiting import wait_until
 
 from jaxserve import logs

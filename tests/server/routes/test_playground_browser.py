@@ -372,12 +372,13 @@ def test_formulas_are_drawn_and_what_is_none_stays_text(page, server):
     unknown = r"\[ \unknown{x} \\ y_a z_b \]"
     server.says(
         rf"$E = mc^2$, \(\alpha_i\), {others} $$\sum_{{k=0}}^n \frac{{1}}{{\sqrt{{k}}}}$$ **x** {unknown}"
-        f"\n\n{matrix}\n\nbehind\n\nA $$b$$ is inside"
+        f"\n\n{matrix}\n\nbehind\n\nA $$b$$ is inside, "
+        r"\[ is never closed, \[z\] is"
     )
     _say(page, "hello")
     _answer(page)
     formulas = page.run(f"return [...document.querySelectorAll('{LAST} math')].map((math) => math.textContent)")
-    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k", "(abcd)\u22121", "b"]
+    assert formulas == ["E=mc2", "\u03b1i", "∑k=0n1k", "(abcd)\u22121", "b", "z"]
     assert page.count(f"{LAST} math munderover, {LAST} math msqrt, {LAST} math msup, {LAST} math msub") == 4
     assert page.count(f"{LAST} math mtd") == 4
     assert page.count(f"{LAST} br") == 0, "the last one is inside of its line"
