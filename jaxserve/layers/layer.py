@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
+from jaxserve.layers.activations import scaled
+from jaxserve.layers.altup import AltUp, Laurel
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.dense_and_experts import DenseAndExperts
@@ -88,6 +90,10 @@ class Layer:
             the layer itself has the mixer's modules.
         layer_input: a third block, in sequential layers; None if there is none.
         has_scalar: the residual stream is multiplied by a weight after the last block, in sequential layers.
+        laurel: a branch beside the attention, in sequential layers: the feed-forward reads the sum of stream, update
+            and branch, divided by the root of 2. None if there is none.
+        streams: the blocks read and update one of several residual streams, and the third block updates all but the
+            first of them; None if there is one stream.
     """
 
     hidden_size: int
@@ -100,6 +106,8 @@ class Layer:
     mixer_name: str | None = None
     layer_input: LayerInput | None = None
     has_scalar: bool = False
+    laurel: Laurel | None = None
+    streams: AltUp | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for what the arrangement would leave out."""
@@ -113,8 +121,13 @@ class Layer:
             needed, known = PRE_NORMS, PRE_NORMS
             if self.update_scale != 1.0:
                 raise ValueError(f"{self.arrangement}: updates are not scaled, got update_scale={self.update_scale}")
-        if self.arrangement != Arrangement.SEQUENTIAL and (self.layer_input is not None or self.has_scalar):
-            raise ValueError(f"{self.arrangement}: there is no block or factor after the updates")
+        further = (self.layer_input, self.laurel, self.streams, self.has_scalar or None)
+        if self.arrangement != Arrangement.SEQUENTIAL and further != (None,) * 4:
+            raise ValueError(f"{self.arrangement}: there is no further block, stream or factor")
+        if self.streams is not None and (self.layer_input is None or self.has_scalar):
+            raise ValueError("several streams need a third block, and have no factor")
+        if self.feed_forward is None and self.laurel is not None:
+            raise ValueError("a branch beside the attention needs a feed-forward after it")
         if not set(needed) <= set(self.norms) <= set(known):
             raise ValueError(f"{self.arrangement}: norms must be among {known}, with {needed}, got {self.norms}")
 
@@ -130,6 +143,10 @@ class Layer:
         if self.layer_input is not None:
             specs["layer_input"] = self.layer_input.specs(prefix, self.hidden_size)
             specs["layer_input_norm"] = self.norm.specs(f"{prefix}.post_per_layer_input_norm", self.hidden_size)
+        if self.laurel is not None:
+            specs["laurel"] = self.laurel.specs(prefix, self.hidden_size)
+        if self.streams is not None:
+            specs["streams"] = self.streams.specs(prefix, self.hidden_size)
         if self.has_scalar:
             specs["scalar"] = ParamSpec(shape=(1,), axes=(None,), source=(f"{prefix}.layer_scalar",), init_scale=None)
         return specs
@@ -137,7 +154,8 @@ class Layer:
     @property
     def adds_in_first_norm(self) -> bool:
         """True if the layer begins with `Norm.of_sum` of the residual stream and the update of the layer before."""
-        return "attention_norm" in self.norms and self.arrangement in (Arrangement.SEQUENTIAL, Arrangement.PARALLEL)
+        is_known = self.arrangement in (Arrangement.SEQUENTIAL, Arrangement.PARALLEL) and self.streams is None
+        return is_known and "attention_norm" in self.norms
 
     @property
     def why_not_fused(self) -> str | None:
@@ -146,6 +164,10 @@ class Layer:
         """
         if self.arrangement != Arrangement.SEQUENTIAL:
             return f"the layer has {self.arrangement}"
+        if self.streams is not None:
+            return "the layer has several residual streams"
+        if self.laurel is not None:
+            return "the layer has a branch beside the attention"
         if self.norm.kind != "rms":
             return "the layer has layer norms"
         if self.norms != PRE_NORMS:
@@ -158,16 +180,24 @@ class Layer:
             return "the layer has no feed-forward"
         return self.mixer.why_not_fused or self.feed_forward.why_not_fused
 
+    @property
+    def stream_size(self) -> int:
+        """Number of values that the layers before and after it pass on for a token."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.num_streams)
+
     def run(
-        self, params: Params, x: Float[Array, "T E"], update: Any, step: LayerStep, *, consumer: Consumer
+        self, params: Params, x: Float[Array, "T S"], update: Any, step: LayerStep, *, consumer: Consumer
     ) -> tuple[Array, Any, Any]:
-        """Run the layer on a residual stream to which an update is still to be added, None if there is none.
+        """Run the layer on a residual stream [T, E] to which an update is still to be added, None if there is none, or
+        on several streams, as `AltUp` has them.
 
         Returns the stream, the update that is to be added to it next, in a form that `consumer` takes, and the updated
         LayerCache. An update is added where the sum is normalised, so that both can be one kernel.
         """
         arguments = params, x, update, step
         match self.arrangement:
+            case Arrangement.SEQUENTIAL if self.streams is not None:
+                return self._on_one_of_several(self.streams, *arguments)
             case Arrangement.SEQUENTIAL:
                 return self._sequential(*arguments, consumer)
             case Arrangement.PARALLEL:
@@ -181,24 +211,7 @@ class Layer:
         self, params: Params, x: Array, update: Any, step: LayerStep, consumer: Consumer
     ) -> tuple[Array, Any, Any]:
         batch = step.batch
-
-        def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
-            if name not in self.norms:
-                x = add_update(x, update, batch.context)
-                return x, x
-            return self.norm.of_sum(x, update, params[name], batch.context, name, reader=reader)
-
-        x, y = add(x, update, "attention_norm", self.mixer.reader(params["attention"]))
-        if self.feed_forward is None:
-            consumer = self.consumer_of_mlp(consumer)
-            update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer)
-            return x, self._pending(update, params), cache
-        consumer_of_attention = self.consumer_of_attention
-        update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer_of_attention)
-        update = self._pending(update, params, "attention_post_norm")
-        x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
-        update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
-        update = self._pending(update, params, "mlp_post_norm")
+        x, update, cache = self._two_blocks(params, x, update, step, consumer)
         if self.layer_input is not None:
             x = add_update(x, update, batch.context)
             y = self.layer_input.run(params["layer_input"], x, batch)
@@ -206,6 +219,48 @@ class Layer:
         if self.has_scalar:
             return add_update(x, update, batch.context) * params["scalar"][None], None, cache
         return x, update, cache
+
+    def _on_one_of_several(
+        self, streams: AltUp, params: Params, x: Array, update: None, step: LayerStep
+    ) -> tuple[Array, None, Any]:
+        """Run the blocks on the active stream."""
+        assert self.layer_input is not None
+        assert update is None
+        own, batch, context = params["streams"], step.batch, step.batch.context
+        predicted = streams.predict(own, x, context)
+        active, update_of_active, cache = self._two_blocks(params, predicted[:, streams.active], None, step, "stream")
+        corrected = streams.correct(own, predicted, add_update(active, update_of_active, context), context)
+        y = self.layer_input.run(params["layer_input"], streams.gate_input(own, corrected), batch)
+        y = self.norm.alone(y, params, "layer_input_norm", context)
+        return streams.joined(own, corrected, y, context), None, cache
+
+    def _two_blocks(
+        self, params: Params, x: Array, update: Any, step: LayerStep, consumer: Consumer
+    ) -> tuple[Array, Any, Any]:
+        """Run the mixer and then the feed-forward, if there is one."""
+        batch = step.batch
+
+        def add(x: Array, update: Any, name: str, reader: Weight | None) -> tuple[Array, Any]:
+            if name not in self.norms:
+                x = add_update(x, update, batch.context)
+                return x, x
+            return self.norm.of_sum(x, update, params[name], batch.context, name, reader=reader)
+
+        reader = self.mixer.reader(params["attention"]) if self.laurel is None else None
+        x, y = add(x, update, "attention_norm", reader)
+        if self.feed_forward is None:
+            consumer = self.consumer_of_mlp(consumer)
+            update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer)
+            return x, self._pending(update, params), cache
+        consumer_of_attention = self.consumer_of_attention
+        update, cache = self.mixer.run(params["attention"], y, step, consumer=consumer_of_attention)
+        update = self._pending(update, params, "attention_post_norm")
+        if self.laurel is not None:
+            x = add_update(x, update, batch.context) + self.laurel.run(params["laurel"], y, batch.context)
+            x, update = scaled(x, 2**-0.5), None
+        x, y = add(x, update, "mlp_norm", self.feed_forward.reader(params["mlp"]))
+        update = self.feed_forward.run(params["mlp"], y, batch, consumer=self.consumer_of_mlp(consumer))
+        return x, self._pending(update, params, "mlp_post_norm"), cache
 
     def _parallel(self, params: Params, x: Array, update: Any, step: LayerStep) -> tuple[Array, Any, Any]:
         assert self.feed_forward is not None
@@ -247,7 +302,8 @@ class Layer:
     @property
     def consumer_of_attention(self) -> Consumer:
         """What takes the update of the attention."""
-        return "norm" if self._adds_parts("attention_post_norm") and "mlp_norm" in self.norms else "stream"
+        is_normed = self.laurel is None and "mlp_norm" in self.norms
+        return "norm" if is_normed and self._adds_parts("attention_post_norm") else "stream"
 
     def consumer_of_mlp(self, consumer: Consumer) -> Consumer:
         """Return what takes the update of the feed-forward if the layer's update has this consumer."""

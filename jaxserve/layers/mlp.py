@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import jax
@@ -60,12 +61,19 @@ class FeedForward:
         activation: as for `gate_of`; without a gate a key of ACTIVATIONS, or an XIELU.
         is_gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
         has_bias: both matrices have biases.
+        sparsity: the fraction of a token's gates that `gaussian_top_k` makes 0 before the activation; 0.0 leaves all.
     """
 
     size: int
     activation: str | Gate | XIELU
     is_gated: bool = True
     has_bias: bool = False
+    sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a sparsity without gates."""
+        if self.sparsity and not self.is_gated:
+            raise ValueError(f"sparsity {self.sparsity} is of gates, and there are none")
 
     def specs(self, prefix: str, hidden_size: int, names: Names = LLAMA_NAMES) -> Params:
         """Declare the weights: gate and up fused into [2, F, E], or up [F, E], then down [E, F].
@@ -109,7 +117,7 @@ class FeedForward:
         if not self.is_gated:
             return mlp(params, x, self.activation, batch.context, consumer)
         assert not isinstance(self.activation, XIELU)
-        return gated_mlp(params, x, self.activation, batch.context, consumer)
+        return gated_mlp(params, x, self.activation, batch.context, consumer, sparsity=self.sparsity)
 
     @property
     def why_not_fused(self) -> str | None:
@@ -118,6 +126,8 @@ class FeedForward:
             return "the feed-forward has no gate"
         if self.has_bias:
             return "the feed-forward has biases"
+        if self.sparsity:
+            return "the feed-forward has sparse gates"
         if isinstance(self.activation, str) and self.activation in FUSED_ACTIVATIONS:
             return None
         return None if isinstance(self.activation, XIELU) else why_not_activation(self.activation)
@@ -129,22 +139,31 @@ def gated_mlp(
     activation: str | Gate,
     context: StepContext = PLAIN,
     consumer: Consumer = "stream",
+    *,
+    sparsity: float = 0.0,
 ) -> Any:
     """down(activation(gate(x)) * up(x)), in two matmuls; `activation` is as `gate_of` takes it.
 
-    The first includes the activation where a kernel does for such rows and weights. `consumer` is that of
-    `residual_update`, as is the result.
+    The first includes the activation where a kernel does for such rows and weights; none does with a `sparsity`, which
+    is that of a FeedForward. `consumer` is that of `residual_update`, as is the result.
     """
     with jax.named_scope("mlp"):
-        inner = _gated_linear_unit(params, x, activation, context)
+        inner = _gated_linear_unit(params, x, activation, context, sparsity)
         return residual_update(inner, params, "down", context, consumer)
 
 
 def _gated_linear_unit(
-    params: Params, x: Float[Array, "T E"] | QuantizedRows, activation: str | Gate, context: StepContext
+    params: Params,
+    x: Float[Array, "T E"] | QuantizedRows,
+    activation: str | Gate,
+    context: StepContext,
+    sparsity: float,
 ) -> Float[Array, "T F"] | QuantizedRows:
     """Return the input of `params["down"]`: as codes if it rounds its rows to some, and a kernel gives them."""
     weight, bias = params["gate_up"], params.get("gate_up_bias")
+    if sparsity:  # which needs all gates of a token, where kernels have tiles of them
+        gate_up = linear(x, weight, bias, context=context, name="gate_up")
+        return gate_of(activation)(gaussian_top_k(gate_up[:, 0], sparsity), gate_up[:, 1])
     product = weight.product(x, context, Use(activation, has_bias=bias is not None))
     context.choose("gate_up", product.part)
     if product.part.reason is not None:
@@ -156,6 +175,16 @@ def _gated_linear_unit(
         return context.call(product.run, makes, x)
     code = params["down"].product(makes, context).rounds_to
     return context.call(product.run, makes if code is None else rows_of(makes, code), x, code)
+
+
+def gaussian_top_k(x: Float[Array, "T F"], sparsity: float) -> Float[Array, "T F"]:
+    """Return by how much each value exceeds a quantile of its row, 0 if it does not: the quantile of `sparsity` of a
+    normal distribution with the row's mean and variance. Computed in float32.
+    """
+    wide = x.astype(jnp.float32)
+    mean, deviation = (of_row(wide, axis=-1, keepdims=True) for of_row in (jnp.mean, jnp.std))
+    cutoff = mean + deviation * statistics.NormalDist().inv_cdf(sparsity)
+    return jax.nn.relu(wide - cutoff).astype(x.dtype)
 
 
 def mlp(

@@ -15,6 +15,8 @@ MAX_CONTEXT = 2**24
 MAX_LAYERS = 2**10
 MAX_HEADS = 2**10
 MAX_WIDTH = 2**20
+MAX_STREAMS = 2**6
+"""Limit of the residual streams of a model; published ones have 4."""
 MAX_CONVOLUTION = 2**8
 """Limit of the tokens of a short convolution; published ones have 4."""
 MAX_INNER_WIDTH = 2**40
@@ -49,6 +51,8 @@ MAXIMA: dict[str, float] = {
     **dict.fromkeys(("num_shared_expert", "num_shared_experts", "moe_topk"), MAX_EXPERTS),
     **dict.fromkeys(("hidden_size", "n_embd", "n_embed", "head_dim", "rotary_dim", "word_embed_proj_dim"), MAX_WIDTH),
     **dict.fromkeys(("kv_channels", "global_head_dim", "hidden_size_per_layer_input"), MAX_WIDTH),
+    "altup_num_inputs": MAX_STREAMS,
+    "laurel_rank": MAX_WIDTH,
     "num_global_key_value_heads": MAX_HEADS,
     "num_kv_shared_layers": MAX_LAYERS,
     "top_k_experts": MAX_EXPERTS,
@@ -68,6 +72,7 @@ MAXIMA: dict[str, float] = {
 """Limits of fields of config.json by name."""
 
 GGUF_MAXIMA: dict[str, float] = {
+    "activation_sparsity_scale": float("inf"),  # of layers that are not sparse it is -inf
     "attention.head_count": MAX_HEADS,
     "attention.head_count_kv": MAX_HEADS,
     "attention.key_length": MAX_WIDTH,

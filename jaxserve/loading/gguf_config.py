@@ -312,6 +312,7 @@ ARCHITECTURES = {
     "gemma": Architecture(without_window),
     "gemma2": Architecture(_gemma2_fields, served=("attn_logit_softcapping", "final_logit_softcapping")),
     "gemma3": Architecture(_gemma3_fields, "gemma3_text", ("final_logit_softcapping",)),
+    "gemma3n": Architecture(gguf_families.gemma3n_fields, "gemma3n_text", ("final_logit_softcapping",)),
     "gemma4": Architecture(gguf_families.gemma4_fields, "gemma4_text", ("expert_count", "final_logit_softcapping")),
     "glm4": Architecture(without_window),
     "glm4moe": Architecture(gguf_mixtures.glm_moe_fields, "glm4_moe", _EXPERTS),

@@ -2,6 +2,7 @@
 embedding. No jax.
 """
 
+import statistics
 from typing import Any
 
 from jaxserve.errors import CheckpointError
@@ -20,6 +21,7 @@ from jaxserve.loading.gguf_decoder import (
 )
 from jaxserve.loading.gguf_keys import get, head_counts, num_layers, number, positive_integer, refuse
 from jaxserve.loading.gguf_mixtures import mixture_fields
+from jaxserve.loading.gguf_rope import rope_fields
 
 
 def granite_fields(file: GGUFFile) -> dict[str, Any]:
@@ -309,6 +311,46 @@ def baichuan_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 LAYERS_OF_BAICHUAN_13B = 40
+
+
+def gemma3n_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Gemma 3n. A file has, in place of each layer's sparsity, the quantile of a standard normal
+    distribution.
+    """
+    count, tensors = num_layers(file), file.tensors
+    quantiles = file.require(f"{file.architecture}.activation_sparsity_scale", list)
+    for name in ("blk.0.laurel_l.weight", "per_layer_token_embd.weight"):
+        if name not in tensors:
+            raise CheckpointError("; ".join([f"{file.path} has no tensor {name}", *file.problems]))
+    sizes = _by_layer(file, "feed_forward_length", count)
+    head_dim = positive_integer(file, "attention.key_length")
+    local = {"rope_type": "default", "rope_theta": number(file, "rope.freq_base_swa", 10_000.0)}
+    num_heads, num_kv_heads = head_counts(file)
+    refuse(file, **{"attention.value_length": head_dim})
+    return {
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "intermediate_size": sizes,
+        "num_hidden_layers": count,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": positive_integer(file, "context_length"),
+        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+        "attention_bias": has(file, "attn_q.bias"),
+        "num_kv_shared_layers": get(file, "attention.shared_kv_layers", 0),
+        "sliding_window": positive_integer(file, "attention.sliding_window"),
+        "layer_types": layer_types(file, 5),
+        "final_logit_softcapping": number(file, "final_logit_softcapping", 30.0),  # as in llama.cpp
+        "hidden_size_per_layer_input": positive_integer(file, "embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": tensors["per_layer_token_embd.weight"].shape[0],
+        "altup_num_inputs": positive_integer(file, "altup.num_inputs"),
+        "altup_active_idx": file.require(f"{file.architecture}.altup.active_idx", int),
+        "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
+        "activation_sparsity_pattern": [
+            statistics.NormalDist().cdf(each) if isinstance(each, float) else each for each in quantiles[:count]
+        ],
+        "rope_parameters": {ATTENTION: rope_fields(file, head_dim), "sliding_attention": local},
+    }
 
 
 def gemma4_fields(file: GGUFFile) -> dict[str, Any]:

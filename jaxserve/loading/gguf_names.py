@@ -23,6 +23,7 @@ OF_LAYERS = {
 LEAVES = {
     "A_log": "A_log.",
     "D": "D.",
+    "correct_output_scale": "correct_output_scale.weight",
     "dt_bias": "dt_proj.bias",
     "e_score_correction_bias": "e_score_correction.bias",
     "expert_bias": "expert_bias.bias",
@@ -34,7 +35,7 @@ LEAVES = {
 """Tensors without a leaf in the checkpoint, and their leaf in the file, which may be none."""
 
 _LAYER = re.compile(r"(.*(?:layers|\bh)\.)(\d+)\.(.+)")
-_STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm)\.)(?:norms\.)?(\d+)\.(.+)")
+_STACKED = re.compile(r"(.+\.(?:experts|[qk]_layernorm|altup_(?:unembed_)?projections)\.)(?:norms\.)?(\d+)\.(.+)")
 
 
 def gguf_name(name: str, architecture: str) -> str:

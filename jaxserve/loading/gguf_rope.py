@@ -15,7 +15,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 
 LOG_MULTIPLIERS = {"deepseek2": 10, "mistral3": 1}
 """What turns `yarn_log_multiplier` into `mscale_all_dim`."""
-OWN_BASE_IN_WINDOWS = ("gemma3", "mellum", "olmo2")
+OWN_BASE_IN_WINDOWS = ("gemma3", "gemma3n", "mellum", "olmo2")
 """Architectures whose layers with a window may rotate by a base of their own."""
 
 

@@ -47,6 +47,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "cohere2_vision": Wrapper(text="cohere2"),
     "fast_vlm": Wrapper(text="qwen2"),
     "gemma3": Wrapper(text="gemma3_text", is_tied=True),
+    "gemma3n": Wrapper(text="gemma3n_text", is_tied=True),
     "gemma4": Wrapper(text="gemma4_text", is_tied=True),
     "gemma4_unified": Wrapper(text="gemma4_unified_text", is_tied=True),
     "glm46v": Wrapper(text="glm4v_text"),

@@ -21,6 +21,8 @@ STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
 """Ends of names of the scales of a whole layer's attention. Those of keys and values are declared, and read, with
 `--kv-cache-dtype fp8` only; those of queries and probabilities never.
 """
+STREAM_SCALE = ".altup.correct_output_scale"
+"""End of the names of a Gemma 3n's weights that are of no use with `altup_correct_scale` false."""
 FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
@@ -32,6 +34,9 @@ class UnreadTensors:
 
     def __init__(self, fields: Mapping[str, Any]):
         self._names = (HEAD, f"model.{HEAD}") if is_classifier(fields) else ()
+        self._ends = (
+            KNOWN_EXTRAS + STATIC_SCALES + ((STREAM_SCALE,) if fields.get("altup_correct_scale") is False else ())
+        )
         num_layers = fields.get("num_hidden_layers")
         last = num_layers if isinstance(num_layers, int) else 0
         counts = [fields.get(name) for name in NEXT_TOKEN_LAYERS]
@@ -45,7 +50,7 @@ class UnreadTensors:
         """Return true if there may be a tensor of this name."""
         layer = _OF_A_LAYER.match(name)
         makes_unused_keys = layer is not None and bool(layer[2]) and int(layer[1]) in self._sharing_layers
-        is_known = name in self._names or name.endswith(KNOWN_EXTRAS + STATIC_SCALES)
+        is_known = name in self._names or name.endswith(self._ends)
         return is_known or makes_unused_keys or self._is_further(name)
 
     def log(self, names: Sequence[str]) -> None:

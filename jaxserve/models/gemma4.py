@@ -202,7 +202,7 @@ def names(config: Config) -> Names:
     return replace(SANDWICH_NAMES, mlp="", experts=ExpertNames(router="router.proj"))
 
 
-def amend(specs: Params, config: Config) -> Params:
+def amend(specs: Params, config: Any) -> Params:
     """Add the embeddings for each layer, if there are some. Gains of queries make up for scores that are not scaled:
     with random gains near 1, rounding to 16 bits would decide which tokens are attended to.
     """
@@ -231,12 +231,19 @@ def amend(specs: Params, config: Config) -> Params:
     }
 
 
-def layer_inputs(params: Params, config: Config, batch: Batch) -> Float[Array, "L T P"] | None:
-    """Return the vectors of tokens for each layer: what a table says of a token, and what its embedding does."""
+def layer_inputs(params: Params, config: Any, batch: Batch) -> Float[Array, "L T P"] | None:
+    """Return the vectors of tokens for each layer: what a table says of a token, and what its embedding does. Tokens
+    that the table does not have are token 0 to it.
+    """
     if not config.input_size:
         return None
+    known = batch
+    if config.input_vocab_size < config.vocab_size:
+        known = dataclasses.replace(
+            batch, token_ids=jnp.where(batch.token_ids < config.input_vocab_size, batch.token_ids, 0)
+        )
     own, L, P = params["embed_per_layer"], config.num_layers, config.input_size
-    rows = embed(own["table"], batch).reshape(-1, L, P) * P**0.5
+    rows = embed(own["table"], known).reshape(-1, L, P) * P**0.5
     x = embed_tokens(params, config, batch)
     projected = linear(x, own["projection"], context=batch.context, name="layer inputs") * config.hidden_size**-0.5
     return jnp.swapaxes((config.norm(projected, own["norm"]) + rows) * 2**-0.5, 0, 1)

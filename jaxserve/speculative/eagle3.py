@@ -74,6 +74,10 @@ class Eagle3(Drafter):
                 f"(eagle_aux_hidden_state_layer_ids), which must be three of the {num_layers} of the model that it "
                 "drafts for"
             )
+        if any(layer.stream_size != size for layer in family.layers(of_target)):
+            raise ConfigError(
+                "speculative_config: method eagle3 reads one residual stream, and the model's layers have several"
+            )
         if config.vocab_size != of_target.vocab_size:
             raise ConfigError(
                 f"speculative_config: model is for a vocabulary of {config.vocab_size} tokens, but the model that it "

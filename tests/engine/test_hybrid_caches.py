@@ -120,7 +120,8 @@ def test_what_others_write_into_blocks_that_were_given_back_is_not_seen(gemma, m
 
 
 @pytest.mark.parametrize(
-    ("name", "num_blocks"), quick_first([("gemma4_shared", 26), ("llama4_chunks", 36), ("gpt_oss_clamped", 20)])
+    ("name", "num_blocks"),
+    quick_first([("gemma4_shared", 26), ("gemma3n_shared", 20), ("llama4_chunks", 36), ("gpt_oss_clamped", 20)]),
 )
 def test_layers_that_read_what_others_keep_or_see_chunks(name, num_blocks):
     """In chunks, after preemptions, and from a cached prefix."""

@@ -56,6 +56,13 @@ def test_weights_of_every_step_and_of_experts():
     assert report.bytes_read(specs, dtype=np.dtype(np.float16)) == (2 * (attention + rest + norms), 2 * experts)
 
 
+def test_embeddings_of_layers_are_read_by_the_row():
+    family = get_family({"model_type": "gemma3n_text"})
+    config = family.config({})
+    specs = family.param_specs(config)
+    assert report.bytes_read(specs, dtype=np.dtype(np.float16)) == (2 * (6_835_235_568 - 262_144 * 35 * 256), 0)
+
+
 @pytest.mark.parametrize(("num_tokens", "num_bytes"), [(0, 100), (1, 140), (2, 177.5), (10_000, 740)])
 def test_more_tokens_read_more_experts(num_tokens, num_bytes):
     limits = dict.fromkeys(

@@ -102,6 +102,7 @@ FAMILIES = {
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "llama4_text": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
+    "gemma3n_text": (transformers.Gemma3nTextConfig, transformers.Gemma3nForCausalLM),
     "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
     "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
@@ -110,7 +111,7 @@ HAVE_HEAD_DIM = {
     *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
-    *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {

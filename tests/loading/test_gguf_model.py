@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import gguf
 import gguf_files
@@ -91,7 +92,14 @@ TESTED = (
         "phi3_fused",
         "phi3_long_factors",
     ),
-    *("arcee_untied", "ernie4_5_biases", "minimax_m2_half_rotated", "olmoe_biases", "seed_oss_untied"),
+    *(
+        "arcee_untied",
+        "ernie4_5_biases",
+        "gemma3n_shared",
+        "minimax_m2_half_rotated",
+        "olmoe_biases",
+        "seed_oss_untied",
+    ),
     "kimi_k2_one_group",
     *("phi_untied", "qwen2_moe_tied", "qwen2_tied", "qwen3_moe_normalised", "qwen3_tied", "stablelm_qk_norm"),
 )
@@ -316,6 +324,18 @@ def test_what_makes_keys_and_values_of_latents_whole(tmp_path, name):
     split, whole = load(tmp_path / "split.gguf"), load(tmp_path / "whole.gguf")
     assert whole[1] == split[1]
     jax.tree.map(np.testing.assert_array_equal, whole[0], split[0])
+
+
+def test_keys_and_values_of_layers_that_read_others_are_left_out(tmp_path, caplog):
+    fields = json.loads((GOLDENS / "gemma3n_shared" / "config.json").read_text())
+    tensors, unused = tensors_of("gemma3n_shared"), {}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors)
+    for module in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_proj.bias"):
+        unused[f"model.layers.5.self_attn.{module}"] = 2 * tensors[f"model.layers.3.self_attn.{module}"]
+    gguf_files.write_model(tmp_path / "more.gguf", fields, tensors | unused)
+    with caplog.at_level(logging.INFO):
+        jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "more.gguf")[0], load(tmp_path / "m.gguf")[0])
+    assert "4 tensors of layers that read the keys and values of others are left out" in caplog.text
 
 
 def test_queries_keys_and_values_of_chatglm_in_one(tmp_path):

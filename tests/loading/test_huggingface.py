@@ -121,7 +121,7 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
 
 
 def test_keys_of_layers_that_read_those_of_others_are_ignored(tmp_path):
-    """Published checkpoints of Gemma 4 have them."""
+    """Published checkpoints of Gemma 3n and 4 have them."""
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "num_kv_shared_layers": 1}')
     for layer, is_ignored in ((2, True), (1, False)):
         names = [f"model.layers.{layer}.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm", "v_norm")]
@@ -161,7 +161,7 @@ def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
         {"model_type": "kimi_linear", "layer_types": "linear", "rope_scaling": []},
         {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp4"}},
         {"model_type": "jamba", "num_labels": "two", "load_in_4bit": True},
-        {"model_type": "gemma3n", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        {"model_type": "qwen3_omni_moe", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
 def test_an_unknown_family_is_refused_as_such_whatever_else_its_config_says(tmp_path, changes):

@@ -23,6 +23,7 @@ TEXTS = {
     "cohere2": "cohere2_windows",
     "deepseek_v3": "deepseek_v3_groups",
     "gemma3_text": "gemma3_two_thetas",
+    "gemma3n_text": "gemma3n_shared",
     "gemma4_text": "gemma4_shared",
     "llama": "llama_biases_linear_rope",
     "llama4_text": "llama4_chunks",

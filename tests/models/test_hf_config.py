@@ -24,6 +24,7 @@ FIELDS = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
 }
+OWN_KV = {"num_kv_shared_layers": 0}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -258,6 +259,14 @@ LONGROPE = {"type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min must be at most 1e-06, got 0.1"),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval must be an integer of at least 1"),
+        ("gemma3n_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer of sliding_attention"),
+        ("gemma3n_text", {**OWN_KV, "altup_active_idx": 4}, r"altup_active_idx 4 is none of altup_num_inputs \(4\)"),
+        ("gemma3n_text", {**OWN_KV, "altup_num_inputs": 1}, "altup_num_inputs must be an integer of at least 2"),
+        ("gemma3n_text", {**OWN_KV, "intermediate_size": [8, 8]}, "intermediate_size must be .* each of 3 layers"),
+        *(
+            ("gemma3n_text", {**OWN_KV, "activation_sparsity_pattern": given}, "activation_sparsity_pattern must have")
+            for given in ([0.5, 1.0, 0.0], [0.5, 0.5], 0.5)
+        ),
         ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer of full_attention"),
         ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config must have one head_dim"),
         ("gemma4_text", {"per_layer_config": {"2": {"sliding_window": 8}}}, "per_layer_config must have one head_dim"),
@@ -333,6 +342,15 @@ def test_which_layers_of_hybrids_attend_and_how_they_are_rotated():
     assert read_hybrid("olmo_hybrid", rope_parameters=None, rope_theta=None).rope is None
     assert read_hybrid("olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}).rope is None
     assert read_hybrid("olmo_hybrid").rope == Rope(head_dim=16, theta=10000.0)
+
+
+def test_layers_of_gemma3n():
+    config = read("gemma3n_text", num_hidden_layers=12, num_kv_shared_layers=2, sliding_window=9)
+    assert config.sparsities == (0.95,) * 10 + (0.0,) * 2
+    assert config.sources == (None,) * 10 + (8, 8)
+    layers = FAMILIES["gemma3n_text"].layers(config)
+    assert [layer.stream_size for layer in layers] == [4 * 64] * 12
+    assert [layer.why_not_fused for layer in layers] == ["the layer has several residual streams"] * 12
 
 
 def test_random_gains_of_gemma4_scale_scores_that_nothing_else_does():

@@ -19,7 +19,7 @@ GPT_FIELDS = {"n_embd": 64, "n_inner": 72, "n_layer": 1, "n_head": 8, "n_positio
 OPT_FIELDS = {"ffn_dim": 72, "word_embed_proj_dim": 20}
 
 SPLIT = ["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe", "qwen3_next"]
-SPLIT += ["falcon_h1", "lfm2", "mamba2", "nemotron_h"]
+SPLIT += ["gemma3n_text", "falcon_h1", "lfm2", "mamba2", "nemotron_h"]
 
 
 @pytest.fixture(scope="module", params=quick_only(SPLIT, "llama"))
@@ -57,6 +57,7 @@ OF_TOKENS = [
     ("bloom", {"data": 4}),
     ("deepseek_v2", {"data": 2, "tensor": 2}),
     ("gemma4_text", {"data": 2, "tensor": 2}),
+    ("gemma3n_text", {"data": 2, "tensor": 2}),
     ("llama4_text", {"data": 2}),
 ]
 
@@ -124,6 +125,7 @@ REPEATED = {
     "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
     "qwen3_next": {"num_key_value_heads": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
     "gemma": {"num_key_value_heads": 1},
+    "gemma3n_text": {"num_key_value_heads": 2},
     "gemma4_text": {"num_key_value_heads": 2, "moe_intermediate_size": 24},
     "llama4_text": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 1},
     "gemma2": {"num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 5, "query_pre_attn_scalar": 12},

@@ -346,6 +346,7 @@ def test_a_part_of_the_vocabulary_needs_an_lm_head(tmp_path):
     [
         ("eagle3", {"num_hidden_layers": 3}, {}, "must be three of the 3"),
         ("eagle3", {"hidden_size": 32}, {}, "is for a hidden size of 24, but .* has 32"),
+        ("eagle3", {"model_type": "gemma3n_text", "num_kv_shared_layers": 0}, {}, "the model's layers have several"),
         ("eagle3", {"vocab_size": 40}, {}, "is for a vocabulary of 32 tokens, but .* has 40"),
         ("mtp", {}, {}, "not supported for a llama model"),
         ("mtp", {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, {}, "num_nextn_predict_layers is 0"),

@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 import re
+import statistics
 
 import gguf
 import numpy as np
@@ -13,6 +14,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "glm": "chatglm",
     "kimi_k2": "deepseek2",
     "gpt_neox": "gptneox",
@@ -182,6 +184,8 @@ def convert_tensors(fields, tensors):
     if fields["model_type"] == "gpt_oss":
         return convert_gpt_oss(tensors)
     converted = {}
+    if fields["model_type"] == "gemma3n_text":
+        tensors = stack_streams(tensors)
     for name, tensor in stack(tensors).items():
         match architecture_of(fields), name.rsplit(".", 2)[-2:]:
             case "arcee" | "llama" | "granite", [("q_proj" | "k_proj") as part, _]:
@@ -204,6 +208,19 @@ def convert_tensors(fields, tensors):
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         converted[convert_name(name, architecture_of(fields))] = np.ascontiguousarray(tensor)
     return split_latent_heads(fields, converted) if architecture_of(fields) == "deepseek2" else converted
+
+
+def stack_streams(tensors):
+    """Stack the matrices of residual streams."""
+    streams = re.compile(r"(model\.altup_\w+)\.\d+\.weight")
+    stacked = {}
+    for name, tensor in sorted(tensors.items()):
+        if match := streams.fullmatch(name):
+            before = stacked.get(f"{match[1]}.weight", tensor[:0].reshape(0, *tensor.shape))
+            stacked[f"{match[1]}.weight"] = np.concatenate([before, tensor[None]])
+        else:
+            stacked[f"{name}.weight" if name.endswith("_scale") else name] = tensor
+    return stacked
 
 
 def split_latent_heads(fields, tensors):
@@ -396,6 +413,21 @@ def _further_keys(fields):
                 "embedding_scale": fields["embedding_multiplier"],
                 "residual_scale": fields["residual_multiplier"],
                 "logit_scale": fields["logits_scaling"],
+            }
+        case "gemma3n_text":
+            icdf, rope = statistics.NormalDist().inv_cdf, fields["rope_parameters"]
+            pattern = fields["activation_sparsity_pattern"]
+            return {
+                "altup.active_idx": fields["altup_active_idx"],
+                "altup.num_inputs": fields["altup_num_inputs"],
+                "embedding_length_per_layer_input": fields["hidden_size_per_layer_input"],
+                "attention.shared_kv_layers": fields["num_kv_shared_layers"],
+                "activation_sparsity_scale": [icdf(each) if each else float("-inf") for each in pattern],
+                "attention.sliding_window": fields["sliding_window"],
+                "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in fields["layer_types"]],
+                "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+                "rope.scaling.type": rope["full_attention"]["rope_type"],
+                "rope.scaling.factor": rope["full_attention"]["factor"],
             }
         case "gpt_oss":
             return {

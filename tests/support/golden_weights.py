@@ -54,6 +54,10 @@ def center_and_spread(name, shape, gain):
         return -2.5, 0.7
     if name.endswith(".layer_scalar"):
         return 0.8, 0.2
+    if name.endswith(".modality_router.weight"):  # whose inputs are divided by their number
+        return 0.0, math.sqrt(shape[-1])
+    if name.endswith((".prediction_coefs.weight", ".correction_coefs.weight")):  # else streams grow from layer to layer
+        return 0.0, 0.2
     if len(shape) == 1:
         return 0.0, 0.5
     if "embed" in name or ".wte." in name or ".wpe." in name:

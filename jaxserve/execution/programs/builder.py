@@ -31,11 +31,13 @@ jax.
 
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
+COPIES_OF_STREAMS = 3
 COPIES_OF_WIDEST = 2
 COPIES_TO_SORT = 3
 """What steps are expected to hold at a time: copies of the logits, and of the hidden states or, if that is more, of one
 chunk's logits while they are sorted for prompt log probabilities. Without kernels there are also copies of the widest
-activations of a layer: XLA's matmuls do not include the activation function after them.
+activations of a layer: XLA's matmuls do not include the activation function after them. Of residual streams beside the
+first there are those before a layer, those that it predicts, and those after it.
 """
 
 
@@ -105,7 +107,9 @@ class StepBuilder:
         num_logits = max([largest.num_rows, *(bucket.num_tokens for bucket in model.verifying_buckets)])
         logits = num_logits * model.vocab_size * 4 + chunk if model.stage.is_last else 0
         hidden = largest.num_tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
-        activations = COPIES_OF_HIDDEN * hidden
+        activations = (
+            COPIES_OF_HIDDEN * hidden + COPIES_OF_STREAMS * (model.stream_size // model.hidden_size - 1) * hidden
+        )
         if not model.has_kernels:
             widest = max(max(leaf.shape) for leaf in jax.tree.leaves(model.params["layers"]))
             activations += COPIES_OF_WIDEST * widest * hidden // model.hidden_size

@@ -89,6 +89,7 @@ class StepModel:
         is_limited = 0 <= spec.max_logprobs < self.vocab_size
         self.num_top_logprobs = spec.max_logprobs if is_limited else self.vocab_size
         self.hidden_size: int = self.config.hidden_size
+        self.stream_size = max(layer.stream_size for layer in family.layers(self.config))
         for chunk_size in {getattr(layer.mixer, "chunk_size", None) for layer in family.layers(self.config)}:
             if chunk_size is not None and chunk_size % spec.block_size:
                 raise ConfigError(
@@ -195,11 +196,12 @@ class StepModel:
     @property
     def may_be_two_programs(self) -> bool:
         """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
-        and each layer has a pool of its own. A pool of several layers, which both programs write, would be copied.
+        each layer has a pool of its own, and what they pass on are hidden states. A pool of several layers, which both
+        programs write, would be copied.
         """
         has_drafter = self.drafting is not None and self.drafting.drafter is not None
         # A drafter takes in what all layers make.
-        if not self.has_kernels or has_drafter or self.stage.count > 1:
+        if not self.has_kernels or has_drafter or self.stage.count > 1 or self.stream_size != self.hidden_size:
             return False
         pools = self.layout.pool_of_layer
         weights = sum(map(shard_bytes, jax.tree.leaves(self.params)))
