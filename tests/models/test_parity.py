@@ -31,6 +31,7 @@ OVER_PAGES = quick_only(
 )
 """All goldens. Quick are grouped heads, windows with caps, sinks and experts, latents; one pass is of each family."""
 
+
 @pytest.fixture(scope="module", params=ONE_OF_EACH, ids=lambda path: path.name)
 def golden(request):
     return load_golden(request.param)
