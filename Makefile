@@ -11,6 +11,8 @@ SEED ?= 0
 ONLY ?=
 # The pinned wheels bring pyright and node: lint needs no network, so do not look for newer versions.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Images often forbid it; then each process that a test starts would compile all modules again, for five seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs install deviceless serve test test-all quick-tests all-tests lint style types goldens notebooks parity meshes formats clients schemas bench clean
 

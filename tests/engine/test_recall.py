@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 import recall_model
-from depths import quick_first
+from depths import quick_first, quick_only
 from engine_harness import request, run
 
 from jaxserve.config import EngineConfig
@@ -46,10 +46,9 @@ def folder(tmp_path_factory):
     return recall_model.write(tmp_path_factory.mktemp("recall"))
 
 
-@pytest.mark.parametrize("has_outliers", quick_first([True, False]))
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2", "int8"])
-def test_all_needles_of_4096_tokens(tmp_path, kv_cache_dtype, has_outliers):
-    folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype] if has_outliers else 0)
+@pytest.mark.parametrize("kv_cache_dtype", quick_only(OUTLIERS, "fp8"))
+def test_all_needles_of_4096_tokens(tmp_path, kv_cache_dtype):
+    folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype])
     found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=4096, num_needles=12)
     assert found == needles
 
@@ -64,6 +63,7 @@ def test_all_needles_of_long_texts(tmp_path, kv_cache_dtype, length):
     assert found == needles
 
 
+@pytest.mark.slow
 def test_integers_lose_keys_beside_large_outliers(tmp_path):
     """The step of a vector's integers follows its largest channel, as docs/quantization.md says."""
     folder = recall_model.write(tmp_path, outlier=100)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from depths import quick_only
 from golden_models import (
-    CASES,
     GOLDENS,
+    ONE_OF_EACH,
     ONE_OF_EACH_DECODER,
-    PADDED,
+    continued,
     full_logits,
     golden_error,
     load_golden,
     paged_chunk_logits,
 )
-from naive import greedy_choices, naive_logits
+from naive import naive_logits
 
 from jaxserve.layers.layouts import layouts, put
 from jaxserve.loading.huggingface import load_config
@@ -30,11 +30,9 @@ OVER_PAGES = quick_only(
     *(GOLDENS[0].with_name(name) for name in ("deepseek_v3_groups", "gemma2_caps", "gpt_oss_clamped", "llama_untied")),
 )
 """All goldens. Quick are grouped heads, windows with caps, sinks and experts, latents; one pass is of each family."""
-GREEDY = quick_only(GOLDENS, *ONE_OF_EACH_DECODER)
-"""All goldens. Of families with the same layers, one is quick."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda path: path.name)
+@pytest.fixture(scope="module", params=ONE_OF_EACH, ids=lambda path: path.name)
 def golden(request):
     return load_golden(request.param)
 
@@ -45,6 +43,12 @@ def assert_close(logits, golden):
     assert golden_error(logits, golden) <= TOLERANCE
 
 
+def assert_greedy(logits, golden):
+    """Check the tokens that follow the prompt, each of which sees the same ones before it as in transformers."""
+    begin, expected = int(golden[3]["prompt_length"]) - 1, golden[3]["greedy"]
+    assert np.asarray(logits)[begin : begin + len(expected)].argmax(axis=-1).tolist() == expected.tolist()
+
+
 def test_every_family_has_goldens():
     assert {load_config(path)["model_type"] for path in GOLDENS} == set(FAMILIES) == MODEL_TYPES
 
@@ -53,19 +57,19 @@ def test_full_forward(golden):
     assert_close(full_logits(golden), golden)
 
 
+@pytest.mark.parametrize("golden", ONE_OF_EACH_DECODER, indirect=True, ids=lambda path: path.name)
+def test_greedy_continuation(golden):
+    params, config, family, _, mesh = golden
+    with jax.set_mesh(mesh):
+        assert_greedy(naive_logits(params, config, family, jnp.asarray(continued(golden))), golden)
+
+
 @pytest.mark.parametrize("golden", OVER_PAGES, indirect=True, ids=lambda path: path.name)
 def test_chunked_prefill_and_decode_over_pages(golden):
     for logits in paged_chunk_logits(golden):
         assert_close(logits, golden)
-
-
-@pytest.mark.parametrize("golden", GREEDY, indirect=True, ids=lambda path: path.name)
-def test_greedy_continuation(golden):
-    params, config, family, expected, mesh = golden
-    prompt = expected["token_ids"][: int(expected["prompt_length"])]
-    with jax.set_mesh(mesh):
-        chosen = greedy_choices(params, config, family, prompt, expected["greedy"], padded_length=PADDED)
-    assert chosen == expected["greedy"].tolist()
+    for logits in paged_chunk_logits(golden, continued(golden)):
+        assert_greedy(logits, golden)
 
 
 @pytest.mark.slow
@@ -88,6 +92,6 @@ def test_random_weights(model_type):
     specs = family.param_specs(config)
     params = jax.tree.map(draw, specs, layouts(specs, mesh))
     with jax.set_mesh(mesh):
-        logits = np.asarray(naive_logits(params, config, family, jnp.arange(PADDED, dtype=jnp.int32)))
+        logits = np.asarray(naive_logits(params, config, family, jnp.arange(64, dtype=jnp.int32)))
     assert np.isfinite(logits).all()
     assert (logits.std(axis=-1) > 0).all()

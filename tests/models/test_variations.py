@@ -31,9 +31,9 @@ from jaxserve.models import get_family, with_context
 
 VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
-MODELS_A_ROW = 4
+MODELS_A_ROW = 2
 """Models that compute a row's logits. Every model's Config is compared, and readers are shared: all of them would take
-half an hour. Raise it when a reader that they share is rewritten.
+half an hour of processor time. Raise it when a reader that they share is rewritten.
 """
 NOT_VARIED = {
     *("kimi_k2", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "qwen", "chatglm", "baichuan"),

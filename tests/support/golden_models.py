@@ -27,10 +27,6 @@ ONE_OF_EACH_DECODER = list({get_family(load_config(path)).layers: path for path 
 """A golden for each function that runs a family's layers: many families have that of Llama."""
 CASES = quick_only(GOLDENS, *ONE_OF_EACH)
 """All goldens, as parameters of tests: a family's further ones are slow."""
-PADDED = 64
-"""One length for the naive forward passes of a golden, so that they compile once; causal attention does not see
-padding.
-"""
 
 
 def load_golden(path):
@@ -46,20 +42,30 @@ def load_golden(path):
 def full_logits(golden):
     """Logits [T, V] from one forward pass over the golden's whole sequence."""
     params, config, family, expected, mesh = golden
-    length = len(expected["token_ids"])
     with jax.set_mesh(mesh):
-        logits = naive_logits(params, config, family, jnp.asarray(np.pad(expected["token_ids"], (0, PADDED - length))))
-    return np.asarray(logits)[:length]
+        return np.asarray(naive_logits(params, config, family, jnp.asarray(expected["token_ids"])))
 
 
-def paged_chunk_logits(golden):
-    """Logits [2, T, V] over paged KV: the prompt in chunks and then decode steps, and the other way round."""
+def continued(golden):
+    """Return a golden's prompt and its greedy continuation, padded to the length of its whole sequence, so that they
+    share its compiled programs; causal attention does not see padding.
+    """
+    expected = golden[3]
+    tokens = [*expected["token_ids"][: int(expected["prompt_length"])], *expected["greedy"]]
+    return np.pad(tokens, (0, len(expected["token_ids"]) - len(tokens)))
+
+
+def paged_chunk_logits(golden, token_ids=None):
+    """Logits [2, T, V] of `token_ids` [T], by default the golden's whole sequence, over paged KV: the prompt in chunks
+    and then decode steps, and the other way round.
+    """
     params, config, family, expected, mesh = golden
-    length = len(expected["token_ids"])
+    token_ids = expected["token_ids"] if token_ids is None else token_ids
+    length = len(token_ids)
     prompt_then_decode = [9, 8, 7, *[1] * (length - 24)]
     decode_then_prompt = [2, *[1] * 11, 3, length - 16]
     chunkings = [prompt_then_decode, decode_then_prompt]
-    return chunked_logits(params, config, family, expected["token_ids"], chunkings, mesh=mesh)
+    return chunked_logits(params, config, family, token_ids, chunkings, mesh=mesh)
 
 
 def relative_error(logits, expected):
