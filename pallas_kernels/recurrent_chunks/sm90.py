@@ -39,6 +39,7 @@ from pallas_kernels.recurrent_chunks.device import (
     store_transposed,
     zeros,
 )
+from pallas_kernels.recurrent_chunks.outputs import no_outputs
 from pallas_kernels.recurrent_step import Tokens
 
 MAX_BYTES = 2**28
@@ -157,7 +158,7 @@ def recurrent_chunks_sm90(
         plan = Plan(jnp.stack([token, length]), counted[-1:] - index * at_once, rows, jnp.stack([first_row, num_rows]))
         return _turn(q, k, tokens.v, _vectors(tokens, plan), plan, carry, problem)
 
-    carry = jnp.zeros_like(tokens.v), states
+    carry = no_outputs(tokens.v, counted[-1]), states
     if at_once == max_chunks:
         return turn(jnp.int32(0), carry)
     return lax.fori_loop(0, (counted[-1] + at_once - 1) // at_once, turn, carry)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.recurrent_chunks.decays import decayed
+from pallas_kernels.recurrent_chunks.outputs import no_outputs
 from pallas_kernels.recurrent_step import Tokens
 
 CHUNK_SIZE = 64
@@ -90,7 +91,7 @@ def recurrent_chunks_xla(
         read = read + _einsum("nhgij,nhgjv->nhgiv", scores, values)
         return out.at[token].set(jnp.moveaxis(read, 3, 1), mode="drop"), states, state
 
-    first = jnp.zeros_like(tokens.v), states, jnp.zeros_like(states[0])
+    first = no_outputs(tokens.v, counted[-1]), states, jnp.zeros_like(states[0])
     out, states, _ = jax.lax.fori_loop(0, (counted[-1] + N - 1) // N, turn, first)
     return out, states
 
