@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.registers import written
 from pallas_kernels.latent_attention.device import mask_after, store_first_rows
-from pallas_kernels.latent_attention.plan import BLOCK_COST, ROWS
+from pallas_kernels.latent_attention.plan import BLOCK_COST, BLOCK_KV, ROWS
 from pallas_kernels.paging.tiles import LOG2E, LOWEST
 
 REGISTERS = (256, 208, 40)
@@ -34,7 +34,6 @@ class Problem(NamedTuple):
     num_heads: int
     latent_size: int
     block_size: int
-    block_kv: int
     stages: int
     num_splits: int
     part_rows: int
@@ -155,7 +154,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
     the tile began in an earlier split, else to the second.
     """
     row, query, num_queries, seen, last_seen, context, unit = (gmem.tiles[field, tile] for field in range(7))
-    num_blocks = lax.div(last_seen + (problem.block_kv - 1), _int(problem.block_kv))
+    num_blocks = lax.div(last_seen + (BLOCK_KV - 1), _int(BLOCK_KV))
 
     def blocks_before(x):
         return lax.clamp(_int(0), lax.div(lax.max(x - unit, _int(0)) + (BLOCK_COST - 1), _int(BLOCK_COST)), num_blocks)
@@ -184,13 +183,13 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, item_slot, tile, begin, 
 
     # Beyond the context the last page is copied again.
     last_page = lax.max(lax.div(context - 1, _int(problem.block_size)), _int(0))
-    chunk = min(problem.block_kv, problem.block_size)
+    chunk = min(BLOCK_KV, problem.block_size)
 
     def one_block(block, n):
-        slot, position = lax.rem(n, _int(problem.stages)), block * problem.block_kv
+        slot, position = lax.rem(n, _int(problem.stages)), block * BLOCK_KV
         pages = [
             gmem.block_tables[row, lax.min(lax.div(position + key, _int(problem.block_size)), last_page)]
-            for key in range(0, problem.block_kv, chunk)
+            for key in range(0, BLOCK_KV, chunk)
         ]
         offset = 0
         if problem.block_size > chunk:
@@ -220,11 +219,11 @@ def _weigh(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
         acc, maximum, total, n = carry
         slot = lax.rem(n, _int(problem.stages))
         plgpu.barrier_wait(smem.left_full.at[slot])
-        first_key = block * problem.block_kv
+        first_key = block * BLOCK_KV
         seen, context = _read(item_slot, "seen", "context")  # read again, which is cheaper than registers
         _clean(problem, smem.left.at[slot], context - first_key)
         scores = lax.cond(
-            first_key + problem.block_kv > seen,
+            first_key + BLOCK_KV > seen,
             lambda scores: mask_after(
                 scores, _seen_beyond(problem, item_slot) + (seen - 1 - first_key), interpret=problem.interpret
             ),
@@ -282,7 +281,7 @@ def _follow(problem: Problem, gmem: Global, smem: Shared, item_slot, n):
         values = smem.right.at[slot, :, pl.ds(0, problem.half)]
         plgpu.barrier_wait(smem.right_full.at[slot])
         plgpu.barrier_wait(smem.weights_full)
-        _clean(problem, values, context - block * problem.block_kv)
+        _clean(problem, values, context - block * BLOCK_KV)
         acc = acc * lax.broadcast_in_dim(load_fade(), acc.shape, [0])
         acc = _add_values(problem, acc, smem, values)
         plgpu.barrier_arrive(smem.weights_free)
@@ -317,14 +316,13 @@ def _seen_beyond(problem: Problem, item_slot):
 def _clean(problem: Problem, values, num_held) -> None:
     """Zeros for values past the context: they may be NaN, which a weight of 0 would not take away."""
 
-    @pl.when(num_held < problem.block_kv)
+    @pl.when(num_held < BLOCK_KV)
     def _():
-        for row in range(0, problem.block_kv, ROWS):
-            for column in range(0, problem.half, problem.columns):
-                some = values.at[pl.ds(row, ROWS), pl.ds(column, problem.columns)]
-                held = plgpu.load(some, layout=_LAYOUT)
-                key = plgpu.broadcasted_iota(_int, held.shape, 0, layout=_LAYOUT)
-                some[...] = jnp.where(key < num_held - row, held, jnp.zeros((), held.dtype))
+        for column in range(0, problem.half, problem.columns):
+            some = values.at[:, pl.ds(column, problem.columns)]
+            held = plgpu.load(some, layout=_LAYOUT)
+            key = plgpu.broadcasted_iota(_int, held.shape, 0, layout=_LAYOUT)
+            some[...] = jnp.where(key < num_held, held, jnp.zeros((), held.dtype))
         plgpu.commit_smem()
 
 
@@ -347,7 +345,7 @@ def _scores(problem: Problem, smem: Shared, slot):
             plgpu.wgmma(scores_ref, smem.q.at[part], keys.transpose((1, 0)))
         return written(scores_ref[...])
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, problem.block_kv), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK_KV), jnp.float32))
 
 
 def _add_values(problem: Problem, acc, smem: Shared, values):

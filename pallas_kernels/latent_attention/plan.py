@@ -12,6 +12,8 @@ from jaxtyping import Array, Int
 
 ROWS = 64
 """Rows of a tile, as multiplied by one wgmma instruction."""
+BLOCK_KV = 64
+"""Keys a step."""
 
 BLOCK_COST, TILE_COST, CUT_COST = 4, 4, 8
 """Costs in units of work: of a block of keys, of beginning and ending a tile, and of combining a tile that was cut."""
@@ -75,7 +77,6 @@ def make_plan(
     num_rows: Int[Array, ""],
     num_tokens: int,
     num_heads: int,
-    block_kv: int,
     num_splits: int,
     min_blocks: int,
 ) -> Plan:
@@ -83,7 +84,7 @@ def make_plan(
     at least `min_blocks` blocks of keys.
     """
     tiles = _tiles(seq_lens, query_starts, num_rows=num_rows, num_tokens=num_tokens, num_heads=num_heads)
-    costs = jnp.where(tiles.num_queries > 0, BLOCK_COST * ((tiles.end + block_kv - 1) // block_kv) + TILE_COST, 0)
+    costs = jnp.where(tiles.num_queries > 0, BLOCK_COST * ((tiles.end + BLOCK_KV - 1) // BLOCK_KV) + TILE_COST, 0)
     tile_ends = jnp.cumsum(costs, dtype=jnp.int32)
     tiles = tiles._replace(unit=tile_ends - costs)
     total = tile_ends[-1]

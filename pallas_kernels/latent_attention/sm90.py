@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
 from pallas_kernels.latent_attention.merge import NUM_CTAS, WARPGROUPS, merge
-from pallas_kernels.latent_attention.plan import ROWS, Plan, make_plan
+from pallas_kernels.latent_attention.plan import BLOCK_KV, ROWS, Plan, make_plan
 from pallas_kernels.paging import Pages
 
 
@@ -26,8 +26,6 @@ from pallas_kernels.paging import Pages
 class Config:
     """How the kernel divides its work; `heuristic` picks one."""
 
-    block_kv: int
-    """Keys a step: 64 or 128."""
     stages: int
     """Number of blocks of keys in shared memory."""
     min_blocks: int
@@ -37,13 +35,13 @@ class Config:
 
     def shared_memory(self, size: int) -> int:
         """Return the shared memory of a CTA in bytes, for vectors of `size`."""
-        return 2 * (ROWS * size + self.stages * self.block_kv * size + ROWS * self.block_kv) + ROWS * 4
+        return 2 * (ROWS * size + self.stages * BLOCK_KV * size + ROWS * BLOCK_KV) + ROWS * 4
 
 
 def heuristic(size: int) -> Config:
     """Return the first of the configurations, from fast to slow, that fits vectors of `size`."""
     for stages in (4, 3, 2):
-        config = Config(block_kv=64, stages=stages, min_blocks=2)
+        config = Config(stages=stages, min_blocks=2)
         if config.shared_memory(size) <= SHARED_MEMORY:
             return config
     raise NotImplementedError(f"vectors of {size} do not fit into shared memory")
@@ -76,7 +74,6 @@ def latent_attention_sm90(
         num_heads=num_heads,
         latent_size=latent_size,
         block_size=pages.k.shape[2],
-        block_kv=config.block_kv,
         stages=config.stages,
         num_splits=config.num_ctas,
         part_rows=min(ROWS, num_heads) if is_decode_only else ROWS,
@@ -90,7 +87,6 @@ def latent_attention_sm90(
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_heads=num_heads,
-        block_kv=config.block_kv,
         num_splits=config.num_ctas,
         min_blocks=config.min_blocks,
     )
@@ -136,7 +132,7 @@ def _call(
 
     boxes = (size // columns, ROWS, columns)
     barriers = functools.partial(plgpu.Barrier, num_barriers=problem.stages)
-    full = barriers(num_arrivals=max(1, problem.block_kv // problem.block_size))
+    full = barriers(num_arrivals=max(1, BLOCK_KV // problem.block_size))
 
     def body(*refs):
         *given, (q_smem, q_boxes) = refs[: len(Global._fields) + 1]
@@ -156,9 +152,9 @@ def _call(
         scratch_types=(
             plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
             plgpu.SMEM((2, len(Item._fields)), jnp.int32),
-            array(problem.stages, problem.block_kv, half),
-            array(problem.stages, problem.block_kv, size - half),
-            array(ROWS, problem.block_kv),
+            array(problem.stages, BLOCK_KV, half),
+            array(problem.stages, BLOCK_KV, size - half),
+            array(ROWS, BLOCK_KV),
             plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=boxes[0] + 1),
             plgpu.Barrier(num_arrivals=2),

@@ -43,14 +43,13 @@ def matmul(
     weight: Float[Array, "..."],
     *,
     activation: Callable[[Array], Array] | None = None,
-    residual: Float[Array, "..."] | None = None,
     output_dtype: DTypeLike | None = None,
     implementation: Implementation = "xla",
 ) -> Float[Array, "M N"]:
     """Compute x @ weight^T for a decode step's few rows: sums in float32, the result in x's dtype or `output_dtype`.
 
     The weight is [N, K], as in checkpoints. With an `activation` it is [2, N, K], gate and up, and the result
-    activation(gate) * up. `residual` is added after that.
+    activation(gate) * up.
 
     "sm90" is a Mosaic kernel for Hopper GPUs that reads the weight at the speed of HBM; "xla" runs anywhere. Raises
     ValueError for an unknown implementation or shapes that do not match, NotImplementedError for what "sm90" does not
@@ -61,7 +60,7 @@ def matmul(
         x,
         weight,
         activation=activation,
-        residual=residual,
+        residual=None,
         gain=None,
         eps=0.0,
         output_dtype=output_dtype,

@@ -2,7 +2,7 @@
 
 `goldens/variations.py` has other values of each field, `variations.json` what transformers computes with them (`make
 goldens ONLY=variations`). Quick tests compare configs: a row that changes transformers' logits and leaves a family's
-Config as it is was read over. Slow ones compute the logits, a row's with a few families: most readers are shared.
+Config as it is was read over. Slow ones compute the logits, a row's with one family: most readers are shared.
 """
 
 import collections
@@ -31,9 +31,9 @@ from jaxserve.models import get_family, with_context
 
 VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
-MODELS_A_ROW = 2
-"""Models that compute a row's logits. Every model's Config is compared, and readers are shared: all of them would take
-half an hour of processor time. Raise it when a reader that they share is rewritten.
+MODELS_A_ROW = 1
+"""Number of models that compute a row's logits. Every model's Config is compared, and readers are shared: all of them
+would take half an hour of processor time. Raise it when a reader that they share is rewritten.
 """
 NOT_VARIED = {
     *("kimi_k2", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "qwen", "chatglm", "baichuan"),
@@ -107,7 +107,7 @@ def test_no_field_that_changes_the_logits_is_read_over(varied):
 @functools.cache
 def computed_rows():
     """Return the rows, as (model, label), whose logits are computed: of those where transformers' logits change, and of
-    those where only a Config may, a few models each, spread by a hash over all that have the row.
+    those where only a Config may, `MODELS_A_ROW` models each, spread by a hash over all that have the row.
     """
     models = collections.defaultdict(list)
     for name, outcomes in VARIATIONS["models"].items():

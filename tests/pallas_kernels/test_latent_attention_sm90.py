@@ -15,7 +15,7 @@ from latent_cases import check, make_case
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.latent_attention.plan import BLOCK_COST, CUT_COST, ROWS, TILE_COST, make_plan
+from pallas_kernels.latent_attention.plan import BLOCK_COST, BLOCK_KV, CUT_COST, ROWS, TILE_COST, make_plan
 from pallas_kernels.latent_attention.sm90 import Config, latent_attention_sm90
 from pallas_kernels.paging import Pages
 
@@ -32,7 +32,7 @@ INTERPRETED = {
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted(capsys, case):
     arrays, layout, options, want = make_case(**INTERPRETED[case])
-    config = Config(block_kv=64, stages=2, min_blocks=1, num_ctas=3)
+    config = Config(stages=2, min_blocks=1, num_ctas=3)
     run = functools.partial(latent_attention_sm90, **layout, **options, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
 
@@ -162,7 +162,6 @@ def plan_of(seq_lens, query_starts, num_rows, *, num_tokens, num_heads, num_spli
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_heads=num_heads,
-        block_kv=64,
         num_splits=num_splits,
         min_blocks=3,
     )
@@ -201,7 +200,7 @@ def test_splits_hold_every_block_once_and_cuts_know_their_parts(case, num_heads,
         assert (tiles.seen[i], tiles.end[i]) == (before + token + 1, before + last_token + 1)
     assert query == num_tokens * num_heads
 
-    blocks = [-(-end // 64) for end in tiles.end]
+    blocks = [-(-end // BLOCK_KV) for end in tiles.end]
     done = [[] for _ in range(num_tiles)]
     parts, whole = {}, []
     for split in range(num_splits):
