@@ -167,5 +167,6 @@ function link(address, nodes) {
 }
 
 function codeBlock(text, language) {
-  return make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())), copyButton(() => text, "copy"));
+  const pre = make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())));
+  return make("figure", {}, pre, copyButton(() => text, "copy"));
 }
