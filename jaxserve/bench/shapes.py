@@ -10,7 +10,7 @@ LLAMA_100M: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 768,
     "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
 }
 """A Llama with 100 million parameters, as the config.json of a Hugging Face checkpoint."""
 
@@ -25,7 +25,7 @@ device.
 LLAMA_3_8B: dict[str, Any] = LLAMA_100M | {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001, "dtype": "bfloat16",
+    "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001,
 }
 """The shape of Llama 3 8B."""
 

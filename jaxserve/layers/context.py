@@ -42,7 +42,7 @@ class Kernel(enum.StrEnum):
     XLA = "XLA"
 
 
-NO_KERNELS = "XLA makes the kernels"
+NO_KERNELS = "running on plain XLA"
 
 
 class Part(NamedTuple):

@@ -33,9 +33,9 @@ UNLIKE_ANY = 0.25
 each device, keys and values of 8 bits, layers with states, stages of a pipeline.
 """
 
-FAR = 6.0
-"""Distance of the nearest measured run beyond which the error is `WITHOUT_KERNELS`, as for layers of a hundredth of its
-size: no run of the table is that far from all runs of other models.
+FAR = 2.0
+"""Doublings of the size of a layer, from the nearest measured run, beyond which the error is `WITHOUT_KERNELS`: each
+run of the table has one of another model within a factor of two.
 """
 
 ALIKE = 0.25
@@ -88,7 +88,7 @@ def estimate_step(kind: Kind, roofline: float, *, num_rows: int) -> Estimate:
     error = error_among_runs() if known else error_among_models()
     if kind.is_unlike_any or kind.num_devices > max(each.num_devices for each, _ in runs):
         error = max(error, UNLIKE_ANY)
-    if distance > FAR:
+    if abs(_doublings(kind, roofline, batches, run)) > FAR:
         error = WITHOUT_KERNELS
     source = f"runs like it, most like {batches.shape} ({batches.weights}) on {_devices(batches)}"
     return Estimate(seconds, roofline, max(error, BETWEEN_MACHINES), source)
@@ -169,12 +169,16 @@ def _predicted(kind: Kind, roofline: float, num_rows: int, runs: Iterable[tuple[
 def _distance(kind: Kind, roofline: float, num_rows: int, batches: Batches, run: Run) -> float:
     if batches.has_experts != kind.has_experts:
         return math.inf
-    a_layer = (roofline * 1e3 / kind.num_layers) / (run.roofline / batches.num_layers)
     return (
         _unlike(kind, batches)
         + PER_DOUBLING_OF_ROWS * abs(math.log2(num_rows / run.num_rows))
-        + PER_DOUBLING_OF_LAYER * abs(math.log2(a_layer))
+        + PER_DOUBLING_OF_LAYER * abs(_doublings(kind, roofline, batches, run))
     )
+
+
+def _doublings(kind: Kind, roofline: float, batches: Batches, run: Run) -> float:
+    """Return the binary logarithm of a layer's roofline, relative to that of a run's layer."""
+    return math.log2((roofline * 1e3 / kind.num_layers) / (run.roofline / batches.num_layers))
 
 
 def _unlike(kind: Kind, batches: Batches) -> float:

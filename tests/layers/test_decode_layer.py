@@ -301,7 +301,7 @@ def bfloat16(tree):
         (attending(head_norm=HEAD_NORM), {}, None),
         (attending(rope=None, sliding_window=8, soft_cap=5.0, has_sinks=True), {}, None),
         (None, {"num_rows": 65}, "qkv: at most 64 rows, got 65"),
-        (None, {"kernels": "xla"}, "XLA makes the kernels"),
+        (None, {"kernels": "xla"}, "running on plain XLA"),
         (None, {"dtype": jnp.dtype(jnp.float32)}, "needs bfloat16, got float32"),
         (None, {"dtype": jnp.dtype(jnp.float16)}, "needs bfloat16, got float16"),
         (feeding(activation="relu"), {}, "no matmul has the activation relu"),

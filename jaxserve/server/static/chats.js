@@ -90,7 +90,7 @@ export class Chats {
     const found = this.#chats.filter((chat) => !sought || [chat.name, ...textsOf(chat.messages)].some((text) => text.toLowerCase().includes(sought)));
     $("chat-list").replaceChildren(...found.map((chat) => this.#row(chat)));
     $("no-chats").hidden = found.length > 0;
-    $("no-chats").textContent = sought ? "No chat has this." : "There is none yet.";
+    $("no-chats").textContent = sought ? "No chat has this." : "No chats yet.";
     $("export").disabled = !this.#chats.length;
     $("chat-list").querySelector("input")?.focus();
     $("chat-list").querySelector("input")?.select();

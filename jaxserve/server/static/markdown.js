@@ -7,19 +7,17 @@ import { formula } from "./formula.js";
 import { Marked, Tokenizer } from "./vendor/marked.esm.js";
 
 const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
+const MAX_HEADING = 1000; // characters of a heading with its underline
 const PAUSE = 50; // milliseconds between two looks at a text that grows
 
 // None has its own opening in it, so that what is never closed is read once, up to the next one.
 const FORMULA = /^(?:\$\$([^$]+)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$(?!\d)|\\\[((?:[^\\]|\\[^[\]])+?)\\\]|\\\(((?:[^\\]|\\[^()])+?)\\\))/;
 const DISPLAY = /^ {0,3}(?:\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^[\]])+?)\\\]) *(?:\n+|$)/; // a formula of its own lines, which may look like a list
-const OPENING = /\n\n|(?<=\n) {0,3}(?:\$\$|\\\[)/g; // of such a formula, or the end of the paragraph
+const OPENING = /(?<=\n) {0,3}(?:\$\$|\\\[)/g; // of such a formula
 
-/** Where the next formula of its own lines begins in a paragraph. */
-function nextDisplay(source) {
-  for (const { 0: opening, index } of source.matchAll(OPENING)) {
-    if (opening === "\n\n") return undefined;
-    if (DISPLAY.test(source.slice(index))) return index;
-  }
+/** Where the next formula of its own lines begins in a paragraph, with which the source begins. */
+function nextDisplay(paragraph, source) {
+  for (const { index } of paragraph.matchAll(OPENING)) if (DISPLAY.test(source.slice(index))) return index;
   return undefined;
 }
 
@@ -40,9 +38,6 @@ const marked = new Marked({
     {
       name: "display",
       level: "block",
-      start(source) { // marked leaves out a character
-        return this.lexer.state.top ? nextDisplay(source) : undefined; // else it takes line by line
-      },
       tokenizer(source) {
         const [raw, display, otherDisplay] = DISPLAY.exec(source) ?? [];
         const nodes = raw && formula(display ?? otherDisplay, true);
@@ -52,9 +47,14 @@ const marked = new Marked({
   ],
   breaks: true,
   tokenizer: {
-    lheading(source) { // its text ends before a formula of its own lines
-      const end = this.lexer.state.top ? nextDisplay(source) : undefined;
-      return end === undefined ? false : Tokenizer.prototype.lheading.call(this, source.slice(0, end));
+    lheading(source) { // each line of an item is tried as the first one of a heading, so that no long text may be read
+      const text = source.length <= MAX_HEADING ? source : source.slice(0, source.lastIndexOf("\n", MAX_HEADING) + 1);
+      const end = this.lexer.state.top ? nextDisplay(text, source) : undefined;
+      return Tokenizer.prototype.lheading.call(this, text.slice(0, end));
+    },
+    paragraph(source) { // ends before a formula of its own lines
+      const [raw] = this.rules.block.paragraph.exec(source) ?? [""];
+      return Tokenizer.prototype.paragraph.call(this, source.slice(0, nextDisplay(raw, source)));
     },
     html: () => undefined,
     tag: (source) => {
@@ -167,5 +167,6 @@ function link(address, nodes) {
 }
 
 function codeBlock(text, language) {
-  return make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())), copyButton(() => text, "copy"));
+  const pre = make("pre", {}, make("code", {}, ...coloured(text, language?.toLowerCase())));
+  return make("figure", {}, pre, copyButton(() => text, "copy"));
 }
