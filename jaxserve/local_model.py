@@ -220,7 +220,7 @@ class LocalModel:
         return self.client.reset_prefix_cache()
 
     def close(self) -> None:
-        """Stop the engine and free the device. Idempotent; later calls raise EngineDead."""
+        """Stop the engine and free the device. Idempotent; later requests raise EngineDead."""
         self.client.close()
         self._frontend.grammars.close()
         self._finalizer.detach()

@@ -277,6 +277,8 @@ class LocalEngineClient(EngineClient):
                     self._stats = self._engine.stats()  # the receiver of the last answer must see that nothing runs
                 self._deliver(outputs)
                 self._publish_stats()
+            self._engine.abort(list(self._heard))
+            self._stats = self._engine.stats()  # from now on nothing runs
         except BaseException as error:
             logger.exception("the engine has stopped")
             with self._condition:

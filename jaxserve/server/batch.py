@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
-from jaxserve.errors import EngineDead, InvalidRequest
+from jaxserve.errors import EngineDead, InvalidRequest, JaxserveError
 from jaxserve.server.app import create_app
 from jaxserve.server.process.lifecycle import make_state
 
@@ -112,15 +112,20 @@ def run(
 ) -> Summary:
     """Answer the requests of `source` that `destination` has no final answer to; `overwrite` discards that file first.
 
-    Raises InvalidRequest if the files do not belong together, EngineDead when the engine has died; what was answered
-    until then is in the file.
+    Raises InvalidRequest if the files do not belong together, or no more can be written, EngineDead when the engine has
+    died; what was answered until then is in the file.
     """
     wanted = check_input(source)
     started = open_output(destination, wanted, source=source, overwrite=overwrite)
     lines = (text for text in _lines(source) if _custom_id(text) not in started.answered)
-    with started.file as output:
-        batch = _Batch(frontend, config, output, started.counts, total=wanted.num_lines, progress=progress)
-        asyncio.run(batch.run(lines))
+    try:
+        with started.file as output:
+            batch = _Batch(frontend, config, output, started.counts, total=wanted.num_lines, progress=progress)
+            asyncio.run(batch.run(lines))
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot write {destination}: {error.strerror}; run the command again for the rest of the answers"
+        ) from error
     return Summary(*started.counts)
 
 
@@ -273,7 +278,7 @@ class _Batch:
                 for text in lines:
                     await room.acquire()
                     tasks.create_task(answer(text))
-        except* EngineDead as errors:
+        except* (JaxserveError, OSError) as errors:
             raise errors.exceptions[0] from None
         finally:
             self._bar.close()

@@ -316,12 +316,14 @@ def test_close_ends_what_runs():
     client = LocalEngineClient.start(CONFIG)
     outputs = queue.SimpleQueue()
     client.submit([request("long", [1], 60)], outputs.put)
+    reasons = [output.finish_reason for output in outputs.get(timeout=PATIENCE)]
     client.close()
     client.close()
-    reasons = []
     while not outputs.empty():
         reasons += [output.finish_reason for output in outputs.get()]
     assert reasons[-1] in ("abort", "length")
+    stats = client.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_positions_allocated) == (0, 0, 0)
     with pytest.raises(EngineDead, match="closed"):
         client.submit([request("after", [1], 2)], outputs.put)
 

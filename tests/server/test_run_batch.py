@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import errno
 import json
 import os
 import threading
@@ -247,6 +248,23 @@ def test_what_was_answered_before_the_engine_died_is_kept(files):
         files.run()
     assert files.results.keys() == {"a", "c"}
     files.play = echo
+    assert files.run() == (3, 0, 0)
+
+
+def test_what_was_answered_before_the_disk_was_full_is_kept(files, monkeypatch):
+    write = batch._Batch._write
+
+    def write_or_fail(self, result):
+        if result.custom_id == "b":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, result)
+
+    files.write(line("a"), line("b"), line("c"))
+    with monkeypatch.context() as patch:
+        patch.setattr(batch._Batch, "_write", write_or_fail)
+        with pytest.raises(InvalidRequest, match=r"out\.jsonl: No space left on device; run the command again"):
+            files.run()
+    assert "b" not in files.results
     assert files.run() == (3, 0, 0)
 
 

@@ -62,6 +62,11 @@ BODIES = FIELDS | {
         body(COMPLETIONS, b'{"prompt": "a%b"}' % bad, None)
         for bad in (b"\xff", b"\xc3(", b"\xe2\x82", b"\xf8\x88\x80\x80\x80", b"\xed\xa0\x80")
     ],
+    "a name that is not UTF-8": [
+        body(COMPLETIONS, b'{"prompt": "a", "\xff": 1}', None),
+        body(COMPLETIONS, b'{"prompt": "a", "stream": true, "stream_options": {"\xff": 1}}', None),
+        body("/detokenize", b'{"tokens": [5], "\xff": 1}', None),
+    ],
     "lone surrogate": [body(COMPLETIONS, b'{"prompt": "a\\u%b"}' % half, None) for half in (b"d800", b"dfff", b"dbff")],
     "unknown model": [
         body(path, GOOD[path] | {"model": name}, "model", 404)

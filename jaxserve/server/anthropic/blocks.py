@@ -9,9 +9,10 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import Block
 from jaxserve.server.protocol.common import content_not_supported, not_supported
 
-NOT_READ = frozenset({"redacted_thinking", "fallback", "mcp_tool_listing", "tool_addition", "tool_removal"})
+# Tuples: the type that a client has sent may be anything, also what cannot be hashed.
+NOT_READ = ("redacted_thinking", "fallback", "mcp_tool_listing", "tool_addition", "tool_removal")
 """Blocks that hold no text for the model: encrypted, or read elsewhere (`tools`)."""
-CALLS = frozenset({"tool_use", "server_tool_use", "mcp_tool_use"})
+CALLS = ("tool_use", "server_tool_use", "mcp_tool_use")
 """Blocks that call a tool; all but the first were run by a server in the midst of the assistant's turn."""
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 _TOLD = ("title", "url", "text", "stdout", "stderr", "return_code", "error_code", "tool_name", "data")

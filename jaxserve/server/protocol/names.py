@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import inspect
 
+from jaxserve.decoding import decoded
+
 MAX_OBJECTS = 4096
 """Maximum objects of a request whose names are checked, which takes some 10 ms of the event loop."""
 
@@ -44,9 +46,10 @@ class _Shape(NamedTuple):
 
 
 def unknown_names(body: bytes, kind: type[msgspec.Struct]) -> list[UnknownName]:
-    """Return the unknown names in a `body` that has been decoded as `kind`, in order."""
-    value = msgspec.json.decode(body, type=msgspec.Raw)
-    return list(_Search().look(value, _shape_of_struct(kind), ""))
+    """Return the unknown names in a `body` that has been decoded as `kind`, in order. Raises InvalidRequest for names
+    that are not UTF-8, which msgspec ignores, too.
+    """
+    return list(_Search().look(decoded(body, msgspec.Raw), _shape_of_struct(kind), ""))
 
 
 class _Search:
@@ -60,14 +63,14 @@ class _Search:
         if first == b"{" and shape.names and self._objects_left > 0:
             self._objects_left -= 1
             dotted = f"{path}." if path else ""
-            for name, entry in msgspec.json.decode(value, type=dict[str, msgspec.Raw]).items():
+            for name, entry in decoded(bytes(value), dict[str, msgspec.Raw]).items():
                 inner = shape.names.get(name)
                 if inner is None:
                     yield UnknownName(dotted, name, frozenset(shape.names))
                 elif inner.names or inner.entries:
                     yield from self.look(entry, inner, dotted + name)
         elif first == b"[" and shape.entries is not None:
-            for entry in msgspec.json.decode(value, type=list[msgspec.Raw]):
+            for entry in decoded(bytes(value), list[msgspec.Raw]):
                 if self._objects_left <= 0:
                     return
                 yield from self.look(entry, shape.entries, f"{path}[]")

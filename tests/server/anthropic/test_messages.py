@@ -115,6 +115,8 @@ def test_thoughts_may_be_limited_or_turned_off(server):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [USER, {"role": "user", "content": [{"type": "text"}]}]}, "messages[1].content[0].text"),
+        ({"messages": [USER | {"content": [{"type": ["text"]}]}]}, "messages[0].content[0].type"),
+        ({"messages": [USER, USER | {"role": "assistant", "content": [{"type": {}}]}]}, "messages[1].content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "bad name", "input_schema": {"type": "object"}}]}, "tools[0].name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
