@@ -54,10 +54,6 @@ def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
     return Part(Kernel.ALL_GATHER) if reason is None else Part(Kernel.XLA, reason)
 
 
-CHUNKS_WAIT: str | None = "the kernels of chunks have run in small models only"
-"""Why prompts go through recurrences in XLA; None once models of full size start with them."""
-
-
 def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_decode_only: bool) -> Part:
     """Return what advances the states of heads of these sizes. Rows that verify drafts count as decode steps here."""
     reason = NO_KERNELS if kernels == "xla" else recurrent_step.why_not(key_size, value_size)
@@ -65,5 +61,5 @@ def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_deco
         return Part(Kernel.XLA, reason)
     if is_decode_only:
         return Part(Kernel.RECURRENT_STEP)
-    reason = recurrent_chunks.why_not(key_size, value_size) or CHUNKS_WAIT
+    reason = recurrent_chunks.why_not(key_size, value_size)
     return Part(Kernel.RECURRENT_CHUNKS) if reason is None else Part(Kernel.RECURRENCE, reason)

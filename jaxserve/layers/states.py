@@ -177,7 +177,12 @@ class States(NamedTuple):
         def on_local_heads(
             projected: Projected, weights: StateWeights, state: States, rows: Rows
         ) -> tuple[Array, States]:
-            by_convolution = zip(projected.mixed, weights.convolutions, state.windows, strict=True)
+            mixed, windows = projected.mixed, state.windows
+            # Without barriers XLA reads the windows of all layers before the first, and updates them after the last:
+            # until then it holds the inputs of all.
+            if not is_decode_only:
+                mixed, windows = jax.lax.optimization_barrier((mixed, windows))
+            by_convolution = zip(mixed, weights.convolutions, windows, strict=True)
             mixed, windows = zip(*(convolved(*each, rows) for each in by_convolution), strict=True)
             if weights.biases is not None:
                 mixed = tuple(y + bias[None] for y, bias in zip(mixed, weights.biases, strict=True))
@@ -192,9 +197,11 @@ class States(NamedTuple):
                     out, matrix = recurrence(tokens, matrix, rows, **static, is_decode_only=is_decode_only)
                 out = weights.output(out, tokens)
                 out = out.reshape(*mixed[0].shape[:2], -1)
-            if not verifies:
-                return out, States(windows, matrix)
-            return out, state._replace(unsettled=Unsettled(windows, tokens, corrects))
+            if verifies:
+                return out, state._replace(unsettled=Unsettled(windows, tokens, corrects))
+            if not is_decode_only:
+                out, windows = jax.lax.optimization_barrier((out, windows))
+            return out, States(windows, matrix)
 
         context.choose("convolution" if block is None else "recurrence", part)
         first = projected.mixed[0]

@@ -293,7 +293,7 @@ def bar_of_bytes(description: str, specs: Params, *, dtype: np.dtype, is_shown: 
     return tqdm(total=total, desc=description, unit="B", unit_scale=True, unit_divisor=1024, disable=not is_shown)
 
 
-type _Tensor = _Stored | mxfp4.Mxfp4Tensor | StoredMatrix | CutPart | ExpertPart
+type _Tensor = _Stored | _Turned | mxfp4.Mxfp4Tensor | StoredMatrix | CutPart | ExpertPart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,6 +72,16 @@ SHAPES = {
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 1000,
     },
+    "several streams": {
+        "model_type": "gemma3n_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "sliding_window": 40,
+        "head_dim": 128,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 1000,
+    },
     "heads beyond kernels": {
         "model_type": "gemma4_text",
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -159,7 +169,7 @@ def test_kernels_read_and_write_kv_in_8_bits_as_xla_does(tmp_path, shape, kv_cac
 @pytest.mark.parametrize(
     ("shape", "kv_cache_dtype"),
     [
-        *((shape, "auto") for shape in ("llama", "experts", "latents", "delta rule", "mamba", "short convolutions")),
+        *((shape, "auto") for shape in ("llama", "experts", "latents", "delta rule", "short convolutions")),
         ("llama", "fp8"),
     ],
 )

@@ -167,10 +167,7 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 @pytest.mark.parametrize(
     ("value_size", "text"),
-    [
-        (128, "XLA (the kernels of chunks have run in small models only)"),
-        (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)"),
-    ],
+    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
 )
 def test_prompts_of_layers_with_states(value_size, text):
     paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()

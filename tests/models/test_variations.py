@@ -31,7 +31,7 @@ from jaxserve.models import get_family, with_context
 
 VARIATIONS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "variations.json").read_text())
 TOLERANCE = 1e-4
-MODELS_A_ROW = 1
+MODELS_A_ROW = 2
 """Number of models that compute a row's logits. Every model's Config is compared, and readers are shared: all of them
 would take half an hour of processor time. Raise it when a reader that they share is rewritten.
 """

@@ -32,12 +32,14 @@ jax.
 COPIES_OF_LOGITS = 4
 COPIES_OF_HIDDEN = 10
 COPIES_OF_STREAMS = 3
+COPIES_OF_CONVOLVED = 2
 COPIES_OF_WIDEST = 2
 COPIES_TO_SORT = 3
 """What steps are expected to hold at a time: copies of the logits, and of the hidden states or, if that is more, of one
 chunk's logits while they are sorted for prompt log probabilities. Without kernels there are also copies of the widest
 activations of a layer: XLA's matmuls do not include the activation function after them. Of residual streams beside the
-first there are those before a layer, those that it predicts, and those after it.
+first there are those before a layer, those that it predicts, and those after it. Of a layer's convolutions there are
+inputs and outputs.
 """
 
 
@@ -96,8 +98,8 @@ class StepBuilder:
     def expected_step_memory(self) -> int:
         """Bytes that steps are expected to need per device besides weights and KV, on the devices of the stage that
         needs most: slots, peers' rows, some copies of the logits of all rows and of a chunk of a prompt, and some of
-        the hidden states, or of the chunk's logits if sorting them needs more, or what drafts leave for layers' states.
-        It is compared with what they do need.
+        the hidden states and of a layer's convolutions, or of the chunk's logits if sorting them needs more, or what
+        drafts leave for layers' states. It is compared with what they do need.
         """
         return max(map(self._expected_memory, self.models))
 
@@ -110,6 +112,7 @@ class StepBuilder:
         activations = (
             COPIES_OF_HIDDEN * hidden + COPIES_OF_STREAMS * (model.stream_size // model.hidden_size - 1) * hidden
         )
+        activations += COPIES_OF_CONVOLVED * model.convolved_bytes(largest.num_tokens)
         if not model.has_kernels:
             widest = max(max(leaf.shape) for leaf in jax.tree.leaves(model.params["layers"]))
             activations += COPIES_OF_WIDEST * widest * hidden // model.hidden_size
