@@ -419,13 +419,7 @@ def test_steps_take_no_more_than_expected(fields):
 @pytest.mark.slow
 def test_layers_with_states_leave_nothing_to_the_end_of_a_step():
     """XLA read the windows of all layers first and updated them last, from inputs that it kept, of 40 MiB each here."""
-    sizes = {
-        "model_type": "nemotron_h",
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 8,
-    }
+    heads = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
     needed = []
     for num_layers in (2, 6):
         blocks = {"layers_block_type": ["mamba", "mlp"] * num_layers, "num_hidden_layers": num_layers}

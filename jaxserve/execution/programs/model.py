@@ -279,8 +279,8 @@ class StepModel:
 
     def convolved_bytes(self, num_tokens: int) -> int:
         """Return the bytes on a device of the inputs of a layer's convolutions, where they are most."""
-        of_layers = (spec.unsettled(1, num_tokens, mesh=self.mesh).inputs for spec in self._state_specs)
-        return max((sum(map(shard_bytes, inputs)) for inputs in of_layers), default=0)
+        of_layers = (spec.unsettled(1, num_tokens, mesh=self.mesh) for spec in self._state_specs)
+        return max((sum(map(shard_bytes, jax.tree.leaves(layer.inputs))) for layer in of_layers), default=0)
 
     @property
     def unsettled_bytes(self) -> int:
