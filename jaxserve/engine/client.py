@@ -218,7 +218,7 @@ class EngineClient(abc.ABC):
 
     def stats_by_engine(self) -> dict[str, EngineStats]:
         """Return the latest stats of each engine behind this client, by its number; of one that has died, zeros."""
-        return {"0": self.stats()}
+        return {"0": self.stats() if self.is_alive() else EngineStats()}
 
     @property
     def info_of_one(self) -> EngineInfo:

@@ -16,6 +16,7 @@ from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import local
+from jaxserve.engine.client import EngineStats
 from jaxserve.engine.local import LocalEngineClient
 from jaxserve.errors import (
     CheckpointError,
@@ -387,6 +388,7 @@ def test_a_step_that_never_ends(hangs, monkeypatch):
     client.submit([request("one", [1, 2], 4), request("two", [3], 4)], outputs.put)
     assert {output.finish_reason for output in outputs.get(timeout=PATIENCE)} == {"error"}
     assert not client.is_alive()
+    assert client.stats_by_engine() == {"0": EngineStats()}
     with pytest.raises(EngineDead, match=r"a step has not ended for 0\.5 s, the limit by watchdog_timeout"):
         client.submit([request("after", [1], 2)], outputs.put)
     client.close()  # waits for nothing
