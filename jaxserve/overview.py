@@ -15,7 +15,7 @@ from jaxserve.errors import OutOfMemory
 from jaxserve.gpus import GPUS
 from jaxserve.layers.cache import KV_DTYPES, hold_in, parts_of
 from jaxserve.layers.decoder import UnrotatedConfig
-from jaxserve.layers.layouts import abstract_params, rounded_to, schemes_of, shard_bytes, with_schemes
+from jaxserve.layers.layouts import abstract_params, read_whole, rounded_to, schemes_of, shard_bytes, with_schemes
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
 from jaxserve.loading.builtin import resolve_model
@@ -212,7 +212,7 @@ def _model_type(fields: dict[str, Any]) -> str:
 
 def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction: float) -> float:
     """Return the bytes of weights that a token reads: of an embedding a row, of experts those that it is routed to."""
-    used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
+    used = read_whole(specs)
     experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
     return bytes_of(used) - (1 - read_fraction) * bytes_of(experts)
 

@@ -14,7 +14,7 @@ from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.compile import WarmUp
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.runner import Runner
-from jaxserve.layers.layouts import num_bytes
+from jaxserve.layers.layouts import num_bytes, read_whole
 from jaxserve.layers.params import Params
 from jaxserve.loading.classifier import is_classifier
 from jaxserve.loading.reranking import read_reranker
@@ -130,11 +130,9 @@ def _unread(builder: StepBuilder, group: int) -> int:
 
 def bytes_read(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:
     """Return the bytes of weights that every step reads, and of experts, of which it reads those that the router
-    chooses. An embedding that is not the LM head too is read by the row, as are layers' own embeddings.
+    chooses.
     """
-    used = {name: spec for name, spec in specs.items() if name != "embed" or "lm_head" not in specs}
-    if of_layers := specs.get("embed_per_layer"):
-        used["embed_per_layer"] = {name: spec for name, spec in of_layers.items() if name != "table"}
+    used = read_whole(specs)
     experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
     expert_bytes = num_bytes(experts, dtype=dtype)
     return num_bytes(used, dtype=dtype) - expert_bytes, expert_bytes

@@ -20,7 +20,7 @@ from jaxserve.inspect.collectives import Collective, find_collectives
 from jaxserve.inspect.engine import engine_of
 from jaxserve.inspect.picture import html_table, size
 from jaxserve.inspect.roofline import Roofline, Speed
-from jaxserve.layers.layouts import shard_bytes
+from jaxserve.layers.layouts import read_whole, shard_bytes
 from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
 from jaxserve.local_model import LocalModel
@@ -222,12 +222,9 @@ def _report(runner: Runner, program: Program) -> ProgramReport:
 
 
 def _bytes_read(params: Any, info: EngineInfo, num_tokens: int) -> float:
-    """Return the bytes of weights that a step reads on each device, if each token chooses its experts at random. An
-    embedding that is not the LM head too is read by the row.
-    """
-    read = {name: part for name, part in params.items() if name != "embed" or "lm_head" not in params}
+    """Return the bytes of weights that a step reads on each device, if each token chooses its experts at random."""
     share_of_experts = 1 - (1 - info.expert_fraction) ** num_tokens
-    leaves, _ = jax.tree.flatten_with_path(read)
+    leaves, _ = jax.tree.flatten_with_path(read_whole(params))
     return sum(shard_bytes(leaf) * (share_of_experts if _is_expert(path) else 1) for path, leaf in leaves)
 
 

@@ -133,6 +133,16 @@ def num_bytes(specs: Params, *, dtype: np.dtype) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype_in(dtype).itemsize for leaf in jax.tree.leaves(leaf_specs(specs)))
 
 
+def read_whole(params: Params) -> Params:
+    """Return a model's weights without those of which a step reads rows: an embedding that is not the LM head too, and
+    the embeddings of layers.
+    """
+    whole = {name: part for name, part in params.items() if name != "embed" or "lm_head" not in params}
+    if of_layers := params.get("embed_per_layer"):
+        whole["embed_per_layer"] = {name: part for name, part in of_layers.items() if name != "table"}
+    return whole
+
+
 def with_schemes(specs: Params, schemes: Mapping[str, Scheme | None], *, dtype: np.dtype) -> Params:
     """Return specs of weights that are stored as `schemes` says by path, in an engine that serves in `dtype`.
 

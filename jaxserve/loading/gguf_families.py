@@ -19,7 +19,15 @@ from jaxserve.loading.gguf_decoder import (
     routing_fields,
     without_window,
 )
-from jaxserve.loading.gguf_keys import get, head_counts, num_layers, number, positive_integer, refuse
+from jaxserve.loading.gguf_keys import (
+    get,
+    head_counts,
+    non_negative_integer,
+    num_layers,
+    number,
+    positive_integer,
+    refuse,
+)
 from jaxserve.loading.gguf_mixtures import mixture_fields
 from jaxserve.loading.gguf_rope import rope_fields
 
@@ -337,7 +345,7 @@ def gemma3n_fields(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": positive_integer(file, "context_length"),
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "attention_bias": has(file, "attn_q.bias"),
-        "num_kv_shared_layers": get(file, "attention.shared_kv_layers", 0),
+        "num_kv_shared_layers": non_negative_integer(file, "attention.shared_kv_layers"),
         "sliding_window": positive_integer(file, "attention.sliding_window"),
         "layer_types": layer_types(file, 5),
         "final_logit_softcapping": number(file, "final_logit_softcapping", 30.0),  # as in llama.cpp
@@ -381,7 +389,7 @@ def gemma4_fields(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "attention_bias": has(file, "attn_q.bias"),
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
-        "num_kv_shared_layers": get(file, "attention.shared_kv_layers", 0),
+        "num_kv_shared_layers": non_negative_integer(file, "attention.shared_kv_layers"),
         "sliding_window": positive_integer(file, "attention.sliding_window"),
         "layer_types": types,
         "final_logit_softcapping": get(file, "final_logit_softcapping"),

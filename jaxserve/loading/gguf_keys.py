@@ -34,6 +34,11 @@ def positive_integer(file: GGUFFile, name: str, default: int | None = None) -> i
     return value
 
 
+def non_negative_integer(file: GGUFFile, name: str) -> int:
+    """Read an integer of at least 0, which is 0 if it is missing."""
+    return 0 if get(file, name) in (None, 0) else positive_integer(file, name)
+
+
 def number(file: GGUFFile, name: str, default: float | None = None) -> float:
     """Read a number, which is required if there is no default."""
     if default is not None and get(file, name) is None:

@@ -14,7 +14,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.layouts import layouts
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.gguf import GGUFFile, GGUFTensor
-from jaxserve.loading.gguf_keys import get, num_layers, positive_integer
+from jaxserve.loading.gguf_keys import non_negative_integer, num_layers, positive_integer
 from jaxserve.loading.gguf_rope import ROPE_TENSORS
 from jaxserve.loading.gguf_sources import Source, source_of
 from jaxserve.loading.huggingface import SourceWeight, describe_tensors, read_to_devices
@@ -44,7 +44,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Params:
     left_out = [name for name in file.tensors if name.startswith(further)]
     if left_out:
         logger.info("%d tensors of layers that predict further tokens are left out", len(left_out))
-    sharing = range(num_layers(file) - get(file, "attention.shared_kv_layers", 0), num_layers(file))
+    sharing = range(num_layers(file) - non_negative_integer(file, "attention.shared_kv_layers"), num_layers(file))
     unused = {f"blk.{index}.attn_{part}" for index in sharing for part in ("k", "v", "k_norm")}
     unused = [name for name in file.tensors if name.rpartition(".")[0] in unused]
     if unused:

@@ -34,8 +34,8 @@ each device, keys and values of 8 bits, layers with states, stages of a pipeline
 """
 
 FAR = 2.0
-"""Doublings of the size of a layer, from the nearest measured run, beyond which the error is `WITHOUT_KERNELS`: each
-run of the table has one of another model within a factor of two.
+"""Doublings of the size of a layer, from the most similar measured run, beyond which the error is `WITHOUT_KERNELS`:
+each run of the table has one of another model within a factor of two.
 """
 
 ALIKE = 0.25

@@ -119,13 +119,11 @@ def run(
     started = open_output(destination, wanted, source=source, overwrite=overwrite)
     lines = (text for text in _lines(source) if _custom_id(text) not in started.answered)
     try:
-        with started.file as output:
-            batch = _Batch(frontend, config, output, started.counts, total=wanted.num_lines, progress=progress)
-            asyncio.run(batch.run(lines))
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot write {destination}: {error.strerror}; run the command again for the rest of the answers"
-        ) from error
+        batch = _Batch(frontend, config, started.file, started.counts, total=wanted.num_lines, progress=progress)
+        asyncio.run(batch.run(lines))
+    finally:
+        with contextlib.suppress(OSError):  # of a line that could not be written
+            started.file.close()
     return Summary(*started.counts)
 
 
@@ -278,7 +276,7 @@ class _Batch:
                 for text in lines:
                     await room.acquire()
                     tasks.create_task(answer(text))
-        except* (JaxserveError, OSError) as errors:
+        except* JaxserveError as errors:
             raise errors.exceptions[0] from None
         finally:
             self._bar.close()
@@ -324,8 +322,14 @@ class _Batch:
         return answer
 
     def _write(self, result: Result) -> None:
-        self._output.write(msgspec.json.encode(result) + b"\n")
-        self._output.flush()
+        try:
+            self._output.write(msgspec.json.encode(result) + b"\n")
+            self._output.flush()
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot write {self._output.name}: {error.strerror}; run the command again, and without --overwrite, "
+                "for the rest of the answers"
+            ) from error
         self._counts[_kind(result)] += 1
         self._bar.update()
 

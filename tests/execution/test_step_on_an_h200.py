@@ -8,7 +8,7 @@ import jax
 import pytest
 from step_specs import make_spec
 
-from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, LLAMA_100M, QWEN3_30B_A3B
+from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, LLAMA_100M, NEMOTRON_H_8B, QWEN3_30B_A3B
 from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
@@ -401,10 +401,18 @@ def test_what_rows_may_need_does_not_break_the_command_buffer(make, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [LLAMA_3_8B, QWEN3_30B_A3B])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LLAMA_3_8B | {"num_hidden_layers": 1},
+        QWEN3_30B_A3B | {"num_hidden_layers": 1},
+        NEMOTRON_H_8B | {"num_hidden_layers": 2, "hybrid_override_pattern": "M-"},
+    ],
+    ids=["dense", "experts", "states"],
+)
 def test_steps_take_no_more_than_expected(fields):
     """Else every start compiles them twice."""
-    builder = make_builder(fields | {"num_hidden_layers": 1})
+    builder = make_builder(fields)
     forward = builder.shapes.largest
     programs = [forward, Draw(forward.bucket.num_rows, has_logprobs=True), PromptLogprobs(forward.bucket)]
     made, temporary = [], []

@@ -2,7 +2,7 @@
 
 `goldens/variations.py` has other values of each field, `variations.json` what transformers computes with them (`make
 goldens ONLY=variations`). Quick tests compare configs: a row that changes transformers' logits and leaves a family's
-Config as it is was read over. Slow ones compute the logits, a row's with one family: most readers are shared.
+Config as it is was read over. Slow ones compute the logits, a row's with a few models: most readers are shared.
 """
 
 import collections

@@ -161,6 +161,13 @@ def test_errors_are_those_of_predictions_without_the_run_itself():
     assert 0.04 < times.error_among_runs() < times.error_among_models() < 0.25
 
 
+def test_layers_of_another_size_are_predicted_with_a_large_error():
+    batches, run = RUNS[0]
+    kind, roofline = kind_of(batches), run.roofline / 1e3
+    assert estimate_step(kind, roofline, num_rows=run.num_rows).error < times.WITHOUT_KERNELS
+    assert estimate_step(kind, roofline / 100, num_rows=run.num_rows).error == times.WITHOUT_KERNELS
+
+
 @pytest.mark.parametrize("kernels", ["sm90", "xla"])
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_there_are_times_of_every_kind(kernels, has_experts):

@@ -3,6 +3,7 @@
 import codecs
 import collections
 import errno
+import io
 import json
 import os
 import threading
@@ -252,16 +253,21 @@ def test_what_was_answered_before_the_engine_died_is_kept(files):
 
 
 def test_what_was_answered_before_the_disk_was_full_is_kept(files, monkeypatch):
-    write = batch._Batch._write
+    class Full(io.FileIO):
+        def write(self, data):
+            if b'"custom_id":"b"' in bytes(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
 
-    def write_or_fail(self, result):
-        if result.custom_id == "b":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, result)
+    def opened(destination, *arguments, **options):
+        started = open_output(destination, *arguments, **options)
+        started.file.close()
+        return started._replace(file=io.BufferedRandom(Full(destination, "r+")))
 
+    open_output = batch.open_output
     files.write(line("a"), line("b"), line("c"))
     with monkeypatch.context() as patch:
-        patch.setattr(batch._Batch, "_write", write_or_fail)
+        patch.setattr(batch, "open_output", opened)
         with pytest.raises(InvalidRequest, match=r"out\.jsonl: No space left on device; run the command again"):
             files.run()
     assert "b" not in files.results

@@ -196,7 +196,7 @@ class StepModel:
     @property
     def may_be_two_programs(self) -> bool:
         """True if a forward pass may be launched as two programs: the model keeps a GPU busy for longer than the host,
-        each layer has a pool of its own, and what they pass on are hidden states. A pool of several layers, which both
+        each layer has a pool of its own, and layers pass on one residual stream. A pool of several layers, which both
         programs write, would be copied.
         """
         has_drafter = self.drafting is not None and self.drafting.drafter is not None

@@ -8,6 +8,7 @@ import { Marked, Tokenizer } from "./vendor/marked.esm.js";
 
 const MAX_MARKDOWN = 2 ** 18; // characters; a longer text stays as it is
 const MAX_HEADING = 1000; // characters of a heading with its underline
+const PIECE = 1000; // characters in which the end of a paragraph is looked for first
 const PAUSE = 50; // milliseconds between two looks at a text that grows
 
 // None has its own opening in it, so that what is never closed is read once, up to the next one.
@@ -19,6 +20,11 @@ const OPENING = /(?<=\n) {0,3}(?:\$\$|\\\[)/g; // of such a formula
 function nextDisplay(paragraph, source) {
   for (const { index } of paragraph.matchAll(OPENING)) if (DISPLAY.test(source.slice(index))) return index;
   return undefined;
+}
+
+/** The whole lines of a text's first characters. */
+function begin(text, size) {
+  return text.length <= size ? text : text.slice(0, text.lastIndexOf("\n", size) + 1);
 }
 
 const marked = new Marked({
@@ -48,13 +54,19 @@ const marked = new Marked({
   breaks: true,
   tokenizer: {
     lheading(source) { // each line of an item is tried as the first one of a heading, so that no long text may be read
-      const text = source.length <= MAX_HEADING ? source : source.slice(0, source.lastIndexOf("\n", MAX_HEADING) + 1);
+      const text = begin(source, MAX_HEADING);
       const end = this.lexer.state.top ? nextDisplay(text, source) : undefined;
       return Tokenizer.prototype.lheading.call(this, text.slice(0, end));
     },
     paragraph(source) { // ends before a formula of its own lines
-      const [raw] = this.rules.block.paragraph.exec(source) ?? [""];
-      return Tokenizer.prototype.paragraph.call(this, source.slice(0, nextDisplay(raw, source)));
+      let end, size = PIECE, text, raw;
+      do {
+        text = begin(source, size);
+        raw = this.rules.block.paragraph.exec(text)?.[0] ?? "";
+        end = nextDisplay(raw, source);
+        size *= 2;
+      } while (end === undefined && raw.length >= text.length - 1 && text.length < source.length);
+      return Tokenizer.prototype.paragraph.call(this, source.slice(0, end));
     },
     html: () => undefined,
     tag: (source) => {
