@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import Consumer
 from jaxserve.layers.mlp import FeedForward
@@ -70,8 +72,8 @@ class DenseAndExperts:
             return self.norm.alone(x, params, name, context)
 
         dense = self.dense.run(params["dense"], normed(x, "dense_norm"), batch, consumer="stream")
-        # The gain of the router's norm is divided by the length of a vector of ones.
-        scaled = {"router_norm": params["router_norm"] * x.shape[1] ** -0.5}
+        # The gain of the router's norm is divided by the length of a vector of ones, which 16 bits would round.
+        scaled = {"router_norm": params["router_norm"].astype(jnp.float32) * x.shape[1] ** -0.5}
         experts = moe(
             params,
             normed(x, "experts_norm"),

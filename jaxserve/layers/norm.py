@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.activations import scaled
 from jaxserve.layers.context import Kernel, Part, StepContext
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import norm_part, update_norm_part
@@ -103,7 +104,7 @@ class PendingUpdate:
     def finished(self) -> Float[Array, "T E"]:
         """Return the update as it is added."""
         update = self.value if self.norm is None else self.norm(self.value, self.weights)
-        return update if self.scale == 1.0 else update * self.scale
+        return scaled(update, self.scale)
 
 
 def add_update(x: Float[Array, "T E"], update: Any, context: StepContext) -> Float[Array, "T E"]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import DecoderConfig
@@ -48,7 +49,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
     """Return scaled rows of the embedding."""
-    return embed(params["embed"], batch) * config.embedding_multiplier
+    return scaled(embed(params["embed"], batch), config.embedding_multiplier)
 
 
 def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:

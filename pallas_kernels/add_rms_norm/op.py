@@ -51,7 +51,7 @@ def _finished(
     update: Float[Array, "T E"], gain: Float[Array, " E"] | None, eps: float, scale: float
 ) -> Float[Array, "T E"]:
     update = update if gain is None else _rms_norm(update, gain, eps)
-    return update if scale == 1.0 else update * scale
+    return update if scale == 1.0 else (update.astype(jnp.float32) * scale).astype(update.dtype)
 
 
 def _rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -66,7 +65,6 @@ def _kernel(
     num_rows, size = x.shape
     load = functools.partial(plgpu.load, layout=row_layout(size))
     holds_gains = update_gain is not None and size <= MAX_HELD_GAINS
-    scale = float(np.asarray(update_scale, x.dtype))  # rounded as the unfused computation has it
 
     def loader(gain) -> Callable[[], Any]:
         if not holds_gains:
@@ -82,7 +80,7 @@ def _kernel(
         if update_gain is not None:
             value = norm(value, loaders[0], eps=eps)
         if update_scale != 1.0:  # a product in float32 cannot be fused with the addition, and is rounded on its own
-            value = (value.astype(jnp.float32) * scale).astype(value.dtype)
+            value = (value.astype(jnp.float32) * update_scale).astype(value.dtype)
         value = residual + value
         total[row] = value
         if normed is not None:

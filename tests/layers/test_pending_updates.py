@@ -42,7 +42,7 @@ def make_update(norm, scale):
         weights = {}
     update = PendingUpdate(value=value, weights=weights, norm=norm, scale=scale)
     finished = value if norm is None else norm(value, weights)
-    return x, update, gain, finished if scale == 1.0 else finished * scale
+    return x, update, gain, (finished.astype(jnp.float32) * scale).astype(finished.dtype)  # not by a rounded scale
 
 
 @pytest.fixture

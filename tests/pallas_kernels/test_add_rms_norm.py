@@ -54,7 +54,7 @@ def check(got, x, update, weight, *, update_gain=None, update_scale=1.0):
         np.testing.assert_array_equal(total, x + update)
     else:
         added = in_float64(update) if update_gain is None else norm_of(in_float64(update), update_gain)
-        added = added * float(np.asarray(update_scale, x.dtype))
+        added = added * update_scale
         want = in_float64(x) + added
         # Each of up to three results is rounded.
         error = np.abs(in_float64(total) - want) / (np.abs(added) * 2 + np.abs(want))
