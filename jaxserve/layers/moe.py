@@ -182,7 +182,8 @@ def moe(
         by_xla = dataclasses.replace(context, kernels="xla")
         float32 = jnp.dtype(jnp.float32)
         routed = x if router_input is None else router_input
-        logits = linear(routed, params["router"], context=by_xla, name="router", output_dtype=float32)
+        router = params["router"]  # in float32 where transformers keeps it so
+        logits = linear(routed.astype(router.dtype), router, context=by_xla, name="router", output_dtype=float32)
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
         run = functools.partial(

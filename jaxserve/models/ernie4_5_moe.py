@@ -5,6 +5,8 @@ softmax scores and a bias, shared ones; rotation of neighbouring pairs.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.embedding import lm_head_bias_spec
 from jaxserve.layers.names import ExpertNames, Names
@@ -56,10 +58,11 @@ def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def amend(specs: Params, config: mixture.Config) -> Params:
-    """Declare the bias of the LM head, and that of the choice as it is stored: as one row."""
+    """Declare the bias of the LM head, routers in float32, and the bias of the choice as it is stored: as one row."""
     for layer in specs["layers"]:
         if (bias := layer["mlp"].get("selection_bias")) is not None:
             layer["mlp"]["selection_bias"] = replace(bias, source_shapes=((1, *bias.shape),))
+            layer["mlp"]["router"] = replace(layer["mlp"]["router"], dtype=np.float32)
     if config.mlp_bias:
         specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
     return specs

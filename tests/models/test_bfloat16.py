@@ -47,3 +47,12 @@ def test_bfloat16_step(golden):
         lambda params, hidden: family.head(params, config, hidden, StepContext("xla")), params, hidden
     )
     assert (logits.shape, logits.dtype) == ((6, config.vocab_size), jnp.float32)
+
+
+def test_routers_that_transformers_keeps_in_float32():
+    """Rounding them would change which experts are chosen."""
+    [golden] = [path for path in GOLDENS if path.name == "ernie4_5_moe_tied"]
+    family = get_family(fields := load_config(golden))
+    blocks = [layer["mlp"] for layer in family.param_specs(family.config(fields))["layers"]]
+    dtypes = {block["router"].dtype_in(jnp.dtype(jnp.bfloat16)) for block in blocks if "router" in block}
+    assert dtypes == {jnp.dtype(jnp.float32)}
