@@ -12,9 +12,12 @@ from jaxserve.answers.tools.custom import CustomCall, CustomCallDelta, InputRead
 from jaxserve.answers.tools.definitions import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from jaxserve.request import CompletionOutput
 
+_ORDER: dict[type[Event], int] = {Reasoning: 0, Content: 1, CallStart: 2, CallArguments: 2}
+"""The order of events in one delta."""
+
 
 class AnswerWriter:
-    """Writes one answer: complete (`message`), or as the deltas of a stream in order (`delta`).
+    """Writes one answer: complete (`message`), or as the deltas of a stream in order (`deltas`).
 
     `has_calls` is true once the model has called a tool.
     """
@@ -40,6 +43,7 @@ class AnswerWriter:
         self._custom = custom
         self._input: InputReader | None = None  # of the call of a custom tool that is open
         self._num_calls = 0
+        self._order = 0  # of the latest event
 
     @property
     def has_calls(self) -> bool:
@@ -58,11 +62,21 @@ class AnswerWriter:
         self._num_calls = len(message.tool_calls or ())
         return message
 
-    def delta(self, output: CompletionOutput) -> Delta:
-        """Return what is new."""
+    def deltas(self, output: CompletionOutput) -> list[Delta]:
+        """Return what is new: one delta, or several where words come before thoughts or after calls, because the parts
+        of a delta are told in the order thoughts, words, calls.
+        """
         if self._reader is None:
-            return Delta(content=output.text or UNSET)
-        return self._delta(self._read(output), is_last=output.finish_reason is not None)
+            return [Delta(content=output.text or UNSET)]
+        pieces: list[list[Event]] = [[]]
+        for event in self._read(output):
+            order = _ORDER[type(event)]
+            if order < self._order:
+                pieces.append([])
+            self._order = order
+            pieces[-1].append(event)
+        is_end = output.finish_reason is not None
+        return [self._delta(piece, is_last=is_end or piece is not pieces[-1]) for piece in pieces]
 
     def finish_reason(self, output: CompletionOutput, *, is_chosen: bool) -> ChatFinishReason | None:
         """Return why the answer has ended. With `is_chosen` the client chose the tool, so that a call is not a reason

@@ -51,6 +51,11 @@ CASES = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {no, "a": {b c}}}</tool_call>', call("f", '{ "a": {}}')),
     ("glm45", arg("f", a="{invalid json}"), call("f", '{"a": "{invalid json}"}')),
     ("glm45", arg("get_weather", place="{no json}"), call("get_weather", '{"place": "{no json}"}')),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "say "x", Nonesuch", "b": 1}}</tool_call>',
+        call("f", r'{"a": "say \"x\", Nonesuch", "b": 1}'),
+    ),
     ("hermes", '<tool_call>{"name": 3}', [Content('<tool_call>{"name": 3}')]),
     ("hermes", '<tool_call>{"na', [Content('<tool_call>{"na')]),
     # Half a surrogate cannot be sent.

@@ -69,6 +69,8 @@ def test_a_parameter_that_the_tool_has_is_no_wrapper():
     assert parsed("deepseek_v4", text).calls == (("run", {"input": '{"command": "ls"}'}),)
     written = write(ROWS["qwen3_coder"], None, Message("", (("get_weather", {"arguments": {"city": "Oslo"}}),)))
     assert parsed("qwen3_coder", written).calls == (("get_weather", {"city": "Oslo"}),)
+    begun = parsed("qwen3_coder", written[: written.index("slo")], is_cut=True)  # what is in it is not known yet
+    assert begun.calls == (("get_weather", r'{"arguments": "{\"city\": \"O'),)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])

@@ -17,7 +17,7 @@ _TEXT_END = regex.compile(
 _AFTER_KEY = regex.compile(r"\s{0,256}+[:=,}]")
 _AFTER_TEXT = regex.compile(
     r"\s{0,256}+(?:[)\]}<`\[]"  # brackets or marks; a comma and what can follow it; another key, without a comma
-    r"|,\s{0,256}+(?:[\"'\d\[\]{}()<*-]|\w{1,64}+\s{0,8}+[:=]|(?:true|false|null|True|False|None)\b)"
+    r"|,\s{0,256}+(?:[\"'\d\[\]{}()<*-]|\w{1,64}+\s{0,8}+[:=]|(?:true|false|null|True|False|None)(?=\W))"
     r"|(?<=\s)(?<quote>[\"'])[^\"'\\\n]{1,64}+(?P=quote)\s{0,8}+:)"
 )
 _OWN_ESCAPES = ('"', "\\", "/", "b", "f", "n", "r", "t")

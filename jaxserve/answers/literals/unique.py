@@ -23,6 +23,7 @@ class _Open:
         spans: for each key, where the pieces of its value begin and end.
         key, start: the latest key, and where its value begins.
         again: pieces of that value if the key had one before; None: it had none.
+        output: where other pieces went before these.
     """
 
     is_object: bool
@@ -30,6 +31,7 @@ class _Open:
     key: str = ""
     start: int = 0
     again: list[str] | None = None
+    output: list[str] = field(default_factory=list)
 
 
 class UniqueKeys:
@@ -111,7 +113,8 @@ class UniqueKeys:
         written, self._key = "".join(self._key or ()), None
         innermost.key = json.loads(written[written.index('"') :].rstrip())
         if innermost.key in innermost.spans:
-            innermost.again = self._output = []
+            innermost.output, innermost.again = self._output, []
+            self._output = innermost.again
             return
         self._write(written + ":")
         innermost.start = len(self._output)
@@ -119,10 +122,11 @@ class UniqueKeys:
     def _end_value(self, innermost: _Open) -> None:
         """Keep where the key's first value is, or replace it."""
         again, innermost.again = innermost.again, None
-        self._output = next((each.again for each in reversed(self._open) if each.again is not None), self._held)
         if again is None:
             innermost.spans[innermost.key] = (innermost.start, len(self._output))
-        elif self._length <= MAX_HELD:
+            return
+        self._output = innermost.output
+        if self._length <= MAX_HELD:
             start, end = innermost.spans[innermost.key]
             self._output[start:end] = ["".join(again), *[""] * (end - start - 1)]
 

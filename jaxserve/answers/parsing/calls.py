@@ -17,7 +17,7 @@ from jaxserve.answers.syntaxes.syntax import Arguments, Elements, Object, Python
 
 _OBJECT, _OBJECT_END = regex.compile(r"\{"), regex.compile(r"\}")
 _BRACKET, _LIST, _CALL, _COMMA, _QUOTE = (regex.compile(text) for text in (r"[\{\[]", r"\[", r"\(", ",", '"'))
-_ITEM = regex.compile(r"[\{\"'\d-]|(?:true|false|null)\b")
+_ITEM = regex.compile(r"[\{\"'\d-]|(?:true|false|null)(?=\W)")
 _QUOTED_OBJECT = regex.compile(r"\"(?=\{\s{0,8}\"[^\"\\]{1,64}\"\s{0,8}:)")  # a text whose quotes are not escaped
 
 _NAME_KEYS = ("name", "tool_name")

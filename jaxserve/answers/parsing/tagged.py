@@ -1,7 +1,7 @@
 """Reads arguments between tags, one by one, as JSON: an end tag may be missing, or be misspelled."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import regex
@@ -60,8 +60,9 @@ class TaggedReader:
             names = property_names(self._schema)
             if written in _WRAPPERS and names and written not in names:
                 pieces: list[str] = []
-                yield from self._read_value(kind, pieces.append)
-                self._sink(comma + (_items("".join(pieces), names) or f"{name}: {''.join(pieces)}"))
+                is_whole = yield from self._read_value(kind, pieces.append)
+                items = _items("".join(pieces), names) if is_whole else ""
+                self._sink(comma + (items or f"{name}: {''.join(pieces)}"))
             else:
                 self._sink(f"{comma}{name}: ")
                 yield from self._read_value(kind, self._sink)
@@ -69,8 +70,10 @@ class TaggedReader:
             if source.is_cut and not source.buffer:
                 return
 
-    def _read_value(self, kind: Kind, sink: Sink) -> Steps:
-        """Read one value to its end tag, or to the tag that follows where it has none, and pass it on as JSON."""
+    def _read_value(self, kind: Kind, sink: Sink) -> Generator[None, None, bool]:
+        """Read one value to its end tag, or to the tag that follows where it has none, and pass it on as JSON. Returns
+        False if the text is cut before.
+        """
         source, marks, tags = self._source, self._marks, self._marks.tags
         if tags.value[0].strip() and not tags.text_flag:
             yield from source.spaces()
@@ -102,11 +105,12 @@ class TaggedReader:
                 break
             tell(source.take(1))
         if match is None and source.is_cut:
-            return
+            return False
         if match is not None and match.lastgroup == "value":
             source.take(len(match[0]))
             tell("", is_all=not pads)
         sink('"' if is_text else json_value("".join(pieces), kind))
+        return True
 
 
 def _items(value: str, names: list[str]) -> str:

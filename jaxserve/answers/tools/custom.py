@@ -5,20 +5,21 @@ argument's pattern, and so is a Lark grammar without recursion, rewritten as one
 """
 
 import functools
+import json
 import re
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxserve.answers.tools.cut_json import as_object
+from jaxserve.answers.tools.cut_json import as_object, paired
 from jaxserve.answers.tools.lark_regex import lark_regex
 
 INPUT = "input"
 _BEGINNING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PIECE = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    r"|(?=[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F]))|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
 )
 """Complete characters of a JSON text."""
 
@@ -127,7 +128,7 @@ class InputReader:
             self._is_inside, self._buffer = True, self._buffer[beginning.end() :]
         characters = _PIECE.match(self._buffer)
         length = 0 if characters is None else characters.end()
-        text = msgspec.json.decode(f'"{_escaped(self._buffer[:length])}"', type=str)
+        text = json.loads(f'"{paired(self._buffer[:length])}"', strict=False)  # models write control characters
         self._buffer = self._buffer[length:]
         return text
 
@@ -142,8 +143,3 @@ class InputReader:
         arguments = "".join(self._arguments)
         values = list(as_object(arguments).values())
         return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
-
-
-def _escaped(characters: str) -> str:
-    """Return the characters of a JSON text with control characters escaped, which models write as they are."""
-    return re.sub(r"[\x00-\x1f]", lambda match: f"\\u{ord(match[0]):04x}", characters)

@@ -1,6 +1,7 @@
 """Convert the arguments of calls in earlier turns to objects, even if a token limit has truncated their JSON."""
 
 import collections
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,15 @@ MAX_STEPS = 32
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists up to which a truncated text is completed."""
 
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+
+
+def paired(text: str) -> str:
+    """Return JSON with each half of a surrogate pair, which is no character, replaced by U+FFFD."""
+    return _ESCAPE.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text)
+
 
 def as_object(text: str) -> dict[str, Any]:
     """Return the arguments of a call: of truncated JSON, its complete part; anything but an object is wrapped in
@@ -18,9 +28,9 @@ def as_object(text: str) -> dict[str, Any]:
     """
     if not text.strip():
         return {}
-    value = _decoded(text)
+    value = _decoded(paired(text))
     if value is None:
-        value = _completed(text)
+        value = _completed(paired(text))
     return value if isinstance(value, dict) else {"arguments": text}
 
 

@@ -138,11 +138,11 @@ def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
     last_user = max((index for index, each in enumerate(body.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(body.messages):
         param = f"messages[{index}]"
-        if message.clear_at == "next_user_message" and index < last_user:
-            continue
         if message.content is None and message.role != "system":
             raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
         made = _of_assistant(message, param) if message.role == "assistant" else _of_user(message, param)
+        if message.clear_at == "next_user_message" and index < last_user:
+            continue
         for each in made:
             if found and (joined := _joined(found[-1][1], each)) is not None:
                 found[-1] = (found[-1][0], joined)

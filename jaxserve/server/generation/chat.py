@@ -264,15 +264,14 @@ class Chat:
 
         def take_delta(prompt_index: int, delta: RequestOutput) -> None:
             self._count(prompt_index, delta)
-            for output in delta.outputs:
-                choice = self._chunk_choice(output)
+            for choice in (choice for output in delta.outputs for choice in self._chunk_choices(output)):
                 has_news = _has_news(choice)
                 # If a call is possible, wait until it is clear: a message of calls has null content.
-                if output.index not in begun and (has_news or not self._may_call):
-                    begun.add(output.index)
+                if choice.index not in begun and (has_news or not self._may_call):
+                    begun.add(choice.index)
                     is_call = choice.delta.tool_calls is not UNSET and choice.delta.content is UNSET
                     content = None if is_call and not self._echo else self._echo
-                    take(ChatChunkChoice(index=output.index, delta=Delta(role="assistant", content=content)))
+                    take(ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content=content)))
                 if has_news:
                     take(choice)
             self._group.forget_logprobs()
@@ -324,19 +323,19 @@ class Chat:
             token_ids=output.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
+    def _chunk_choices(self, output: CompletionOutput) -> list[ChatChunkChoice]:
+        """Return what is new of a choice, in order; the last piece has all that is not text."""
         writer = self._writer(output.index)
-        delta = writer.delta(output)
+        choices = [ChatChunkChoice(index=output.index, delta=delta) for delta in writer.deltas(output)]
         if self._body.include_reasoning is False:
-            delta.reasoning = delta.reasoning_content = UNSET
-        return ChatChunkChoice(
-            index=output.index,
-            delta=delta,
-            logprobs=self._logprobs(output) if output.token_ids else None,
-            finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
-            stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
-            token_ids=output.token_ids if self._body.return_token_ids else UNSET,
-        )
+            for choice in choices:
+                choice.delta.reasoning = choice.delta.reasoning_content = UNSET
+        last = choices[-1]
+        last.logprobs = self._logprobs(output) if output.token_ids else None
+        last.finish_reason = writer.finish_reason(output, is_chosen=self._is_chosen)
+        last.stop_reason = UNSET if output.stop_reason is None else output.stop_reason
+        last.token_ids = output.token_ids if self._body.return_token_ids else UNSET
+        return choices
 
     @property
     def _is_chosen(self) -> bool:

@@ -40,9 +40,12 @@ _NAMES = {
 
 
 def input_items(given: str | list[Item]) -> list[Item]:
-    """Return `input` as a list of items. Null means absent."""
+    """Return `input` as a list of items. Null means absent. Raises InvalidRequest for a type that is no text."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
+    for index, item in enumerate(given):
+        if not isinstance(item.get("type"), str | None):
+            raise InvalidRequest(f"input[{index}].type must be a text", param=f"input[{index}].type")
     return [{name: value for name, value in item.items() if value is not None} for item in given]
 
 

@@ -3,10 +3,8 @@
 A tool of a namespace is offered under the namespace's name and its own; in answers it has both again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
@@ -126,7 +124,8 @@ def _offered(tool: Mapping[str, Any], param: str, space: NamespaceTool | None) -
 def chat_tool_choice(choice: ToolChoiceFunction, tools: Tools) -> dict[str, Any]:
     """Return a choice as a chat has it. Raises InvalidRequest if it demands a tool that is not offered."""
     if choice.type == "allowed_tools":
-        given = [msgspec.convert(tool, ToolChoiceFunction) for tool in _typed(choice.tools or ())]
+        tools_given = enumerate(choice.tools or ())
+        given = [converted(tool, ToolChoiceFunction, f"tool_choice.tools[{index}]") for index, tool in tools_given]
         names = [_named(each, tools) for each in given if not _is_hosted(each.type)]
         if given and not names:
             raise not_supported("tool_choice", f"a choice of {given[0].type[:40]!r}, which this server does not run,")
@@ -134,14 +133,6 @@ def chat_tool_choice(choice: ToolChoiceFunction, tools: Tools) -> dict[str, Any]
     if _is_hosted(choice.type):
         raise not_supported("tool_choice", f"a choice of {choice.type[:40]!r}, which this server does not run,")
     return _named(choice, tools)
-
-
-def _typed(tools: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for index, tool in enumerate(tools):
-        if not isinstance(tool.get("type"), str) or not isinstance(tool.get("name", ""), str | None):
-            param = f"tool_choice.tools[{index}].type"
-            raise InvalidRequest(f"{param} must be a text", param=param)
-        yield tool
 
 
 def _is_hosted(kind: str) -> bool:

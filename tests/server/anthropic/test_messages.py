@@ -142,6 +142,15 @@ def test_thoughts_may_be_limited_or_turned_off(server):
             "messages[1]",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [TOOL_USE | {"id": 5}], "clear_at": "next_user_message"},
+                    USER,
+                ]
+            },
+            "messages[0].content[0].id",
+        ),
         ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type"),
         ({"output_format": {"type": "json_schema", "schema": {"$ref": "http://127.0.0.1/x"}}}, "output_format.schema"),
     ],

@@ -28,6 +28,7 @@ USER = {"role": "user", "content": "hello"}
         ('{"input": "cut', "cut"),
         ('{"input": "cut\\', "cut"),
         (r'{"input": "cut \ud83d', "cut "),
+        (r'{"input": "half \ud83d of \ud83d\n a \ude00 pair\uD83D"}', "half \ufffd of \ufffd\n a \ufffd pair\ufffd"),
         ('{"input": "a", "more": 1}', "a"),
         ('{"patch": "a"}', "a"),
         ('{"patch": "a", "more": 1}', '{"patch": "a", "more": 1}'),

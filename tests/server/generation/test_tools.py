@@ -136,6 +136,24 @@ def test_a_call_that_is_not_allowed_is_hidden_in_all_routes(serve):
         assert "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas) == "Well."
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 60, 500])
+def test_items_and_blocks_are_in_the_answer_s_order_however_many_tokens_a_step_has(serve, tokens_per_step):
+    server = serve("", tool_call_parser="hermes", reasoning_parser="qwen3")
+    server.says(f"<think>Hm.</think>Well.\n{CALL}\nThen.\n{NOW}\nDone.", tokens_per_step=tokens_per_step)
+    function = TOOLS[0]["function"]
+    tools = [{"name": tool["function"]["name"], "input_schema": function["parameters"]} for tool in TOOLS]
+    answer = server.post("/v1/messages", {"messages": [USER], "max_tokens": 400, "tools": tools})
+    kinds = {"thinking": "thinking", "text": "text", "tool_use": "input"}
+    blocks = [block[kinds[block["type"]]] for block in answer.json()["content"]]
+    texts = [block.strip() if isinstance(block, str) else block for block in blocks]
+    assert texts == ["Hm.", "Well.", {"city": "Oslo", "days": 2}, "Then.", {}, "Done."]
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    items = server.post("/v1/responses", {"input": "hello", "tools": tools}).json()["output"]
+    texts = [item["arguments"] if "arguments" in item else item["content"][0]["text"].strip() for item in items]
+    assert texts == ["Hm.", "Well.", '{"city": "Oslo", "days": 2}', "Then.", "{}", "Done."]
+    assert [item.get("name") for item in items] == [None, None, "get_weather", None, "now", None]
+
+
 def test_ordinary_words_beside_tools(serve):
     message, finish_reason = ask(serve("Hello, 1 < 2!", tool_call_parser="hermes"), tools=TOOLS)
     assert message["content"] == "Hello, 1 < 2!"

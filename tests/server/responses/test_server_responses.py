@@ -284,6 +284,13 @@ def test_a_client_that_leaves(server):
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": 5, "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": "a"}, {"type": []}]}, "input[1].type"),
+        ({"instructions": [{"type": {}}]}, "instructions[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": 5}]}}, "tool_choice.tools[0].type"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "mode": 5}]}},
+            "tool_choice.tools[0].mode",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "computer_call", "id": "a"}]}, "input[0].type"),

@@ -44,6 +44,8 @@ TEMPLATE = (
         ("Bowtwiver", {"arguments": "Bowtwiver"}),
         ('{"a": 1}}', {"a": 1}),
         ('{"a": 1} and so on', {"a": 1}),
+        (r'{"a": "\udc00 \ud83d\ude00 \\ud83d \ud83d", "b": 1}', {"a": "\ufffd \U0001f600 \\ud83d \ufffd", "b": 1}),
+        (r'["\ud83d', {"arguments": r'["\ud83d'}),
     ],
 )
 def test_arguments_become_an_object(text, expected):
