@@ -121,9 +121,11 @@ def run(
     try:
         batch = _Batch(frontend, config, started.file, started.counts, total=wanted.num_lines, progress=progress)
         asyncio.run(batch.run(lines))
-    finally:
-        with contextlib.suppress(OSError):  # of a line that could not be written
+    except BaseException:
+        with contextlib.suppress(OSError):  # of a line that could not be written, which has been told
             started.file.close()
+        raise
+    started.file.close()
     return Summary(*started.counts)
 
 
