@@ -35,10 +35,10 @@ def has_own_head(directory: pathlib.Path, *, is_wrapped: bool = False) -> bool:
         files = _file_of_tensors(directory)
         stored = text_names(files) if is_wrapped else {name: name for name in files}
         heads = [name for name in stored if name.partition(".")[0] in HEADS and not name.endswith(".bias")]
-        embeddings = [name for name in stored if is_embedding(name)]
+        embeddings = [name for name in stored if not {*EMBEDDINGS}.isdisjoint(name.split(".")[-3:-1])]
         if not heads or not embeddings:
             return False
-        if len(heads) > 1 or not heads[0].endswith(".weight"):  # a quantized one
+        if len(heads) > 1 or not all(name.endswith(".weight") for name in heads + embeddings):  # one is quantized
             return True
         tensors = []
         for name in (heads[0], embeddings[0]):

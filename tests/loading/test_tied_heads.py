@@ -90,6 +90,18 @@ def test_a_head_that_differs_is_used(tmp_path, path):
     assert not load(says_nothing)[0].tie_word_embeddings
 
 
+def test_a_head_beside_an_embedding_of_codes_is_not_tied(tmp_path):
+    path = next(path for path in TIED if path.name.startswith("llama_"))
+
+    def pack(tensors):
+        embedding, head = names_of(path, tensors)
+        return {f"{embedding}_packed" if name == embedding else name: each for name, each in tensors.items()} | {
+            head: tensors[embedding]
+        }
+
+    assert not load_config(rewrite(path, tmp_path, pack))["tie_word_embeddings"]
+
+
 @pytest.mark.parametrize("path", quick_first(TIED, 4), ids=lambda path: path.name)
 def test_a_head_that_equals_the_embedding_is_tied(tmp_path, path):
     def repeat(tensors, *, dtype=None):
