@@ -408,7 +408,7 @@ def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, 
 
 def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]:
     """Return the tensors, those of all experts with inputs before outputs where a weight has them so: transformers
-    writes either, and reads them by their shapes.
+    writes either, and reads them by their shapes. Where such a shape is a square, the block's other tensor decides.
     """
     shapes = {
         name: shape
@@ -416,14 +416,10 @@ def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]
         if spec.is_transposed and spec.expert_size is not None
         for name, shape in zip(spec.source, spec.source_shapes, strict=True)
     }
-    turned = {
-        name: _Turned(tensor)
-        for name, shape in shapes.items()
-        if isinstance(tensor := tensors.get(name), _Stored)
-        and tensor.complaint(shape) is not None
-        and _Turned(tensor).complaint(shape) is None
-    }
-    return tensors | turned
+    stored = {name: tensors[name] for name in shapes if isinstance(tensors.get(name), _Stored)}
+    turned = {name: turn for name, each in stored.items() if (turn := _Turned(each)).complaint(shapes[name]) is None}
+    blocks = {name.rpartition(".")[0] for name in turned if stored[name].complaint(shapes[name]) is not None}
+    return tensors | {name: turn for name, turn in turned.items() if name.rpartition(".")[0] in blocks}
 
 
 def _check(

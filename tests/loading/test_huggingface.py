@@ -55,6 +55,30 @@ def test_every_dtype_into_every_dtype(tmp_path, stored, served):
     assert params["norm"].dtype == np.float32
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize(("hidden", "inner"), [(4, 3), (4, 2), (3, 3)])
+def test_experts_of_either_order_whatever_is_square(tmp_path, hidden, inner, is_turned):
+    rng = np.random.default_rng(0)
+    shapes = {"experts.gate_up_proj": (2, hidden, 2 * inner), "experts.down_proj": (2, inner, hidden)}
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    stored = {name: np.ascontiguousarray(each.swapaxes(1, 2)) if is_turned else each for name, each in tensors.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    specs = {
+        name: ParamSpec(
+            shape=(shape[0], *shape[:0:-1]),
+            axes=(None,) * 3,
+            source=(name,),
+            source_shapes=(shape,),
+            is_transposed=True,
+            expert_size=inner,
+        )
+        for name, shape in shapes.items()
+    }
+    params = load_params(tmp_path, specs, dtype=FLOAT32, mesh=make_mesh(1), progress=False)
+    for name, each in tensors.items():
+        np.testing.assert_array_equal(params[name], each.swapaxes(1, 2))
+
+
 def test_memory_of_fused_and_cast_weights(tmp_path):
     parts = {name: np.ones((256, 1024), np.float32) for name in "abcd"}
     save_file(parts, tmp_path / "model.safetensors")
