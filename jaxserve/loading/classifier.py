@@ -15,6 +15,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_config
 from jaxserve.loading.reranking import named_activation
 from jaxserve.loading.torch_activations import Activation, identity, read_activation, sigmoid, softmax
+from jaxserve.quantization.stored import FLOAT_NAMES
 
 HEAD = "score.weight"
 """Name of the head's tensor in every family: there is no bias."""
@@ -66,6 +67,8 @@ def read_head(path: str | pathlib.Path, *, hidden_size: int) -> ClassificationHe
     for file in sorted(directory.glob("*.safetensors")):
         with safetensors.safe_open(file, framework="numpy") as tensors:
             if HEAD in tensors.keys():  # noqa: SIM118 (the file is no dict)
+                if (dtype := tensors.get_slice(HEAD).get_dtype()) not in FLOAT_NAMES:
+                    raise CheckpointError(f"{directory}: {HEAD} is {dtype}: a head of codes is not supported")
                 weight = np.asarray(tensors.get_tensor(HEAD)).astype(np.float32)
                 break
     else:

@@ -38,12 +38,11 @@ from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is
 from jaxserve.loading.unread_tensors import UnreadTensors
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import Format, StoredMatrix, join_parts
+from jaxserve.quantization.stored import FLOAT_NAMES, Format, StoredMatrix, join_parts
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-FLOAT_TYPES = ("BF16", "F16", "F32")
 INTEGER_TYPES = ("I64", "I32")
 """The types of the map of EAGLE-3 heads from their tokens to those of their targets, "d2t"."""
 ONE_BYTE_FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
@@ -92,7 +91,7 @@ class _Stored:
         """Return why this is not a readable tensor of such a shape, or None if it is."""
         header = self.header()
         found, dtype = tuple(header.get_shape()), header.get_dtype()
-        if found == shape and dtype in (INTEGER_TYPES if self.name == "d2t" else FLOAT_TYPES):
+        if found == shape and dtype in (INTEGER_TYPES if self.name == "d2t" else FLOAT_NAMES):
             return None
         return f"is {dtype} {list(found)} and not a float of {list(shape)}"
 

@@ -14,12 +14,12 @@ from jaxserve.errors import CheckpointError
 from jaxserve.quantization.common import regrouped
 from jaxserve.quantization.method import Config, Method, block_of, require
 from jaxserve.quantization.scheme import ScaleName, Scheme
-from jaxserve.quantization.stored import SCALE_NAMES, UNUSED, Codes, Format, Header
+from jaxserve.quantization.stored import FLOAT_NAMES, UNUSED, Codes, Format, Header
 
 MXFP8 = Scheme(codes="fp8", group_size=32, scale_dtype="bfloat16")
 SCALES = ("weight_scale", "weight_scale_inv")
 TYPES = ("F8_E4M3", "I8")
-SCALE_TYPES: dict[str, ScaleName] = {**SCALE_NAMES, "F8_E8M0": "bfloat16", "U8": "bfloat16"}
+SCALE_TYPES: dict[str, ScaleName] = {**FLOAT_NAMES, "F8_E8M0": "bfloat16", "U8": "bfloat16"}
 """Types of scales, and what they are held as: powers of two (e8m0, MXFP8 stores them as bytes) in bfloat16, which has
 them all.
 """

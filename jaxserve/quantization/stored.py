@@ -110,12 +110,12 @@ def order_of(groups: Integer[np.ndarray, " K"]) -> Int32[np.ndarray, " K"]:
     return np.argsort(groups, kind="stable").astype(np.int32)
 
 
-SCALE_NAMES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
+FLOAT_NAMES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
     "F32": "float32",
     "BF16": "bfloat16",
     "F16": "float16",
 }
-"""Types of scales by their names in safetensors."""
+"""Types of floats, as which weights and scales are read, by their names in safetensors."""
 
 
 def scheme_of_integers(bits: int, *, has_zeros: bool, scales: Header, num_inputs: int, num_groups: int) -> Scheme | str:
@@ -128,14 +128,14 @@ def scheme_of_groups(
     codes: CodeName, scales: Header, num_inputs: int, *, num_groups: int, has_zeros: bool = False
 ) -> Scheme | str:
     """Return the scheme of codes whose inputs are in equal groups, or why there is none."""
-    if scales.dtype not in SCALE_NAMES:
+    if scales.dtype not in FLOAT_NAMES:
         return f"scales are {scales.dtype}"
     if num_inputs % num_groups:
         return f"{num_inputs} inputs are not in {num_groups} equal groups"
     return Scheme(
         codes=codes,
         group_size=None if num_groups == 1 else num_inputs // num_groups,
-        scale_dtype=SCALE_NAMES[scales.dtype],
+        scale_dtype=FLOAT_NAMES[scales.dtype],
         has_zeros=has_zeros,
     )
 

@@ -11,6 +11,7 @@ import tiny_tokenizer
 from depths import quick_only
 from golden_folder import CLASSIFIERS
 from golden_folder import GOLDENS as MODELS
+from safetensors.numpy import save_file
 from serving import assert_error, running
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
@@ -86,6 +87,9 @@ def test_a_head_that_does_not_fit_is_refused_at_start(tmp_path, tokenizer_folder
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"tensors missing: score\.weight"):
         LLM(str(tmp_path / "model"), tokenizer=tokenizer_folder, progress=False)
+    save_file({"score.weight": np.ones((3, 16), np.int8)}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"score.weight is I8: a head of codes is not supported"):
+        read_head(tmp_path / "model", hidden_size=16)
     with pytest.raises(CheckpointError, match="has a classification head, which a store does not hold"):
         convert(str(CLASSIFIERS / "llama"), str(tmp_path / "store"))
 
