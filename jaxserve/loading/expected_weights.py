@@ -23,7 +23,8 @@ class ExpectedWeight(SourceWeight):
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, of those matrices that checkpoints store as codes."""
         names = self.spec.source
-        if self.expected is None or not (self.spec.quantize or all(map(is_head, names))):
+        is_turned = self.spec.is_transposed and self.spec.expert_size is None  # `huggingface` makes floats of its codes
+        if self.expected is None or is_turned or not (self.spec.quantize or all(map(is_head, names))):
             return [None] * len(names)
         return [self.expected.scheme(name.removesuffix(".weight"), self.spec.row_size) for name in names]
 

@@ -100,7 +100,7 @@ class _Stored:
 class _Turned:
     """A tensor of matrices that a file has the other way round: outputs before inputs."""
 
-    stored: _Stored
+    stored: _Stored | StoredMatrix
 
     def read(self) -> np.ndarray:
         return self.stored.read().swapaxes(-1, -2)
@@ -246,8 +246,6 @@ class SourceWeight:
     def source_schemes(self) -> list[Scheme | str | None]:
         """Return the scheme of each source, why it has none, or None if it is of floats."""
         tensors = [self.tensors[name] for name in self.spec.source]
-        if self.spec.is_transposed and any(isinstance(tensor, StoredMatrix) for tensor in tensors):
-            return ["its inputs stand before its outputs"]
         return [tensor.scheme() if isinstance(tensor, QuantizedTensor) else None for tensor in tensors]
 
     def read_source_parts(self, common: Scheme) -> Iterator[Parts]:
@@ -406,19 +404,23 @@ def _with_embedding[T](tensors: dict[str, T], expected: Mapping[str, tuple[int, 
 
 
 def _with_inputs_first(tensors: dict[str, Any], specs: Params) -> dict[str, Any]:
-    """Return the tensors, those of all experts with inputs before outputs where a weight has them so: transformers
-    writes either, and reads them by their shapes. Where such a shape is a square, the block's other tensor decides.
+    """Return the tensors, turned where a weight has inputs before outputs and they do not: matrices of codes never do.
+    Of tensors of all experts transformers writes either order, and reads them by their shapes; where such a shape is a
+    square, the block's other tensor decides.
     """
+    inputs_first = [spec for spec in jax.tree.leaves(specs) if spec.is_transposed]
+    names = [name for spec in inputs_first for name in spec.source]
+    codes = {name: _Turned(each) for name in names if isinstance(each := tensors.get(name), StoredMatrix)}
     shapes = {
         name: shape
-        for spec in jax.tree.leaves(specs)
-        if spec.is_transposed and spec.expert_size is not None
+        for spec in inputs_first
+        if spec.expert_size is not None
         for name, shape in zip(spec.source, spec.source_shapes, strict=True)
     }
-    stored = {name: tensors[name] for name in shapes if isinstance(tensors.get(name), _Stored)}
+    stored = {name: each for name in shapes if isinstance(each := tensors.get(name), _Stored)}
     turned = {name: turn for name, each in stored.items() if (turn := _Turned(each)).complaint(shapes[name]) is None}
     blocks = {name.rpartition(".")[0] for name in turned if stored[name].complaint(shapes[name]) is not None}
-    return tensors | {name: turn for name, turn in turned.items() if name.rpartition(".")[0] in blocks}
+    return tensors | codes | {name: turn for name, turn in turned.items() if name.rpartition(".")[0] in blocks}
 
 
 def _check(

@@ -3,14 +3,16 @@
 import copy
 import functools
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 import stored_matrices as stored
 from depths import quick_first, quick_only
-from golden_models import full_logits, load_golden, paged_chunk_logits, relative_error
+from golden_models import GOLDENS, full_logits, load_golden, paged_chunk_logits, relative_error
 from quantized_cases import CASES, write_models
+from safetensors.numpy import load_file
 
 from jaxserve.convert import convert
 from jaxserve.layers.layouts import schemes_of
@@ -35,6 +37,25 @@ def test_a_quantized_checkpoint_computes_what_its_floats_do(tmp_path, name):
     found, expected = load_golden(quantized), load_golden(floats)
     jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
     np.testing.assert_array_equal(full_logits(found), full_logits(expected))
+
+
+def test_codes_of_a_family_with_inputs_before_outputs(tmp_path):
+    golden = next(path for path in GOLDENS if path.name == "gpt2_tied")
+    rng, quantized, floats = np.random.default_rng(0), {}, {}
+    for name, tensor in load_file(golden / "model.safetensors").items():
+        if tensor.ndim == 2 and ".h." in name:
+            codes, values = stored.llm_int8(rng, *tensor.shape[::-1])
+            quantized |= {f"{name.removesuffix('weight')}{leaf}": each for leaf, each in codes.items()}
+            floats[name] = values.T
+        else:
+            quantized[name] = floats[name] = tensor
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    for path, tensors, says in ((tmp_path / "q", quantized, config), (tmp_path / "f", floats, {})):
+        shutil.copytree(golden, path)
+        (path / "config.json").write_text(json.dumps(json.loads((golden / "config.json").read_text()) | says))
+        stored.save(tensors, path / "model.safetensors")
+    found, expected = load_golden(tmp_path / "q"), load_golden(tmp_path / "f")
+    jax.tree.map(np.testing.assert_array_equal, values_of(found[0]), values_of(expected[0]))
 
 
 HELD = {
