@@ -38,7 +38,7 @@ FILES = {
     "quant_model_description.json": "ascend",
     "smash_config.json": "pruna",
 }
-"""Files that converters write next to config.json, and their method; None: they name it themselves."""
+"""Files that converters write next to config.json, and their method unless they name another one; None: they do."""
 FIELDS = {"quantization_config": None, "compression_config": "compressed-tensors", "quantization": "mlx"}
 """Fields of config.json that describe quantization, and their method; None: they name it themselves."""
 MARKERS = ("quant", "load_in_4bit", "load_in_8bit", "sparsity_config", "bnb_", "hqq_")
@@ -169,7 +169,7 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
     for name, method in FILES.items():
         if (directory / name).is_file():
             content = read_object(directory / name)
-            found[name] = method or content.get("quant_method"), content
+            found[name] = content.get("quant_method") or method, content
     has_file = any(method for where, (method, _) in found.items() if where in FILES)
     return {where: each for where, each in found.items() if each[0] or where in FILES or not has_file}
 
@@ -186,6 +186,9 @@ def _formats_of(name: Any, config: Config, where: str) -> tuple[Format, ...]:
             f"quantized checkpoints are not supported, other than {', '.join(readers)} and gpt_oss in mxfp4: "
             f"quant_method of {where} is {name!r:.100}"
         )
+    for field in ("rotation", "adapter"):  # GPTQModel transforms the inputs of matrices, or adds a product to theirs
+        if config.get(field):
+            raise CheckpointError(f"{where}: {field} {config[field]!r:.100} is not supported")
     return readers[name](config, where)
 
 

@@ -1,6 +1,7 @@
 """Matrices of 8-bit codes in the order of the matrix, [outputs, inputs], with separate scales.
 
-`fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which nevertheless multiply),
+`fp8` of DeepSeek, Qwen and MiniMax (scales of blocks, called weight_scale_inv, which nevertheless multiply) and of
+GPTQModel (whose weight_scale_inv divide, as its config says),
 `fbgemm_fp8`, FP8 and MXFP8 of modelopt, and float-quantized, int-quantized and mxfp8-quantized of compressed-tensors.
 """
 
@@ -31,6 +32,8 @@ class Plain:
 
     block: tuple[int, int] | None = None
     """Outputs and inputs of a block, if there is one scale per block."""
+    is_divisor: bool = False
+    """If true, codes are divided by the stored scales, as GPTQModel's are."""
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
         """Return the names of codes, scale, zero point and tensors that are not used."""
@@ -69,6 +72,8 @@ class Plain:
         [scales] = [tensors[name] for name in SCALES if name in tensors]
         if scales.dtype.itemsize == 1:
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(ml_dtypes.bfloat16)
+        if self.is_divisor:
+            scales = 1 / scales
         codes = tensors["weight"]
         outputs, inputs = codes.shape
         per_group = self._per_group(scales.shape, codes.shape)
@@ -94,8 +99,10 @@ class Plain:
 
 def _formats(config: Config, where: str) -> tuple[Format, ...]:
     require(config, where, fmt=(None, "e4m3", "float8_e4m3fn"), activation_scheme=(None, "dynamic", "static"))
-    require(config, where, expert_dtype=(None, "fp8"))
-    return (Plain(block=block_of(config.get("weight_block_size"), where)),)
+    semantics = "weight_scale_semantics"
+    require(config, where, expert_dtype=(None, "fp8"), **{semantics: (None, "inverse")})
+    block = block_of(config.get("weight_block_size"), where)
+    return (Plain(block=block, is_divisor=config.get(semantics) == "inverse"),)
 
 
 def _scheme(config: Config, module: str) -> Scheme:  # noqa: ARG001 (all are alike)

@@ -218,6 +218,7 @@ def test_files_that_declare_it_instead_of_the_config(tmp_path, says):
                 CASES["modelopt"][1],
             ),
             ("quantize_config.json", {"bits": 4, "group_size": 8, "sym": False}, stored.gptq),
+            ("quantize_config.json", {"quant_method": "awq", "bits": 4, "group_size": 8}, stored.awq),  # GPTQModel's
             ("quant_config.json", {"w_bit": 4, "q_group_size": 8, "zero_point": True, "version": "GEMM"}, stored.awq),
         ]
     ):

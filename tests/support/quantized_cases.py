@@ -41,6 +41,10 @@ CASES = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         functools.partial(stored.fp8, scheme="tensor", leaf="weight_scale_inv"),
     ),
+    "fp8 of GPTQModel": (
+        {"quant_method": "fp8", "weight_scale_method": "row", "weight_scale_semantics": "inverse"},
+        functools.partial(stored.fp8, scheme="flat", leaf="weight_scale_inv", divides=True),
+    ),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, functools.partial(stored.fp8, scheme="channel")),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, functools.partial(stored.fp8, scheme="tensor")),
     "float channel": (compressed(FLOAT), functools.partial(stored.fp8, scheme="channel", dtype=stored.BF16)),

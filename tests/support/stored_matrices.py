@@ -26,7 +26,18 @@ def product(difference, scales):
     return difference.astype(scales.dtype) * scales
 
 
-def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, block=(128, 128), as_bytes=False):
+def fp8(
+    rng,
+    outputs,
+    inputs,
+    *,
+    scheme,
+    leaf="weight_scale",
+    dtype=np.float32,
+    block=(128, 128),
+    as_bytes=False,
+    divides=False,
+):
     codes = rng.normal(size=(outputs, inputs)).astype(F8)
     shape = {
         "tensor": (),
@@ -42,6 +53,8 @@ def fp8(rng, outputs, inputs, *, scheme, leaf="weight_scale", dtype=np.float32, 
         scales = scales.astype(BF16)
     if as_bytes:
         stored = stored.view(np.uint8)
+    if divides:
+        scales = 1 / stored
     if scheme == "runs":
         each = np.repeat(scales, block[1], 1)
     elif scheme == "block":
