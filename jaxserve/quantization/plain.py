@@ -73,7 +73,7 @@ class Plain:
         if scales.dtype.itemsize == 1:
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(ml_dtypes.bfloat16)
         if self.is_divisor:
-            scales = 1 / scales
+            scales = np.divide(1, scales)
         codes = tensors["weight"]
         outputs, inputs = codes.shape
         per_group = self._per_group(scales.shape, codes.shape)
