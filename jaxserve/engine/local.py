@@ -216,6 +216,7 @@ class LocalEngineClient(EngineClient):
                 raise InvalidRequest("a profile is being recorded already")
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # it would slow the traced code down several times
+            options.enable_hlo_proto = False  # the HLO of a large model's programs is more than the file's 2 GiB
             jax.profiler.start_trace(directory, profiler_options=options)
             self._is_profiling = True
 
