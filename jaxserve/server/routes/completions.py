@@ -12,7 +12,6 @@ from starlette.responses import Response
 from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
-from jaxserve.loading.affixes import Affixes
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.generation.beams import beam_params, for_beams, set_beams
@@ -242,7 +241,7 @@ class _Completion:
         if self._body.truncate_prompt_tokens is not None:
             return range(0)
         is_bare = self._body.add_special_tokens is False
-        before, after = Affixes() if is_bare else self._model.frontend.tokenizer.affixes
+        before, after = ((), ()) if is_bare else self._model.frontend.tokenizer.affixes
         return range(len(before), num_tokens - len(after))
 
     async def _run(self, take: Take) -> None:
