@@ -260,11 +260,12 @@ def arguments_of(argv: Sequence[str]) -> list[str]:
     name.
 
     vLLM's dotted flags become JSON: `--hf-overrides.rope_scaling.factor 4` is a part of `--hf-overrides`, and a `+` at
-    the end of such a name adds to a list.
+    the end of such a name adds to a list. What follows `--` are no flags.
     """
     arguments: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
-    rest = collections.deque(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    rest = collections.deque(argv[:end])
     while rest:
         flag, equals, value = rest.popleft().partition("=")
         flag = _in_our_spelling(flag)
@@ -275,7 +276,7 @@ def arguments_of(argv: Sequence[str]) -> list[str]:
         if not equals:
             value = rest.popleft() if rest and re.match(r"[^-]|-\d", rest[0]) else "true"
         _put(objects.setdefault(flag, {}), path, _json_or_text(value))
-    return [*arguments, *(f"{flag}={json.dumps(fields)}" for flag, fields in objects.items())]
+    return [*arguments, *(f"{flag}={json.dumps(fields)}" for flag, fields in objects.items()), *argv[end:]]
 
 
 def _in_our_spelling(flag: str) -> str:

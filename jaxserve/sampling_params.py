@@ -77,7 +77,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "ignore_eos": Parameter("go on after the model's end of sequence", None, "output"),
     "seed": Parameter("the same seed gives the same text", None, ""),
     "logprobs": Parameter(
-        "log probability of each token, and of the N most likely ones", (False,), "output", is_field=False),
+        "log probability of each token, and of the N most likely ones", (), "output", is_field=False),
     "prompt_logprobs": Parameter("log probabilities of the prompt's tokens", (), "", is_field=False),
     "logprob_token_ids": Parameter(
         "log probabilities of these tokens, in place of the most likely ones", ([],), "output"),

@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, BinaryIO, NamedTuple
@@ -149,9 +150,9 @@ def open_output(destination: pathlib.Path, wanted: "Input", *, source: pathlib.P
         if destination.samefile(source):
             raise InvalidRequest(f"{destination} is the input: choose another file")
     counts, answered = [0, 0, 0], set[str | None]()
-    beside = destination.with_name(f"{destination.name}.tmp")
     try:
-        with beside.open("w+b") as kept:
+        # On the same disk, which thus has room for what is kept.
+        with tempfile.TemporaryFile(dir=destination.parent) as kept:
             for result, text in () if overwrite else _final_lines(destination, wanted):
                 kept.write(text)
                 counts[_kind(result)] += 1
@@ -162,7 +163,6 @@ def open_output(destination: pathlib.Path, wanted: "Input", *, source: pathlib.P
                 file.seek(0)
                 shutil.copyfileobj(kept, file)
                 file.truncate()
-        beside.unlink()
     except OSError as error:
         raise InvalidRequest(f"cannot write {destination}: {error.strerror}") from error
     return Started(file, answered, counts)

@@ -182,6 +182,7 @@ def test_another_file_is_not_overwritten_by_mistake(files, text):
     with pytest.raises(InvalidRequest, match="choose another file"):
         files.run()
     assert files.destination.read_text() == text
+    assert sorted(path.name for path in files.destination.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_files_that_do_not_fit(files, tmp_path):

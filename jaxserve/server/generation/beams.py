@@ -8,10 +8,11 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.stream import Take
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import PARAMETERS, BeamSearchParams, SamplingParams
-from jaxserve.server.protocol.common import GenerationRequest
+from jaxserve.server.protocol.chat import ChatRequest
+from jaxserve.server.protocol.completions import CompletionRequest
 
 
-def beam_params(body: GenerationRequest) -> BeamSearchParams | None:
+def beam_params(body: CompletionRequest | ChatRequest) -> BeamSearchParams | None:
     """Return how to search, None for a request that does not ask for it. Raises InvalidRequest, naming the field."""
     if not body.use_beam_search:
         for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
@@ -21,7 +22,7 @@ def beam_params(body: GenerationRequest) -> BeamSearchParams | None:
     if body.constraint_field is not None:
         raise InvalidRequest(f"use_beam_search does not follow {body.constraint_field}", param=body.constraint_field)
     for name, parameter in PARAMETERS.items():
-        value = getattr(body, name, None)
+        value = body.num_logprobs if name == "logprobs" else getattr(body, name, None)
         if value is not None and parameter.neutral is not None and value not in parameter.neutral:
             raise InvalidRequest(f"use_beam_search does not follow {name}, got {value!r:.100}", param=name)
     try:

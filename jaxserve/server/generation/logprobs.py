@@ -88,8 +88,8 @@ class CompletionLogprobsBuilder:
     """Builds `logprobs` of one completion choice, piece by piece, with the offset of each token in the choice's text.
 
     `prompt_token_ids` precede the text: they are [] if the prompt is echoed and so part of it. `keeps_first_space` is
-    set for a text that begins with a form field. The first `num_shown` tokens are in the text even if they are special.
-    The first `num_echoed` are the prompt's, with candidates as `of_echo` says.
+    set for a text that begins with a form field. The first `num_echoed` tokens are the prompt's, with candidates as
+    `of_echo` says; special ones among them are in the text at the positions `verbatim` only.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class CompletionLogprobsBuilder:
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
         keeps_first_space: bool,
-        num_shown: int,
         shown: Shown,
+        verbatim: range = range(0),
         num_echoed: int = 0,
         of_echo: Shown | None = None,
     ):
@@ -111,11 +111,11 @@ class CompletionLogprobsBuilder:
             keeps_first_space=keeps_first_space,
         )
         self._tokenizer = tokenizer
-        self._num_shown = num_shown if skip_special_tokens else 0
         self._shown = shown
+        self._verbatim = verbatim
         self._num_echoed = num_echoed
         self._of_echo = shown if of_echo is None else of_echo
-        self._offset = 0
+        self._offset = self._position = 0
 
     def add(self, token_ids: Iterable[int], candidates: Iterable[Candidates | None]) -> CompletionLogprobs:
         """Return the logprobs of the choice's next tokens. A token without candidates (a prompt's first) has no log
@@ -124,11 +124,7 @@ class CompletionLogprobsBuilder:
         built = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token_id, entry in zip(token_ids, candidates, strict=True):
             built.text_offset.append(self._offset)
-            self._offset += len(self._detokenizer.push(token_id))
-            if self._num_shown > 0:
-                self._num_shown -= 1
-                if token_id in self._tokenizer.special_token_ids:
-                    self._offset += len(self._tokenizer.token_text(token_id))
+            self._offset += self._length(token_id)
             if entry is None:
                 built.tokens.append(self._shown.show(token_id, Logprob(0.0, 0, self._tokenizer.token_text(token_id))))
                 built.token_logprobs.append(None)
@@ -137,7 +133,7 @@ class CompletionLogprobsBuilder:
                 built.tokens.append(self._shown.show(token_id, entry[token_id]))
                 built.token_logprobs.append(_finite(entry[token_id].logprob))
                 built.top_logprobs.append(self._top(token_id, entry))
-            self._num_echoed -= 1
+            self._position += 1
         return built
 
     async def add_in_turns(self, token_ids: Sequence[int], candidates: list[Candidates | None]) -> CompletionLogprobs:
@@ -150,10 +146,16 @@ class CompletionLogprobsBuilder:
                 encoded.extend(getattr(built, name))
         return CompletionLogprobs(**lists)
 
+    def _length(self, token_id: int) -> int:
+        """Return how many characters the next token adds to the text."""
+        if self._position < self._num_echoed and token_id in self._tokenizer.special_token_ids:
+            return len(self._tokenizer.token_text(token_id)) if self._position in self._verbatim else 0
+        return len(self._detokenizer.push(token_id))
+
     def _top(self, token_id: int, entry: Candidates) -> dict[str, float]:
         """Return the token itself and the shown candidates, by text; of two with the same text the more likely one."""
         top: dict[str, float] = {}
-        shown = self._of_echo if self._num_echoed > 0 else self._shown
+        shown = self._of_echo if self._position < self._num_echoed else self._shown
         for top_id, logprob in [(token_id, entry[token_id]), *shown.among(entry, token_id)]:
             value, text = _finite(logprob.logprob), self._shown.show(top_id, logprob)
             top[text] = max(value, top.get(text, value))

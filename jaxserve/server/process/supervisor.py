@@ -84,6 +84,11 @@ class _Engine:
     num_starts: int = 0
     restarts: Restarts = dataclasses.field(default_factory=Restarts)
 
+    @property
+    def serving(self) -> Child | None:
+        """The process that serves; None while there is none, or it is starting."""
+        return None if self.folder is None else self.child
+
 
 class Supervisor:
     """Runs `config.data_parallel_size` engines and `config.api_workers` workers, until a signal or until they cannot go
@@ -238,11 +243,12 @@ class Supervisor:
     async def _watch(self) -> int:
         """Replace workers and engines that die, until there is a reason to end. Returns the exit code."""
         signalled = asyncio.create_task(self._signalled.wait())
-        reports: set[asyncio.Task[None]] = set()
+        reports: set[asyncio.Task[None]] = set()  # that processes are there again, which are watched from then on
         while True:
+            reports = {task for task in reports if not task.done()}
             ends = {worker.child.ended: worker for worker in self._workers if worker.child is not None}
-            engines = {engine.child.ended: engine for engine in self._engines if engine.child is not None}
-            await asyncio.wait([signalled, *engines, *ends], return_when=asyncio.FIRST_COMPLETED)
+            engines = {engine.serving.ended: engine for engine in self._engines if engine.serving is not None}
+            await asyncio.wait([signalled, *engines, *ends, *reports], return_when=asyncio.FIRST_COMPLETED)
             if len(lost := [engine for ended, engine in engines.items() if ended.done()]) == len(engines):
                 return await self._lose_engines()
             if signalled.done():
@@ -334,7 +340,7 @@ class Supervisor:
 
     async def _lose_engines(self) -> int:
         """Let the workers report the death of all engines to their clients, and end; the last lines say why."""
-        lost = [(engine.index, engine.child) for engine in self._engines if engine.child is not None]
+        lost = [(engine.index, engine.serving) for engine in self._engines if engine.serving is not None]
         for index, _ in lost:
             await self._tell(f"engine {index} died")
         await asyncio.wait(

@@ -100,13 +100,14 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer of n."""
+    """One answer of n. `prompt_token_ids` are here if each answers a conversation of its own."""
 
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

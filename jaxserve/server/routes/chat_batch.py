@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -40,8 +41,10 @@ async def create(request: Request) -> Response:
     answers = await while_wanted(_answers(chats), receive=request.receive, stopping=state.life.stopping)
     first = answers[0]
     first.choices = [choice for answer in answers for choice in answer.choices]
-    for index, choice in enumerate(first.choices):
+    for index, (choice, answer) in enumerate(zip(first.choices, answers, strict=True)):
         choice.index = index
+        choice.prompt_token_ids = UNSET if answer.prompt_token_ids is None else answer.prompt_token_ids
+    first.prompt_token_ids = None  # each choice has those of its conversation
     first.usage = total_usage([answer.usage for answer in answers])
     return json_response(first)
 
@@ -57,7 +60,7 @@ def _check(body: ChatBatchRequest) -> None:
     if body.n not in (None, 1):
         raise not_supported("n", "more than one answer to each of several conversations")
     for name in ("tools", "prompt_logprobs"):
-        if getattr(body, name):
+        if getattr(body, name) not in (None, []):
             raise not_supported(name, f"{name} with several conversations")
 
 

@@ -129,7 +129,7 @@ class _Completion:
         self._runner = runner
         self._body = body
         self._groups = groups
-        self._is_from_ids = [not isinstance(prompt, str) for prompt in body.prompts()]
+        self._prompts = body.prompts()
         self._created = int(time.time())
         self._usage = UsageCounter(groups, is_score_only=body.is_score_only)
 
@@ -230,8 +230,19 @@ class _Completion:
             self._body,
             group,
             index=prompt_index * len(group.requests) + output.index,
-            is_from_ids=self._is_from_ids[prompt_index],
+            verbatim=self._verbatim(prompt_index),
         )
+
+    def _verbatim(self, prompt_index: int) -> range:
+        """Return where an echo of the prompt shows special tokens: where the client has written them."""
+        num_tokens = len(self._groups[prompt_index].prompt_token_ids)
+        if not isinstance(self._prompts[prompt_index], str):
+            return range(num_tokens)
+        if self._body.truncate_prompt_tokens is not None:
+            return range(0)
+        is_bare = self._body.add_special_tokens is False
+        before, after = ((), ()) if is_bare else self._model.frontend.tokenizer.affixes
+        return range(len(before), num_tokens - len(after))
 
     async def _run(self, take: Take) -> None:
         await self._runner.run(self._groups, take, grammar_field=self._body.constraint_field)
@@ -256,11 +267,9 @@ class _ChoiceWriter:
     """Writes one choice: complete, or the pieces of a stream in order."""
 
     def __init__(
-        self, model: ServedModel, body: CompletionRequest, group: RequestGroup, *, index: int, is_from_ids: bool
+        self, model: ServedModel, body: CompletionRequest, group: RequestGroup, *, index: int, verbatim: range
     ):
-        """Prepare to write a choice. `is_from_ids`: the prompt was token ids, so that an echo shows special tokens
-        among them.
-        """
+        """Prepare to write a choice. An echo of the prompt shows the special tokens at the positions `verbatim`."""
         self._body = body
         self._group = group
         self._index = index
@@ -273,7 +282,7 @@ class _ChoiceWriter:
             self._logprobs = CompletionLogprobsBuilder(
                 model.frontend.tokenizer,
                 prompt_token_ids=[] if body.echo else group.prompt_token_ids,
-                num_shown=len(group.prompt_token_ids) if body.echo and is_from_ids else 0,
+                verbatim=verbatim,
                 skip_special_tokens=request.params.skip_special_tokens,
                 keeps_first_space=bool(request.grammar) and not (body.echo and group.prompt),
                 shown=of_tokens,

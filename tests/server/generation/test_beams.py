@@ -43,7 +43,7 @@ def test_a_stream_has_them_at_its_end(server):
 
 
 def test_chats_have_beams_too(server):
-    body = {"messages": [{"role": "user", "content": "hello"}]} | BEAMS
+    body = {"messages": [{"role": "user", "content": "hello"}], "logprobs": False} | BEAMS
     first, second = (server.post(CHAT, body).json()["choices"] for _ in range(2))
     assert first == second
     assert len({choice["message"]["content"] for choice in first}) == 3
@@ -56,6 +56,7 @@ def test_chats_have_beams_too(server):
         (COMPLETIONS, {"top_k": 5}, "top_k"),
         (COMPLETIONS, {"stop": "a"}, "stop"),
         (COMPLETIONS, {"logprobs": 2}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
         (COMPLETIONS, {"n": 21}, "n"),
         (COMPLETIONS, {"early_stopping": "soon"}, "early_stopping"),
         (COMPLETIONS, {"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),

@@ -221,7 +221,8 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 @pytest.mark.parametrize("how", ["killed", "silent", "hangs"])
 def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
-    and for one that was replaced. One that is silent is killed, and one that is dead ends, even if its exit hangs.
+    and for one that was replaced; so does the one that took its place. One that is silent is killed, and one that is
+    dead ends, even if its exit hangs.
     """
     flags = {"killed": [], "silent": ["--silence-limit", "5"], "hangs": ["--never-ends"]}[how]
     server = start("--data-parallel-size", "2", "--api-workers", "2", *flags).wait_until_serving()
@@ -231,7 +232,7 @@ def test_engines_behind_one_server_and_the_death_of_one(start, how):
             answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
             assert answers == [(200, "aaa", None)] * 16
             running = await load(http, server.url, 12, max_tokens=300)
-            engine, *_ = server.engines
+            engine, other = server.engines
             if how == "hangs":
                 running.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
             else:
@@ -245,6 +246,9 @@ def test_engines_behind_one_server_and_the_death_of_one(start, how):
                 await asyncio.to_thread(server.read_log_until, "engine . has given up: the engine has stopped: a bug")
             answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
             assert answers == [(200, "aaa", None)] * 8
+            await asyncio.to_thread(server.read_log_until, "engine . is there again")
+            server.wait_for_children(4)
+            next(each for each in server.engines if each not in (engine, other)).kill()
             await asyncio.to_thread(server.read_log_until, "engine . is there again")
             server.wait_for_children(4)
             server.workers[0].kill()

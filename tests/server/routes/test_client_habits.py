@@ -157,6 +157,14 @@ def test_an_echo_of_token_ids_shows_special_tokens(server, max_tokens):
     assert by_text["logprobs"]["text_offset"][:3] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_an_echo_of_a_text_shows_the_special_tokens_in_it(server, skips):
+    body = {"prompt": "hi<|im_start|>a", "echo": True, "max_tokens": 1, "logprobs": 0, "skip_special_tokens": skips}
+    (choice,) = server.post(COMPLETIONS, body).json()["choices"]
+    assert choice["text"].startswith(body["prompt"])
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 14, 15]
+
+
 def test_lists_mix_texts_and_token_ids(server):
     answer = server.post(COMPLETIONS, {"prompt": ["ab", [70, 71]], "max_tokens": 1}).json()
     assert len(answer["choices"]) == 2
