@@ -165,18 +165,14 @@ def test_two_servers_have_metrics_of_their_own(tokenizer):
         assert metrics(other)["jaxserve:prompt_tokens_total"] == 0
 
 
-def test_probes_do_not_wait_for_generations(server):
+async def test_probes_do_not_wait_for_generations(server):
     server.play = lambda request: Script(token_ids=[], hangs=True)
-
-    async def ask():
-        async with asynchronous(server) as client:
-            waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
-            await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
-            answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            return answers
-
-    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 200]
+    async with asynchronous(server) as client:
+        waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
+        await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
+        answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
     wait_until(lambda: server.client.num_running == 0)

@@ -1,6 +1,5 @@
 """Server-sent events: their grammar, errors after the first byte, and what happens when the client goes."""
 
-import asyncio
 import itertools
 import json
 import socket
@@ -24,15 +23,11 @@ def test_completions_with_the_openai_client(server):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_chat_with_the_async_openai_client(server):
+async def test_chat_with_the_async_openai_client(server):
     server.says("good day")
-
-    async def ask():
-        async with asynchronous(server) as client:
-            stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
-            return [chunk async for chunk in stream]
-
-    chunks = asyncio.run(ask())
+    async with asynchronous(server) as client:
+        stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
+        chunks = [chunk async for chunk in stream]
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "good day"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
