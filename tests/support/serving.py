@@ -107,6 +107,10 @@ class RunningFake(Running):
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         self.play = lambda request: Script(token_ids=token_ids, **options)
 
+    def prompt(self, index: int = -1, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of a prompt that the engine got: the last one, if no other is asked for."""
+        return self.tokenizer.decode(self.client.submitted[index].prompt_token_ids, skip_special_tokens)
+
 
 @contextlib.contextmanager
 def running(
@@ -134,6 +138,11 @@ def serving(frontend: Frontend, **config: Any) -> Iterator[Running]:
     finally:
         server.server.stop()
         assert server.wait() == 0
+
+
+def synchronous(server: Running) -> openai.OpenAI:
+    """Return OpenAI's client, for `with`."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def asynchronous(server: Running) -> openai.AsyncOpenAI:

@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import assert_error, frames, serving
+from serving import assert_error, frames, serving, synchronous
 from waiting import PATIENCE, wait_until
 
 from jaxserve.engine.frontend import Frontend
@@ -136,7 +136,7 @@ def test_a_stream_is_the_answer_in_pieces(server):
 
 
 def test_the_client_parses_what_it_has_asked_for(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         for seed in range(3):
             try:
                 answer = client.chat.completions.parse(

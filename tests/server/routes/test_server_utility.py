@@ -7,8 +7,8 @@ import msgspec
 import openai
 import pytest
 from fake_client import Script
-from serving import asynchronous, running
-from waiting import PATIENCE, wait_until
+from serving import asynchronous, running, synchronous
+from waiting import wait_until
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def test_models_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         (model,) = client.models.list()
         assert (model.id, model.object, model.owned_by) == ("fake", "model", "jaxserve")
         assert model.model_dump()["max_model_len"] == 512

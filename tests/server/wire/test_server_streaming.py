@@ -6,17 +6,16 @@ import socket
 import threading
 
 import httpx
-import openai
 import pytest
 from fake_client import Script
-from serving import asynchronous, frames, running
+from serving import asynchronous, frames, running, synchronous
 from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}
 
 
 def test_completions_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         chunks = list(client.completions.create(model="fake", prompt="abc", max_tokens=7, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabca"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
