@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,6 +83,10 @@ class Running:
         """
         return httpx.request(method, self.url + path, timeout=PATIENCE, verify=False, **options)
 
+    def connection(self) -> socket.socket:
+        """Return a connection to the server, for `with`."""
+        return socket.create_connection(self.server.address, timeout=PATIENCE)
+
     def stream(self, path: str, body: Any, *, on_data: Callable[[bytes], Any] = lambda _: None) -> httpx.Response:
         """Send a request and read its answer as it comes: `on_data` is called with everything received so far."""
         content = b""
@@ -110,6 +115,13 @@ class RunningFake(Running):
     def prompt(self, index: int = -1, *, skip_special_tokens: bool = False) -> str:
         """Return the text of a prompt that the engine got: the last one, if no other is asked for."""
         return self.tokenizer.decode(self.client.submitted[index].prompt_token_ids, skip_special_tokens)
+
+
+def raw_post(path: str, body: Any) -> bytes:
+    """Return a whole request as it is sent on a connection."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    return f"{head}\r\n\r\n".encode() + content
 
 
 @contextlib.contextmanager

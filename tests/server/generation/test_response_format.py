@@ -4,14 +4,13 @@ import concurrent.futures
 import contextlib
 import json
 import re
-import socket
 
 import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import assert_error, frames, serving, synchronous
-from waiting import PATIENCE, wait_until
+from serving import assert_error, frames, raw_post, serving, synchronous
+from waiting import wait_until
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import InvalidRequest
@@ -222,12 +221,8 @@ def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
 
 
 def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_grammars):
-    content = json.dumps({"messages": [USER]} | FORMS["json"]).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
-        connection.sendall(head.encode() + content)
+    with server.connection() as connection:
+        connection.sendall(raw_post(CHAT, {"messages": [USER]} | FORMS["json"]))
         wait_until(lambda: len(slow_grammars.waiting) == 1)
     wait_until(lambda: slow_grammars.waiting[0].cancelled())
 

@@ -1,14 +1,13 @@
 """Server-sent events: their grammar, errors after the first byte, and what happens when the client goes."""
 
 import itertools
-import json
 import socket
 import threading
 
 import httpx
 import pytest
 from fake_client import Script
-from serving import asynchronous, frames, running, synchronous
+from serving import asynchronous, frames, raw_post, running, synchronous
 from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}
@@ -199,12 +198,6 @@ def test_one_failed_prompt_ends_the_others(server):
     wait_until(lambda: server.client.num_running == 0)
 
 
-def post(body):
-    content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return head % len(content) + content
-
-
 def hanging(request):
     return Script(token_ids=[70, 71], hangs=True)
 
@@ -230,8 +223,8 @@ def test_a_client_that_leaves_a_stream_aborts_its_request(server, path, more):
 def test_a_client_that_leaves_while_it_waits_aborts_its_request(server, is_stream, num_tokens):
     server.play = lambda request: Script(token_ids=[70] * num_tokens, hangs=True)
     num_before = server.client.num_output_tokens
-    with socket.create_connection(server.server.address) as connection:
-        connection.sendall(post({"prompt": "a", "stream": is_stream}))
+    with server.connection() as connection:
+        connection.sendall(raw_post("/v1/completions", {"prompt": "a", "stream": is_stream}))
         # Not finished without the stream; with it, nothing at all or nothing more is sent.
         wait_until(lambda: server.client.num_running == 1)
         wait_until(lambda: server.client.num_output_tokens == num_before + num_tokens)
@@ -245,9 +238,9 @@ def test_a_client_that_stops_reading_holds_up_nobody(tokenizer):
 
     with running(tokenizer, client_options={"max_model_len": 512}) as server:
         server.play = play
-        with socket.create_connection(server.server.address) as stuck:
+        with server.connection() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 400}))
+            stuck.sendall(raw_post("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 400}))
             wait_until(lambda: server.client.num_output_tokens > 100)
             answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
             assert answer.json()["usage"]["completion_tokens"] == 5
@@ -262,7 +255,9 @@ def test_a_client_that_reads_too_slowly_loses_its_stream(tokenizer, monkeypatch)
         server.server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel keeps little
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(server.server.address)
-        stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 2 * num_tokens, "logprobs": 20}))
+        stuck.sendall(
+            raw_post("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 2 * num_tokens, "logprobs": 20})
+        )
         wait_until(lambda: bool(server.client.aborted))
         assert server.client.num_running == 0
         assert server.server.state.life.num_inside == 1, "the error waits for the client"
