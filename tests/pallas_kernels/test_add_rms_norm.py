@@ -27,9 +27,9 @@ def arrays(shape, dtype, seed=0):
     )
 
 
-def gain_of(weight, dtype=jnp.float32):
+def gain_of(weight):
     """Return another gain of the same size, in float32 as Gemma has it."""
-    return (2 - weight.astype(jnp.float32)[::-1]).astype(dtype)
+    return 2 - weight.astype(jnp.float32)[::-1]
 
 
 def norm_of(wide, weight):
