@@ -331,7 +331,7 @@ FURTHER_NAMES = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe"), QWEN_MOE),
     "stablelm": {"use_parallel_residual": "use_parallel_residual"},
 }
-"""The same for keys that only some families have."""
+"""Keys that only some families have, by model_type, as in NAMES."""
 
 
 def convert_fields(fields):
