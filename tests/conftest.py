@@ -2,9 +2,11 @@
 slow tests.
 """
 
+import asyncio
 import collections
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import pathlib
@@ -94,6 +96,15 @@ def pytest_runtest_protocol(item):
     is_checked = item.get_closest_marker("slow") is None or item.path.stem == "test_type_checks"
     with contextlib.nullcontext() if is_checked else unchecked():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -109,95 +109,21 @@ PARTS = {
     },
 }
 
-# Modules, or whole packages, in which jax is never loaded.
-NO_JAX = (
-    "jaxserve.__main__",
-    "jaxserve.answers",
-    "jaxserve.arguments",
-    "jaxserve.bench",
-    "jaxserve.chat",
-    "jaxserve.cli",
-    "jaxserve.config",
-    "jaxserve.cpus",
-    "jaxserve.decoding",
-    "jaxserve.engine.client",
-    "jaxserve.engine.early",
-    "jaxserve.engine.embedding",
-    "jaxserve.engine.frontend",
-    "jaxserve.engine.memory",
-    "jaxserve.engine.output",
-    "jaxserve.engine.process",
-    "jaxserve.engine.prompts",
-    "jaxserve.engine.beam_search",
-    "jaxserve.engine.remote",
-    "jaxserve.engine.replicas",
-    "jaxserve.engine.router",
-    "jaxserve.engine.scoring",
-    "jaxserve.engine.sizing",
-    "jaxserve.engine.stream",
-    "jaxserve.engine.subprocesses",
-    "jaxserve.engine.wire",
-    "jaxserve.errors",
-    "jaxserve.execution.programs.workers",
-    "jaxserve.chat_template",
-    "jaxserve.flags",
-    "jaxserve.gpus",
-    "jaxserve.interrupts",
-    "jaxserve.logs",
-    "jaxserve.loading.affixes",
-    "jaxserve.loading.bounds",
-    "jaxserve.loading.builtin",
-    "jaxserve.loading.causality",
-    "jaxserve.loading.classifier",
-    "jaxserve.loading.dequantization",
-    "jaxserve.loading.generation_fields",
-    "jaxserve.loading.gguf",
-    "jaxserve.loading.gguf_config",
-    "jaxserve.loading.gguf_decoder",
-    "jaxserve.loading.gguf_families",
-    "jaxserve.loading.gguf_mixtures",
-    "jaxserve.loading.gguf_keys",
-    "jaxserve.loading.gguf_rope",
-    "jaxserve.loading.gguf_names",
-    "jaxserve.loading.gguf_sources",
-    "jaxserve.loading.gguf_tokenizer",
-    "jaxserve.loading.hub",
-    "jaxserve.loading.json_files",
-    "jaxserve.loading.mistral_pattern",
-    "jaxserve.loading.model_types",
-    "jaxserve.loading.multimodal",
-    "jaxserve.loading.overrides",
-    "jaxserve.loading.partial_files",
-    "jaxserve.loading.pickles",
-    "jaxserve.loading.quantization_files",
-    "jaxserve.loading.reranker",
-    "jaxserve.loading.reranking",
-    "jaxserve.loading.sentence_bert",
-    "jaxserve.loading.sentence_transformers",
-    "jaxserve.loading.tied_head",
-    "jaxserve.loading.tokenizer_files",
-    "jaxserve.loading.torch_activations",
-    "jaxserve.metrics",
-    "jaxserve.parse",
-    "jaxserve.planning.commands",
-    "jaxserve.planning.measured",
-    "jaxserve.planning.times",
-    "jaxserve.progress",
-    "jaxserve.quantization",
-    "jaxserve.request",
-    "jaxserve.sampling_params",
-    "jaxserve.scheduling",
-    "jaxserve.speculation",
-    "jaxserve.server",
-    "jaxserve.structured",
-    "jaxserve.tables",
-    "jaxserve.token_pieces",
-    "jaxserve.unsupported",
-    "jaxserve.vllm_flags",
-    "jaxserve.tokenizer",
-    "jaxserve.values",
-    "pallas_kernels.device.code_values",
-)
+# Modules, or whole packages, in which jax is never loaded, by the package that they are in.
+NO_JAX = {
+    "jaxserve": "__main__ answers arguments bench chat chat_template cli config cpus decoding errors flags gpus "
+    "interrupts logs metrics parse progress quantization request sampling_params scheduling server speculation "
+    "structured tables token_pieces tokenizer unsupported values vllm_flags",
+    "jaxserve.engine": "beam_search client early embedding frontend memory output process prompts remote replicas "
+    "router scoring sizing stream subprocesses wire",
+    "jaxserve.execution.programs": "workers",
+    "jaxserve.loading": "affixes bounds builtin causality classifier dequantization generation_fields gguf "
+    "gguf_config gguf_decoder gguf_families gguf_keys gguf_mixtures gguf_names gguf_rope gguf_sources gguf_tokenizer "
+    "hub json_files mistral_pattern model_types multimodal overrides partial_files pickles quantization_files "
+    "reranker reranking sentence_bert sentence_transformers tied_head tokenizer_files torch_activations",
+    "jaxserve.planning": "commands measured times",
+    "pallas_kernels.device": "code_values",
+}
 RUN_ELSEWHERE = "jaxserve.bench.peers."  # scripts for other interpreters, with packages that are not installed here
 JAX = {"jax", "jaxlib", "optax", "orbax"}
 
@@ -285,7 +211,8 @@ def _is_ours(module: str) -> bool:
 
 
 def _is_free_of_jax(module: str) -> bool:
-    return module == "jaxserve" or any(module == name or module.startswith(f"{name}.") for name in NO_JAX)
+    packages = [f"{package}.{name}." for package, names in NO_JAX.items() for name in names.split()]
+    return module == "jaxserve" or f"{module}.".startswith(tuple(packages))
 
 
 @pytest.fixture(scope="module")

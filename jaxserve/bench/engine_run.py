@@ -3,6 +3,7 @@
 Prints one JSON line: an EngineRun.
 """
 
+import contextlib
 import pathlib
 import sys
 import tempfile
@@ -60,16 +61,13 @@ def run(spec: RunSpec) -> EngineRun:
     """Start an engine, submit all jobs at once and wait until the last one has finished."""
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(spec.engine)
-    try:
+    with contextlib.closing(LocalEngineClient.start(spec.engine)) as client:
         complete(client, spec.jobs[:1], prefix="warmup")
         before = client.stats()
         start, cpu_start = time.perf_counter(), time.process_time()
         snapshots = complete(client, spec.jobs, prefix="job")
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         after = client.stats()
-    finally:
-        client.close()
     return EngineRun(
         seconds=seconds,
         cpu_seconds=cpu_seconds,

@@ -1,5 +1,6 @@
 """`jaxserve bench full-load`: tokens a second when all requests are there at the start, beside a peer's table."""
 
+import contextlib
 import json
 import pathlib
 import statistics
@@ -49,9 +50,8 @@ def run(
     """
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(config, progress=True)
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
-    try:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
         rows, longest = [], client.info.max_model_len
         if too_long := [str(setting) for setting in settings if setting.input_len + setting.output_len > longest]:
             raise InvalidRequest(f"max_model_len is {longest}: no room for {', '.join(too_long)}", param="settings")
@@ -59,8 +59,6 @@ def run(
             rows.append(_measure(client, setting, peer=peer, bandwidth=bandwidth))
             print(" ".join(rows[-1]), file=sys.stderr, flush=True)
         return f"KV in {client.info.kv_dtype}, {client.info.kv_cache_bytes / 2**30:.1f} GiB\n\n{table(HEADER, rows)}"
-    finally:
-        client.close()
 
 
 def _measure(

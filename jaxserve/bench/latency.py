@@ -2,6 +2,7 @@
 peer).
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -134,12 +135,12 @@ def run(
     from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
-    client = LocalEngineClient.start(config, progress=True)
+    engine = LocalEngineClient.start(config, progress=True)
     started = time.perf_counter() - start
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
     rows, batches = [], []
-    try:
+    with contextlib.closing(engine) as client:
         in_use = bytes_in_use()
         for shape in shapes:
             measured = _measure(client, shape, profile=profile)
@@ -160,8 +161,6 @@ def run(
                 batches=batches,
             )
             save_json.write_bytes(msgspec.json.encode(found))
-    finally:
-        client.close()
     return f"ready after {started:.1f} s\n\n" + table(HEADER, rows)
 
 
@@ -190,15 +189,12 @@ def _rates(config: EngineConfig, shapes: list[BatchShape]) -> Iterator[tuple[Bat
     """Yield tokens a second of prompts and of output for each shape, and the bytes of all weights."""
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(config, progress=True)
-    try:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
         for shape in shapes:
             measured = _measure(client, shape, profile=False)
             prefill = shape.batch_size * shape.input_len / measured.prefill
             output = shape.batch_size / (measured.per_token or measured.total)
             yield shape, (prefill, output), client.info.total_weight_bytes
-    finally:
-        client.close()
 
 
 def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -> Measurement:

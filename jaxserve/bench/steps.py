@@ -1,5 +1,6 @@
 """`jaxserve bench steps`: the duration of each step of a batch, and the GPU kernels that run in it."""
 
+import contextlib
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator
@@ -27,14 +28,11 @@ def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Ite
     """
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(config, progress=True)
-    try:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
         for shape in shapes:
             yield _steps(client, shape)
             if profile:
                 yield _kernels(client, shape)
-    finally:
-        client.close()
 
 
 def grouped(steps: Iterable[Step]) -> list[list[Step]]:

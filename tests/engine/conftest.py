@@ -1,8 +1,6 @@
 """Tokenizers, front ends on scripted engines, and such an engine behind the wire."""
 
-import asyncio
 import contextlib
-import inspect
 
 import pytest
 import tiny_tokenizer
@@ -41,12 +39,3 @@ def engine():
     engine = Engine()
     yield engine
     engine.close()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-    return True

@@ -1,6 +1,5 @@
 """Models with a classification head, against transformers: `classifiers/make.py` makes them and what they answer."""
 
-import asyncio
 import json
 import pathlib
 import shutil
@@ -59,13 +58,10 @@ def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
 
 
 @pytest.mark.slow
-def test_an_event_loop_awaits_the_same(tokenizer_folder):
-    async def classify():
-        options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}
-        async with AsyncLLM(str(CLASSIFIERS / "gpt2"), **options) as llm:
-            return await llm.classify({"prompt_token_ids": PROMPTS[0]})
-
-    output = asyncio.run(classify())
+async def test_an_event_loop_awaits_the_same(tokenizer_folder):
+    options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}
+    async with AsyncLLM(str(CLASSIFIERS / "gpt2"), **options) as llm:
+        output = await llm.classify({"prompt_token_ids": PROMPTS[0]})
     np.testing.assert_allclose(output.probs, PROBS["gpt2"](np.array(GOLDENS["logits"]["gpt2"][0])), atol=1e-5)
     assert output.prompt_token_ids == PROMPTS[0]
 

@@ -1,6 +1,8 @@
 """The engine behind its client, in a thread: submit, abort, refuse, die, close, from any thread."""
 
 import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import pathlib
 import queue
@@ -41,19 +43,22 @@ CONFIG = EngineConfig(
 )
 
 
+def start(**changes):
+    """Start an engine, which the block that it is for closes."""
+    return contextlib.closing(LocalEngineClient.start(dataclasses.replace(CONFIG, **changes)))
+
+
 @pytest.fixture
 def own_client():
     """An engine that the test may break."""
-    client = LocalEngineClient.start(CONFIG)
-    yield client
-    client.close()
+    with start() as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def shared_client():
-    client = LocalEngineClient.start(CONFIG)
-    yield client
-    client.close()
+    with start() as client:
+        yield client
 
 
 @pytest.fixture
@@ -166,16 +171,13 @@ def test_what_can_never_run_is_refused_at_once(client):
 
 
 def test_queue_limit():
-    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 2}))
-    try:
+    with start(max_num_waiting=2) as client:
         with pytest.raises(QueueFull, match="at most 2") as refusal:
             client.submit([request(f"r{i}", [1], 2) for i in range(3)], print)
         assert refusal.value.retry_after == 1
         outputs = queue.SimpleQueue()
         client.submit([request(f"r{i}", [1], 2) for i in range(2)], outputs.put)
         collect(outputs, ["r0", "r1"])
-    finally:
-        client.close()
 
 
 @pytest.mark.slow
@@ -183,7 +185,7 @@ def test_how_long_a_full_queue_lasts(monkeypatch):
     """The refusal says in how many seconds as many requests will have left as are waiting, by the engine's own
     clock.
     """
-    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 40, "max_num_seqs": 1}))
+    client = LocalEngineClient.start(dataclasses.replace(CONFIG, max_num_waiting=40, max_num_seqs=1))
     is_last, go_on = threading.Event(), threading.Event()
     step = client._engine.step
 
@@ -216,7 +218,7 @@ def test_how_long_a_full_queue_lasts(monkeypatch):
 @pytest.mark.slow
 def test_preempted_requests_count_as_waiting(monkeypatch):
     """The limit is held against the queue as it is, and a refusal is the caller's alone."""
-    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"max_num_waiting": 2, "kv_cache_memory": 2**16}))
+    client = LocalEngineClient.start(dataclasses.replace(CONFIG, max_num_waiting=2, kv_cache_memory=2**16))
     has_preempted, go_on = threading.Event(), threading.Event()
     step = client._engine.step
 
@@ -243,7 +245,7 @@ def test_preempted_requests_count_as_waiting(monkeypatch):
 
 def test_a_pool_smaller_than_a_request():
     with pytest.raises(OutOfMemory, match="max_model_len is 64"):
-        LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"kv_cache_memory": 1000}))
+        start(kv_cache_memory=1000)
 
 
 def test_reset_prefix_cache(client):
@@ -345,7 +347,7 @@ def test_close_ends_what_runs():
 )
 def test_start_errors_are_one_line(options, error, message):
     with pytest.raises(error, match=message) as failure:
-        LocalEngineClient.start(EngineConfig(**vars(CONFIG) | options))
+        start(**options)
     assert "\n" not in str(failure.value)
 
 
@@ -370,7 +372,7 @@ def test_only_a_gpu_has_a_limit_by_default(monkeypatch, platform, given, timeout
 def test_a_step_that_never_ends(hangs, monkeypatch):
     """A step that is slow to compile does not count as one."""
     monkeypatch.setattr(local, "WATCH_INTERVAL", 0.05)
-    client = LocalEngineClient.start(EngineConfig(**vars(CONFIG) | {"watchdog_timeout": 0.5}))
+    client = LocalEngineClient.start(dataclasses.replace(CONFIG, watchdog_timeout=0.5))
     outputs, is_back = queue.SimpleQueue(), threading.Event()
     client.submit([request("before", [1], 2)], outputs.put)  # nothing is compiled yet
     assert len(collect(outputs, ["before"])["before"]) == 2

@@ -1,6 +1,7 @@
 """Steps that other processes have lowered, or that were on disk, are those that this process would have made."""
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import pathlib
@@ -253,11 +254,8 @@ def test_options_of_jax_hold_in_workers_and_on_disk(tmp_path):
     program = builder.shapes.largest
 
     def lower():
-        lowering = Lowering(builder, folder=tmp_path, num_workers=1)
-        try:
+        with contextlib.closing(Lowering(builder, folder=tmp_path, num_workers=1)) as lowering:
             return lowering.lower(program, NUM_BLOCKS).as_text().count("HIGHEST"), lowering.num_found
-        finally:
-            lowering.close()
 
     by_default = builder.lower(program, NUM_BLOCKS).as_text().count("HIGHEST")
     assert lower() == (by_default, 0)
@@ -313,8 +311,7 @@ def test_nothing_is_lowered_after_the_end(caplog):
 def test_one_worker_that_is_killed_costs_one_step(caplog):
     builder = make_builder()
     programs = builder.shapes.programs[-3:]
-    lowering = Lowering(builder, folder=None, num_workers=2)
-    try:
+    with contextlib.closing(Lowering(builder, folder=None, num_workers=2)) as lowering:
         lowering.lower(programs[0], NUM_BLOCKS)
         process = lowering._idle.queue[-1]._process  # the next to work
         process.kill()
@@ -324,8 +321,6 @@ def test_one_worker_that_is_killed_costs_one_step(caplog):
         assert caplog.text.count("lowered in this process: its worker has gone") == 1
         assert all(worker._process.poll() is None for worker in lowering._workers)
         assert len(lowering._workers) == lowering._idle.qsize() == 2
-    finally:
-        lowering.close()
 
 
 @pytest.mark.slow
@@ -333,11 +328,8 @@ def test_what_is_printed_in_a_worker_is_no_answer(tmp_path, monkeypatch, caplog,
     (tmp_path / "sitecustomize.py").write_text("import os; print('hello'); os.write(1, b'descriptor 1')")
     monkeypatch.syspath_prepend(tmp_path)
     builder = make_builder()
-    lowering = Lowering(builder, folder=None, num_workers=1)
-    try:
+    with contextlib.closing(Lowering(builder, folder=None, num_workers=1)) as lowering:
         lowering.lower(builder.shapes.programs[-1], NUM_BLOCKS)
-    finally:
-        lowering.close()
     assert not caplog.text
     captured = capfd.readouterr()
     assert "hello" in captured.err
@@ -350,12 +342,9 @@ def test_a_step_that_cannot_be_lowered_is_an_error_here():
     """With the error of this process, whatever the worker has said."""
     spec = lowering_module.msgspec.structs.replace(SPEC, kernels="sm90")  # which want 16 bits
     builder = make_builder(spec)
-    lowering = Lowering(builder, folder=None, num_workers=1)
-    try:
-        with pytest.raises(NotImplementedError, match="float32"):
-            lowering.lower(builder.shapes.largest, NUM_BLOCKS)
-    finally:
-        lowering.close()
+    closing = contextlib.closing(Lowering(builder, folder=None, num_workers=1))
+    with closing as lowering, pytest.raises(NotImplementedError, match="float32"):
+        lowering.lower(builder.shapes.largest, NUM_BLOCKS)
 
 
 @pytest.mark.slow

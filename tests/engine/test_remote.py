@@ -25,17 +25,13 @@ from jaxserve.request import EngineOutput, EngineRequest, Refusal, TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
 
 
-def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):
-    async def run():
-        async with connected(engine, "x", "y") as (x, y):
-            ours, theirs = Sink(), Sink()
-            x.submit([request("a"), request("b", prompt=(9, 10, 11))], ours)
-            y.submit([request("c", prompt=(3, 4))], theirs)
-            await until(lambda: len(ours.reasons) == 2 and len(theirs.reasons) == 1)
-            assert x.info == engine.client.info
-            return ours, theirs
-
-    ours, theirs = asyncio.run(run())
+async def test_tokens_of_many_requests_arrive_in_one_message_a_step(engine):
+    async with connected(engine, "x", "y") as (x, y):
+        ours, theirs = Sink(), Sink()
+        x.submit([request("a"), request("b", prompt=(9, 10, 11))], ours)
+        y.submit([request("c", prompt=(3, 4))], theirs)
+        await until(lambda: len(ours.reasons) == 2 and len(theirs.reasons) == 1)
+        assert x.info == engine.client.info
     assert ours.tokens("a") == [5, 6, 7, 8]
     assert ours.tokens("b") == [9, 10, 11]
     assert theirs.tokens("c") == [3, 4]
@@ -82,20 +78,16 @@ def test_an_output_arrives_as_it_was_sent():
         RequestFailed("NaN"),
     ],
 )
-def test_a_refusal_comes_as_the_error_it_was(engine, error):
+async def test_a_refusal_comes_as_the_error_it_was(engine, error):
     engine.client.refusal = error
-
-    async def run():
-        async with connected(engine, "x") as (x,):
-            sink = Sink()
-            x.submit([request("a"), request("b")], sink)
-            await until(lambda: len(sink.reasons) == 2)
-            engine.client.refusal = None
-            x.submit([request("a")], sink)  # its id is free again
-            await until(lambda: bool(sink.tokens("a")))
-            return sink
-
-    refusal = asyncio.run(run()).outputs[0].refusal
+    async with connected(engine, "x") as (x,):
+        sink = Sink()
+        x.submit([request("a"), request("b")], sink)
+        await until(lambda: len(sink.reasons) == 2)
+        engine.client.refusal = None
+        x.submit([request("a")], sink)  # its id is free again
+        await until(lambda: bool(sink.tokens("a")))
+        refusal = sink.outputs[0].refusal
     assert type(refusal.error()) is type(error)
     assert str(refusal.error()) == str(error)
     assert vars(refusal.error()) == vars(error)

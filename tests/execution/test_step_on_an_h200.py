@@ -1,5 +1,6 @@
 """Programs of Llama 3 8B and of experts, compiled for an H200 that is not there: what only a GPU used to show."""
 
+import contextlib
 import functools
 import math
 import re
@@ -92,6 +93,19 @@ def forward_of_8192_tokens(builder):
     return Forward(bucket_of(builder, 8192), is_decode_only=False)
 
 
+def assert_sound(program, thunks=DRAWING, pool=POOL):
+    """Check that a program is launched so, spills nothing, and copies no pool of this shape."""
+    assert program.thunks == thunks
+    assert program.spill_bytes == 0
+    assert program.copies_of(pool) == []
+
+
+def rounded(fields, scheme):
+    """Return the scheme of each weight that rounding to it would round."""
+    family = get_family(fields)
+    return dict.fromkeys(rounded_to(family.param_specs(family.config(fields)), scheme), scheme)
+
+
 def assert_no_matmul_is_tried_out(program):
     """Check that XLA has no matmul of its own: it would time variants of it, which took most of a cold start."""
     text = program.compiled.as_text()
@@ -107,9 +121,7 @@ def assert_no_matmul_is_tried_out(program):
 )
 def test_decode_step(num_rows, launches_per_layer, num_layers):
     program = compile_llama(decode_of(num_rows), num_layers)
-    assert program.thunks == DRAWING
-    assert program.spill_bytes == 0
-    assert program.copies_of(POOL) == []
+    assert_sound(program)
     assert program.num_launches <= launches_per_layer * num_layers + 32
     # Logits in float32, a copy of them, and some vectors a row.
     assert program.temp_bytes < 2**20 + num_rows * (2 * 128_256 * 4 + 200_000)
@@ -142,9 +154,7 @@ def test_biases_of_qkv_are_one_launch_more():
     """Qwen 2's biases are added between the kernels of two layers."""
     builder = make_builder(LLAMA_3_8B | {"model_type": "qwen2", "num_hidden_layers": FEW})
     program = compile_program(builder, decode_of(16)(builder))
-    assert program.thunks == DRAWING
-    assert program.spill_bytes == 0
-    assert program.copies_of(POOL) == []
+    assert_sound(program)
     assert program.num_launches <= 2 * FEW + 32
     assert_no_matmul_is_tried_out(program)
 
@@ -161,9 +171,7 @@ def test_norms_around_blocks_are_two_launches_a_layer():
     }
     builder = make_builder(fields)
     program = compile_program(builder, decode_of(16)(builder))
-    assert program.thunks == DRAWING
-    assert program.spill_bytes == 0
-    assert program.copies_of(POOL) == []
+    assert_sound(program)
     # The others: rotation and KV write, attention, four matmuls, sums of parts of three of these, an activation.
     assert program.num_launches <= 12 * 3 + 24
 
@@ -217,9 +225,7 @@ def test_prompts_on_two():
     pool = (NUM_BLOCKS, 4, 16, 128)
     assert_launched_in_three(*compile_both(builder, 128), pool)
     program = compile_llama(lambda builder: builder.shapes.largest, 1, num_devices=2)
-    assert program.thunks == {"kCommandBuffer": 1}
-    assert program.spill_bytes == 0
-    assert program.copies_of(pool) == []
+    assert_sound(program, {"kCommandBuffer": 1}, pool)
 
 
 @pytest.mark.slow
@@ -228,9 +234,7 @@ def test_decode_step_on_two():
     norms.
     """
     program = compile_llama(decode_of_64_rows, FEW, num_devices=2)
-    assert program.spill_bytes == 0
-    assert program.copies_of((NUM_BLOCKS, 4, 16, 128)) == []
-    assert program.thunks == DRAWING
+    assert_sound(program, pool=(NUM_BLOCKS, 4, 16, 128))
     assert program.num_launches <= 8 * FEW + 36
 
 
@@ -239,8 +243,7 @@ def test_decode_step_with_experts():
     fields = QWEN3_30B_A3B | {"num_hidden_layers": 1}
     builder = make_builder(fields)
     program = compile_program(builder, PlainDecode(bucket_of(builder, 16)))
-    assert program.thunks == DRAWING
-    assert program.spill_bytes == 0
+    assert_sound(program)
     X, F, E = fields["num_experts"], fields["moe_intermediate_size"], fields["hidden_size"]
     for shape in ((X, 2, F, E), (X, 2 * F, E), (X, E, F), (2 * X, F, E)):
         assert program.copies_of(shape) == []
@@ -284,10 +287,8 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     """
     num_layers = 2
     fields = LLAMA_3_8B | {"num_hidden_layers": num_layers}
-    family = get_family(fields)
     scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
-    specs = family.param_specs(family.config(fields))
-    builder = make_builder(fields, schemes=dict.fromkeys(rounded_to(specs, Scheme(codes="fp8")), scheme))
+    builder = make_builder(fields, schemes=dict.fromkeys(rounded(fields, Scheme(codes="fp8")), scheme))
     program = compile_program(builder, make(builder))
     assert program.spill_bytes == 0
     text = program.compiled.as_text()
@@ -310,16 +311,13 @@ HELD = {
 def test_steps_with_codes_of_experts(held, num_tokens):
     """The codes are read where they are: nothing of the size of an expert's weights is written."""
     fields, scheme = HELD[held]
-    family = get_family(fields)
-    specs = family.param_specs(family.config(fields))
-    schemes = {name: scheme for name in rounded_to(specs, scheme) if "experts" in name or held == "fp8"}
+    schemes = {name: each for name, each in rounded(fields, scheme).items() if "experts" in name or held == "fp8"}
     builder = make_builder(fields, schemes=schemes)
     bucket = bucket_of(builder, num_tokens)
     program = compile_program(
         builder, PlainDecode(bucket) if num_tokens == 16 else Forward(bucket, is_decode_only=False)
     )
-    assert program.spill_bytes == 0
-    assert program.thunks == (DRAWING if num_tokens == 16 else {"kCommandBuffer": 1})
+    assert_sound(program, DRAWING if num_tokens == 16 else {"kCommandBuffer": 1})
     weights = builder.model.params["layers"][0]["mlp"]["experts"]
     for leaf in jax.tree.leaves(weights):
         assert program.copies_of(leaf.shape) == []
@@ -339,12 +337,9 @@ def test_steps_with_codes_of_experts(held, num_tokens):
 def test_prompts_with_codes_of_matrices(scheme, num_devices):
     """Each device multiplies by its codes where they are, also by those with minimums."""
     fields = LLAMA_3_8B | {"num_hidden_layers": 1}
-    family = get_family(fields)
-    schemes = dict.fromkeys(rounded_to(family.param_specs(family.config(fields)), scheme), scheme)
-    builder = make_builder(fields, num_devices, schemes=schemes)
+    builder = make_builder(fields, num_devices, schemes=rounded(fields, scheme))
     program = compile_program(builder, forward_of_512_tokens(builder))
-    assert program.spill_bytes == 0
-    assert program.thunks == {"kCommandBuffer": 1}
+    assert_sound(program, {"kCommandBuffer": 1})
     assert "wide_grouped_codes" in {kernel.name for kernel in program.kernels}
 
 
@@ -358,8 +353,7 @@ def test_other_families_have_no_sums_of_xla_on_two(fields):
     """OLMo 2 is an exception: its norms are over the heads of all devices."""
     builder = make_builder(fields | {"num_hidden_layers": 1}, num_devices=2)
     program = compile_program(builder, PlainDecode(bucket_of(builder, 16)))
-    assert program.thunks == DRAWING
-    assert program.spill_bytes == 0
+    assert_sound(program)
 
 
 @pytest.mark.slow
@@ -454,11 +448,8 @@ def test_a_program_lowered_by_a_worker(make, num_layers, num_devices, caplog):
     """A worker's program equals this process's, and changes KV and slots in place."""
     builder = llama(num_layers, num_devices)
     to_lower = make(builder)
-    lowering = Lowering(builder, folder=None, num_workers=1)
-    try:
+    with contextlib.closing(Lowering(builder, folder=None, num_workers=1)) as lowering:
         lowered = lowering.lower(to_lower, NUM_BLOCKS)
-    finally:
-        lowering.close()
     program = compile_lowered(lambda: lowered, compiler_options=to_lower.compiler_options(builder.model))
     expected = compile_llama(make, num_layers, num_devices)
     assert "in this process" not in caplog.text

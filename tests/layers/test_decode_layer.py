@@ -20,6 +20,8 @@ from decode_cases import (
     make_mesh,
     make_model,
     make_params,
+    placed,
+    random_pools,
     split,
 )
 from depths import quick_first, quick_only
@@ -68,17 +70,12 @@ from pallas_kernels.peers import allocate_peer_buffers
 )
 def test_equals_the_decoder(monkeypatch, model_type, num_devices, kernel):
     family, config, params = make_model(model_type)
-    rng = np.random.default_rng(0)
-    shape = (NUM_BLOCKS, max(2, num_devices or 1), BLOCK_SIZE, 16)  # as many heads as devices, if those are more
-    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(3)]
-    batch = make_batch([5, 1, 12, 8, 0])
-    given = params, batch, make_cache(pools)
+    pools = random_pools(3, max(2, num_devices or 1))  # as many heads as devices, if those are more
+    given = params, make_batch([5, 1, 12, 8, 0]), make_cache(pools)
     mesh = None
     if num_devices is not None:
         mesh = make_mesh(num_devices)
-        axis = "tensor" if num_devices > 1 else None
-        whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, axis)))
-        given = split(params, family, config, mesh), *jax.device_put(given[1:], (whole, by_head))
+        given = split(params, family, config, mesh), *placed(*given[1:], mesh)
 
     @jax.jit
     def forward(params, batch, kv_cache):
@@ -116,17 +113,13 @@ def test_codes_equal_the_decoder(monkeypatch, num_devices):
     family, config, params = make_model("llama")
     specs = family.param_specs(config)
     specs = with_schemes(specs, rounded_to(specs, Scheme(codes="int4", group_size=32)), dtype=np.dtype(np.float32))
-    mesh, rng = make_mesh(num_devices), np.random.default_rng(0)
-    axis = "tensor" if num_devices > 1 else None
-    whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, axis)))
-    shape = (NUM_BLOCKS, max(2, num_devices), BLOCK_SIZE, 16)
-    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(3)]
+    mesh = make_mesh(num_devices)
     held = jax.tree.map(
         lambda spec, weight, layout: put(spec, layout, np.asarray(*jax.tree.leaves(weight))),
         *(specs, params, layouts(specs, mesh)),
         is_leaf=lambda node: isinstance(node, ParamSpec),
     )
-    given = jax.device_put((make_batch([5, 1, 12, 8]), make_cache(pools)), (whole, by_head))
+    given = placed(make_batch([5, 1, 12, 8]), make_cache(random_pools(3, max(2, num_devices))), mesh)
 
     def run():
         jax.clear_caches()  # what kernels take is no argument
@@ -231,15 +224,11 @@ def test_layers_of_many_kinds_and_parts_of_them_equal_the_decoder(monkeypatch, n
     family = replace(smollm3.FAMILY, layers=mixed_layers)
     fields = FIELDS | {"head_dim": 16, "num_hidden_layers": 9, "use_sliding_window": True, "sliding_window": 3}
     config = family.config(fields)
-    params, mesh, rng = make_params(family, config), None, np.random.default_rng(0)
-    shape = (NUM_BLOCKS, 2, BLOCK_SIZE, 16)
-    pools = [PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(9)]
-    batch, cache = make_batch([5, 1, 12, 8, 0]), make_cache(pools)
+    params, mesh = make_params(family, config), None
+    batch, cache = make_batch([5, 1, 12, 8, 0]), make_cache(random_pools(9))
     if num_devices is not None:
         mesh = make_mesh(num_devices)
-        whole, by_head = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(None, "tensor")))
-        params = split(params, family, config, mesh)
-        batch, cache = jax.device_put((batch, cache), (whole, by_head))
+        params, (batch, cache) = split(params, family, config, mesh), placed(batch, cache, mesh)
 
     def run(batch, cuts):
         jax.clear_caches()  # what kernels take is no argument

@@ -34,9 +34,7 @@ def make_step(rng, decodes, prefills, *, num_tokens, max_rows, max_blocks=16):
     query_starts = np.full(max_rows + 1, sum(counts), np.int32)
     query_starts[: len(lens) + 1] = np.cumsum([0, *counts])
     seq_lens = np.array(lens + [0] * (max_rows - len(lens)), np.int32)
-    *after, tables = make_pages(
-        rng, seq_lens, max_blocks=max_blocks, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE
-    )
+    *after, tables = make_pages(rng, seq_lens, KV_HEADS, HEAD_DIM, block_size=BLOCK_SIZE, max_blocks=max_blocks)
     q = rng.standard_normal((num_tokens, HEADS, HEAD_DIM)).astype(np.float32)
     q[sum(counts) :] = np.nan
     want = ragged_prefill_attention_reference(

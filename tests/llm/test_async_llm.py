@@ -27,63 +27,50 @@ def llm(client, tokenizer):
     llm.close()
 
 
-def run(client, tokenizer, work):
-    async def main():
-        async with AsyncLLM.from_frontend(Frontend(client, tokenizer, seed=0)) as llm:
-            return await work(llm)
-
-    return asyncio.run(main())
+@pytest.fixture
+def opened(client, tokenizer):
+    """An AsyncLLM, for `async with`."""
+    return AsyncLLM.from_frontend(Frontend(client, tokenizer, seed=0))
 
 
 async def text_of(outputs):
     return "".join([output.outputs[0].text async for output in outputs])
 
 
-def test_requests_stream_side_by_side(client, tokenizer):
-    async def work(llm):
-        params = SamplingParams(max_tokens=6)
-        return await asyncio.gather(*(text_of(llm.generate(prompt, params)) for prompt in ("abc", "xy", "q")))
-
-    assert run(client, tokenizer, work) == ["bcbcbc", "yyyyyy", "qqqqqq"]  # without the first token
-
-
-def test_chats_and_vectors(client, tokenizer):
-    async def work(llm):
-        text = await text_of(llm.chat([USER], SamplingParams(max_tokens=3)))
-        vector = await llm.embed("abc", normalize=False)
-        return text, vector, llm.get_default_sampling_params(), llm.get_tokenizer()
-
-    text, vector, params, same = run(client, tokenizer, work)
-    assert len(text) == 3
-    assert vector.embedding.shape == (4,)
-    assert params == SamplingParams()
-    assert same is tokenizer
+async def test_requests_stream_side_by_side(opened):
+    params = SamplingParams(max_tokens=6)
+    async with opened as llm:
+        texts = await asyncio.gather(*(text_of(llm.generate(prompt, params)) for prompt in ("abc", "xy", "q")))
+    assert texts == ["bcbcbc", "yyyyyy", "qqqqqq"]  # without the first token
 
 
-def test_leaving_a_stream_aborts_its_request(tokenizer):
+async def test_chats_and_vectors(opened, tokenizer):
+    async with opened as llm:
+        assert len(await text_of(llm.chat([USER], SamplingParams(max_tokens=3)))) == 3
+        assert (await llm.embed("abc", normalize=False)).embedding.shape == (4,)
+        assert llm.get_default_sampling_params() == SamplingParams()
+        assert llm.get_tokenizer() is tokenizer
+
+
+async def test_leaving_a_stream_aborts_its_request(tokenizer):
     client = FakeEngineClient(lambda request: Script(token_ids=[65], hangs=True))
-
-    async def work(llm):
+    async with AsyncLLM.from_frontend(Frontend(client, tokenizer, seed=0)) as llm:
         outputs = llm.generate("a", SamplingParams(max_tokens=9))
         async for _ in outputs:
             break
         await outputs.aclose()
-        return list(client.aborted)
-
-    assert len(run(client, tokenizer, work)) == 1
+        assert len(client.aborted) == 1
 
 
-def test_mistakes_are_raised_where_they_are_awaited(client, tokenizer):
-    async def work(llm):
+async def test_mistakes_are_raised_where_they_are_awaited(opened):
+    async with opened as llm:
         with pytest.raises(InvalidRequest, match="context"):
             await text_of(llm.generate([65] * 10**5))
         with pytest.raises(TypeError, match="chat has no option 'tool'; did you mean 'tools'"):
             await text_of(llm.chat([USER], tool=[]))
         with pytest.raises(InvalidRequest, match="dimensions must be in"):
             await llm.embed("a", dimensions=5)
-        return await text_of(llm.generate("ab", SamplingParams(max_tokens=2)))
-
-    assert run(client, tokenizer, work) == "bb"
+        assert await text_of(llm.generate("ab", SamplingParams(max_tokens=2))) == "bb"
 
 
 def test_token_ids_may_be_given_by_name(llm):

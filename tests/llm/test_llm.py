@@ -1,6 +1,5 @@
 """LLM over an engine that plays scripts: prompts, streams, chats, vectors, and the end of an LLM."""
 
-import asyncio
 import gc
 import logging
 import signal
@@ -137,13 +136,9 @@ class TestGenerate:
         assert "2/2" in shown
         assert "tok/s" in shown
 
-    def test_inside_a_running_event_loop(self, start):
+    async def test_inside_a_running_event_loop(self, start):
         llm, _ = start()
-
-        async def cell():
-            return llm.generate("abc", SamplingParams(max_tokens=2))
-
-        assert texts(asyncio.run(cell())) == ["bc"]
+        assert texts(llm.generate("abc", SamplingParams(max_tokens=2))) == ["bc"]
 
     def test_from_several_threads(self, start):
         llm, _ = start()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from depths import quick_only
 from golden_folder import GOLDENS
-from golden_models import full_logits, golden_error
+from golden_models import full_logits, golden_error, load_model
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams
@@ -36,19 +36,6 @@ LLAMA = {
 }
 
 
-def load(path):
-    fields = load_config(path)
-    family = get_family(fields)
-    config = family.config(fields)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    return (
-        load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False),
-        config,
-        family,
-        mesh,
-    )
-
-
 def tensors_of(golden):
     """Read the tensors of all of a golden's files: bytes, or float32, since the `gguf` package knows no bfloat16."""
     return {
@@ -56,6 +43,10 @@ def tensors_of(golden):
         for path in (GOLDENS / golden).glob("*.safetensors")
         for name, x in load_file(path).items()
     }
+
+
+def assert_same_weights(path, other):
+    jax.tree.map(np.testing.assert_array_equal, load_model(path)[0], load_model(other)[0])
 
 
 def random_llama():
@@ -95,7 +86,7 @@ TESTED = (
 def test_logits_of_the_safetensors(tmp_path, name):
     fields = json.loads((GOLDENS / name / "config.json").read_text())
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name))
-    params, config, family, mesh = load(tmp_path / "m.gguf")
+    params, config, family, mesh = load_model(tmp_path / "m.gguf")
     golden = params, config, family, np.load(GOLDENS / name / "golden.npz"), mesh
     assert golden_error(full_logits(golden), golden) < 1e-5
 
@@ -231,7 +222,7 @@ def test_config_and_weights_of_random_safetensors(tmp_path, name):
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(fields))
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=metadata)
-    params, config, family, mesh = load(tmp_path / "m.gguf")
+    params, config, family, mesh = load_model(tmp_path / "m.gguf")
     assert config == family.config(fields)
     whole = load_weights(tmp_path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=3e-7), params, whole)
@@ -241,7 +232,7 @@ def test_config_and_weights_of_random_safetensors(tmp_path, name):
         parts = [converted.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
         converted[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
     gguf_files.write(tmp_path / "fused.gguf", keys.pop("general.architecture"), keys, converted)
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "fused.gguf")[0], params)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "fused.gguf")[0], params)
 
 
 @pytest.mark.parametrize("name", FIELDS_COMPARED)
@@ -252,7 +243,7 @@ def test_config_and_weights_of_the_safetensors(tmp_path, name):
     if is_recorded:
         fields = in_float32(load_config(GOLDENS / name)) | unsaid
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED[name])
-    params, config, family, mesh = load(tmp_path / "m.gguf")
+    params, config, family, mesh = load_model(tmp_path / "m.gguf")
     epsilons = ("rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
     fields |= {key: float(np.float32(fields[key])) for key in epsilons if key in fields} | unsaid
     assert config == family.config(fields | {"query_pre_attn_scalar": fields.get("head_dim")})
@@ -307,7 +298,7 @@ def test_what_makes_keys_and_values_of_latents_whole(tmp_path, name):
         keys[length] = keys.pop(f"{length}_mla")
     keys = {f"deepseek2.{key}": value for key, value in keys.items()}
     gguf_files.write(tmp_path / "whole.gguf", "deepseek2", keys, converted)
-    split, whole = load(tmp_path / "split.gguf"), load(tmp_path / "whole.gguf")
+    split, whole = load_model(tmp_path / "split.gguf"), load_model(tmp_path / "whole.gguf")
     assert whole[1] == split[1]
     jax.tree.map(np.testing.assert_array_equal, whole[0], split[0])
 
@@ -320,7 +311,7 @@ def test_keys_and_values_of_layers_that_read_others_are_left_out(tmp_path, caplo
         unused[f"model.layers.5.self_attn.{module}"] = 2 * tensors[f"model.layers.3.self_attn.{module}"]
     gguf_files.write_model(tmp_path / "more.gguf", fields, tensors | unused)
     with caplog.at_level(logging.INFO):
-        jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "more.gguf")[0], load(tmp_path / "m.gguf")[0])
+        assert_same_weights(tmp_path / "more.gguf", tmp_path / "m.gguf")
     assert "4 tensors of layers that read the keys and values of others are left out" in caplog.text
 
 
@@ -334,7 +325,7 @@ def test_queries_keys_and_values_of_chatglm_in_one(tmp_path):
             parts = [converted.pop(f"blk.{index}.attn_{part}.{leaf}") for part in "qkv"]
             converted[f"blk.{index}.attn_qkv.{leaf}"] = np.concatenate(parts)
     gguf_files.write(tmp_path / "fused.gguf", "chatglm", keys, converted)
-    apart, fused = load(tmp_path / "apart.gguf"), load(tmp_path / "fused.gguf")
+    apart, fused = load_model(tmp_path / "apart.gguf"), load_model(tmp_path / "fused.gguf")
     assert fused[1] == apart[1]
     jax.tree.map(np.testing.assert_array_equal, fused[0], apart[0])
 
@@ -345,7 +336,7 @@ def test_linear_rope_and_biases(tmp_path):
     rope = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     tensors = tensors_of(name)
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=rope)
-    params, config, family, mesh = load(tmp_path / "m.gguf")
+    params, config, family, mesh = load_model(tmp_path / "m.gguf")
     expected = family.config(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
     assert config.rope == expected.rope
     whole = load_weights(GOLDENS / name, family.param_specs(expected), dtype=FLOAT32, mesh=mesh, progress=False)
@@ -394,7 +385,7 @@ def test_experts_are_quantized_together(tmp_path):
     kinds = {name: "Q8_0" for name in converted if "_exps" in name}
     gguf_files.write_model(tmp_path / "quantized.gguf", fields, tensors, kinds=kinds)
     gguf_files.write_model(tmp_path / "plain.gguf", fields, tensors)
-    quantized, plain = load(tmp_path / "quantized.gguf")[0], load(tmp_path / "plain.gguf")[0]
+    quantized, plain = load_model(tmp_path / "quantized.gguf")[0], load_model(tmp_path / "plain.gguf")[0]
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=0.03), quantized, plain)
 
 
@@ -402,7 +393,7 @@ def test_falcon_with_a_norm_for_each_block(tmp_path):
     fields = json.loads((GOLDENS / "falcon_grouped" / "config.json").read_text()) | {"bias": False}
     tensors = random_tensors(fields)
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors)
-    params, config, family, mesh = load(tmp_path / "m.gguf")
+    params, config, family, mesh = load_model(tmp_path / "m.gguf")
     assert config.num_block_norms == 2
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -418,7 +409,7 @@ def test_a_projection_that_older_files_have_whole(tmp_path):
     del converted["blk.0.attn_qkv.weight"], converted["blk.0.attn_gate.weight"]
     converted["blk.0.ssm_in.weight"] = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
     gguf_files.write(tmp_path / "whole.gguf", architecture, keys, converted)
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "whole.gguf")[0], load(tmp_path / "split.gguf")[0])
+    assert_same_weights(tmp_path / "whole.gguf", tmp_path / "split.gguf")
 
 
 def test_axes_of_one_may_be_dropped(tmp_path):
@@ -427,7 +418,7 @@ def test_axes_of_one_may_be_dropped(tmp_path):
     gguf_files.write_model(tmp_path / "whole.gguf", fields, tensors)
     dropped = {name: x[0] if name.endswith("shared_expert_gate.weight") else x for name, x in tensors.items()}
     gguf_files.write_model(tmp_path / "dropped.gguf", fields, dropped)
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "dropped.gguf")[0], load(tmp_path / "whole.gguf")[0])
+    assert_same_weights(tmp_path / "dropped.gguf", tmp_path / "whole.gguf")
 
 
 def test_quantized_weights_are_put_in_order_too(tmp_path):
@@ -442,8 +433,7 @@ def test_quantized_weights_are_put_in_order_too(tmp_path):
         rounded[name] = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
     keys = {f"llama.{name}": value for name, value in gguf_files.convert_fields(LLAMA).items()}
     gguf_files.write(tmp_path / "rounded.gguf", "llama", keys, rounded)
-    quantized, expected = load(tmp_path / "quantized.gguf")[0], load(tmp_path / "rounded.gguf")[0]
-    jax.tree.map(np.testing.assert_array_equal, quantized, expected)
+    assert_same_weights(tmp_path / "quantized.gguf", tmp_path / "rounded.gguf")
     assert load_config(tmp_path / "quantized.gguf")["dtype"] == "bfloat16"
     assert load_config(tmp_path / "rounded.gguf")["dtype"] == "float32"
 
@@ -467,7 +457,7 @@ def test_partial_rotation_survives_rounding():
 def test_the_published_story(test_data):
     folder = test_data / "models" / "stories260K"
     path = folder / "stories260K-f32.gguf"
-    params, config, family, mesh = load(path)
+    params, config, family, mesh = load_model(path)
     del params["lm_head"]  # the file repeats the embedding there
     specs = family.param_specs(dataclasses.replace(config, tie_word_embeddings=True))
     whole = load_weights(folder, specs, dtype=FLOAT32, mesh=mesh, progress=False)

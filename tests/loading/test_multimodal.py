@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 from golden_folder import GOLDENS
+from golden_models import load_model
 from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from jaxserve import overview
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.loading.huggingface import load_config
 from jaxserve.loading.multimodal import REFUSED, TEXT_OF, WRAPPERS, stored_names, text_fields, text_name
 from jaxserve.loading.overrides import with_overrides
 from jaxserve.loading.quantization_files import expected_schemes, stored_formats
@@ -67,13 +68,8 @@ def wrap(folder, name, model_type, form="transformers 5", **outer):
 
 
 def params_of(folder):
-    fields = load_config(folder)
-    family = get_family(fields)
-    config = family.config(fields)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    return config, load_params(
-        folder, family.param_specs(config), dtype=np.dtype(np.float32), mesh=mesh, progress=False
-    )
+    params, config, _, _ = load_model(folder)
+    return config, params
 
 
 @pytest.mark.parametrize("form", FORMS)

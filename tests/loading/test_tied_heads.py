@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from depths import quick_first
-from golden_models import GOLDENS, full_logits, load_golden, relative_error
+from golden_models import GOLDENS, full_logits, load_golden, load_model, relative_error
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
-from jaxserve.loading.weights import load_config, load_weights
-from jaxserve.models import get_family
+from jaxserve.loading.weights import load_config
 from jaxserve.overview import needs
 
 FLOAT32 = np.dtype(jnp.float32)
@@ -63,11 +62,8 @@ def other_head(path, tensors):
 
 
 def load(path):
-    fields = load_config(path)
-    family = get_family(fields)
-    config = family.config(fields)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    return config, load_weights(path, family.param_specs(config), dtype=FLOAT32, mesh=mesh, progress=False)
+    params, config, _, _ = load_model(path)
+    return config, params
 
 
 def test_there_are_tied_goldens():

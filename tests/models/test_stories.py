@@ -1,17 +1,13 @@
 """A trained model, end to end: stories260K tells the story that its publisher printed."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from depths import quick_first
+from golden_models import load_model
 from naive import naive_greedy
 from tokenizers import Tokenizer
 
 from jaxserve.convert import convert
-from jaxserve.loading.huggingface import load_config
-from jaxserve.loading.weights import load_weights
-from jaxserve.models import get_family
 
 
 @pytest.mark.parametrize("stored_as", quick_first(["safetensors", "orbax"]))
@@ -21,11 +17,7 @@ def test_golden_story(test_data, tmp_path, stored_as):
     if stored_as == "orbax":
         path = tmp_path / "store"
         convert(str(published), path, progress=False)
-    fields = load_config(path)
-    family = get_family(fields)
-    config = family.config(fields)
-    mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    params = load_weights(path, family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
+    params, config, family, mesh = load_model(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     prompt = tokenizer.encode("Once upon a time").ids
     with jax.set_mesh(mesh):

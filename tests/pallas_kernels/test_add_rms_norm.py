@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from interpreting import interpret
+from kernel_results import in_float
 
 from pallas_kernels.add_rms_norm import add_normed_update, add_rms_norm
 from pallas_kernels.deviceless import compile_for_h200
@@ -26,17 +27,13 @@ def arrays(shape, dtype, seed=0):
     )
 
 
-def gain_of(weight, dtype=jnp.float32):
+def gain_of(weight):
     """Return another gain of the same size, in float32 as Gemma has it."""
-    return (2 - weight.astype(jnp.float32)[::-1]).astype(dtype)
-
-
-def in_float64(x):
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+    return 2 - weight.astype(jnp.float32)[::-1]
 
 
 def norm_of(wide, weight):
-    return wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * in_float64(weight)
+    return wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPS) * in_float(weight)
 
 
 def add(x, update, weight, **options):
@@ -53,18 +50,18 @@ def check(got, x, update, weight, *, update_gain=None, update_scale=1.0):
     if update_gain is None and update_scale == 1.0:
         np.testing.assert_array_equal(total, x + update)
     else:
-        added = in_float64(update) if update_gain is None else norm_of(in_float64(update), update_gain)
+        added = in_float(update) if update_gain is None else norm_of(in_float(update), update_gain)
         added = added * update_scale
-        want = in_float64(x) + added
+        want = in_float(x) + added
         # Each of up to three results is rounded.
-        error = np.abs(in_float64(total) - want) / (np.abs(added) * 2 + np.abs(want))
+        error = np.abs(in_float(total) - want) / (np.abs(added) * 2 + np.abs(want))
         assert error.max() < rounding
     if weight is None:
         assert normed is None
         return
     assert normed.dtype == x.dtype
-    want = norm_of(in_float64(total), weight)
-    np.testing.assert_allclose(in_float64(normed), want, rtol=2 * rounding, atol=1e-6)
+    want = norm_of(in_float(total), weight)
+    np.testing.assert_allclose(in_float(normed), want, rtol=2 * rounding, atol=1e-6)
 
 
 def case_of(shape, dtype, updates):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from interpreting import interpret
+from kernel_results import in_float, silu
 from test_layer_matmuls import FEW_SMS, cut_for
 
 from pallas_kernels.deviceless import compile_for_h200
@@ -58,17 +59,13 @@ def make_case(
     }
 
 
-def to_float(tree):
-    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), tree)
-
-
 def bf16(x):
     return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16).astype(jnp.float32), np.float64)
 
 
 def reference(case, scale):
     floats = {
-        name: to_float(value) for name, value in case.items() if name not in ("write_index", "block_tables", "seq_lens")
+        name: in_float(value) for name, value in case.items() if name not in ("write_index", "block_tables", "seq_lens")
     }
     qkv, k_pages, v_pages = floats["qkv"], *(pool.copy() for pool in floats["pages"][:2])
     T, K, members, D = qkv.shape
@@ -97,7 +94,7 @@ def reference(case, scale):
         down=floats["down"],
         qkv=floats["next_qkv"],
         gains=floats["gains"],
-        activation=lambda x: x / (1 + np.exp(-x)),
+        activation=silu,
         eps=EPS,
     )
     return *out, Pages(k_pages, v_pages)
@@ -107,11 +104,11 @@ def check(got, case, scale, tolerance=1e-2):
     used = np.asarray(case["seq_lens"]) > 0
     want = reference(case, scale)
     for result, expected in zip(got[:2], want[:2], strict=True):
-        result, expected = to_float(result)[used], expected[used]
+        result, expected = in_float(result)[used], expected[used]
         error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
         assert error <= tolerance, error
     for result, expected in zip(got[2][:2], want[2][:2], strict=True):
-        np.testing.assert_allclose(to_float(result), expected, rtol=2**-7, atol=1e-6)
+        np.testing.assert_allclose(in_float(result), expected, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from codes_cases import (
     check,
     make_case,
     shape_of,
-    swiglu,
 )
 from depths import quick_first
 from interpreting import interpret
@@ -30,6 +29,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_codes import grouped_matmul_of_codes, tile_rows, why_not
 from pallas_kernels.grouped_codes.sm90 import Config, grouped_codes_sm90, heuristic
 from pallas_kernels.grouped_matmul import plan
+from pallas_kernels.inputs import swiglu
 
 INTERPRETED = {
     # Parts of K of which one ends early; tiles of 8 that begin anywhere; outputs that are not whole tiles; padding.

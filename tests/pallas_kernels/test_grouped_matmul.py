@@ -14,10 +14,10 @@ MULTIPLY = jax.jit(grouped_matmul)
 NUM_ROWS, NUM_GROUPS = 150, 6
 
 
-def random_operands(dtype, *, num_rows=NUM_ROWS, size=(20, 36)):
+def random_operands(dtype, *, num_rows=NUM_ROWS):
     rng = np.random.default_rng(7)
-    x = rng.standard_normal((num_rows, size[1]))
-    weight = rng.standard_normal((NUM_GROUPS, *size))
+    x = rng.standard_normal((num_rows, 36))
+    weight = rng.standard_normal((NUM_GROUPS, 20, 36))
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
 
 

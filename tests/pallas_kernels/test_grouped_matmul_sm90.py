@@ -11,19 +11,17 @@ import pytest
 from codes_cases import ON_A_GPU
 from depths import quick_first
 from interpreting import interpret
+from kernel_results import check_rows, in_float, silu
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.grouped_matmul.sm90 import Config, grouped_matmul_sm90, heuristic
 from pallas_kernels.grouped_matmul.tiles import max_tiles, plan, tile_rows
 from pallas_kernels.hopper import SHARED_MEMORY
+from pallas_kernels.inputs import swiglu
 
 # Relative to the norm of the result, which is rounded to 8 or 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
 
 
 def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False, dtype=jnp.bfloat16):
@@ -35,7 +33,7 @@ def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False
         for shape, scale in (((num_rows, depth), 1), ((*of_weight, depth), depth**-0.5), (of_weight, 1))
     )
     total = sum(sizes)
-    exact_x, exact_weight, exact_bias = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, weight, bias))
+    exact_x, exact_weight, exact_bias = in_float((x, weight, bias))
 
     def multiply(weight, bias):
         y = grouped_matmul_reference(exact_x, weight, np.array(sizes))[:total]
@@ -43,7 +41,7 @@ def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False
 
     if is_gated:
         gate, up = (multiply(exact_weight[:, half], exact_bias[:, half]) for half in (0, 1))
-        want = gate / (1 + np.exp(-gate)) * up
+        want = silu(gate) * up
     else:
         want = multiply(exact_weight, exact_bias)
     options = {"bias": bias if has_bias else None, "activation": swiglu if is_gated else None}
@@ -51,10 +49,7 @@ def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False
 
 
 def check(got, want):
-    got, dtype = np.asarray(got.astype(jnp.float32))[: len(want)], got.dtype.type
-    assert np.linalg.norm(got - want) <= TOLERANCE[dtype] * np.linalg.norm(want)
-    size = np.linalg.norm(want, axis=1)
-    assert (np.linalg.norm(got - want, axis=1) <= 3 * TOLERANCE[dtype] * size).all()
+    check_rows(got[: len(want)], want, TOLERANCE[got.dtype.type])
 
 
 @pytest.mark.parametrize("sizes", [[0] * 5, [200, 0, 0, 0, 0], [1, 63, 64, 0, 65], [0, 0, 0, 0, 1], [128] * 5], ids=str)

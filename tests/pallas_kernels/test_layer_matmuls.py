@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from interpreting import interpret
+from kernel_results import in_float, relative_error, silu
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.layer_matmuls import Weights, attention, kernel, layer_matmuls, sm90, why_not
@@ -22,10 +23,6 @@ EPS = 1e-5
 # Relative to the norm of the result: values between two matmuls are rounded to 8 bits too.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 6e-3}
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
 
 
 def gelu(x):
@@ -49,18 +46,12 @@ def make_case(num_rows, depth=64, hidden=64, inner=64, outputs: int | None = 64,
     return array(num_rows, depth), array(num_rows, hidden), weights, gains
 
 
-def in_float(tree):
-    return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32), np.float64), tree)
-
-
 def check(got, case, activation=silu):
     """Check the residual stream, then the next matmul's results against the reference's of that very stream."""
     heads, residual, weights, gains = in_float(case)
     x, y = layer_matmuls_reference(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=EPS)
     for result, want in zip(got, (x, y), strict=True):
-        assert result.shape == want.shape
-        error = np.linalg.norm(in_float(result) - want) / np.linalg.norm(want)
-        assert error <= TOLERANCE[result.dtype.type], error
+        assert relative_error(result, want) <= TOLERANCE[result.dtype.type]
 
 
 def run(case, activation=jax.nn.silu, implementation="sm90"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from jax.sharding import PartitionSpec as P
+from kernel_results import in_float
 from poisoned_pages import make_pages
 
 from pallas_kernels.paged_attention import paged_attention
@@ -25,9 +26,7 @@ def make_case(rng, lens, *, num_queries=1, max_blocks=16, heads=(4, 2, 16), bloc
     contexts is NaN.
     """
     num_heads, num_kv_heads, head_dim = heads
-    k, v, tables = make_pages(
-        rng, lens, max_blocks=max_blocks, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
-    )
+    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size, max_blocks=max_blocks)
     q = rng.standard_normal((len(lens), num_queries, num_heads, head_dim)).astype(np.float32)
     q[np.array(lens) == 0] = np.nan
     layout = {"block_tables": jnp.asarray(tables), "seq_lens": jnp.asarray(lens, jnp.int32)}
@@ -35,9 +34,8 @@ def make_case(rng, lens, *, num_queries=1, max_blocks=16, heads=(4, 2, 16), bloc
 
 
 def expected(arrays, layout, scores):
-    arrays = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     layout = {name: np.asarray(x) for name, x in layout.items()}
-    return paged_attention_reference(*arrays, **layout, scores=scores)
+    return paged_attention_reference(*in_float(arrays), **layout, scores=scores)
 
 
 attend = jax.jit(paged_attention, static_argnames="implementation")
@@ -49,7 +47,7 @@ def check(arrays, layout, **options):
     assert [x.dtype for x in got] == [arrays[0].dtype, jnp.float32]
     tolerance = TOLERANCE[arrays[0].dtype.type]
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(a.astype(jnp.float32)), b, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(in_float(a), b, atol=tolerance, rtol=tolerance)
 
 
 LENS = {

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from depths import quick_first
 from interpreting import interpret
-from poisoned_pages import make_pages
+from kernel_results import in_float
+from poisoned_pages import make_pages, make_scores
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
@@ -26,50 +27,25 @@ TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 OF_A_ROW = 1.5
 
 
-def make_case(
-    lens,
-    *,
-    heads,
-    block_size=16,
-    num_queries=1,
-    has_sinks=False,
-    has_alibi=False,
-    dtype=jnp.bfloat16,
-    **options,
-):
+def make_case(lens, *, heads, block_size=16, num_queries=1, dtype=jnp.bfloat16, **options):
     """Arguments of `paged_attention`, arrays and then the others, and the result it should have."""
     rng = np.random.default_rng(len(lens) + sum(lens))
     num_heads, num_kv_heads, head_dim = heads
-    k, v, tables = make_pages(
-        rng,
-        lens,
-        max_blocks=-(-max(lens) // block_size) + 2,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-    )
+    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size)
     q = rng.standard_normal((len(lens), num_queries, num_heads, head_dim)).astype(np.float32)
     q, k, v = (jnp.asarray(x).astype(dtype) for x in (q, k, v))
-    layout = {
-        "block_tables": tables,
-        "seq_lens": np.array(lens, np.int32),
-    }
-    scores = Scores(
-        sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
-        alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
-        **{"scale": head_dim**-0.5} | options,
-    )
+    layout = {"block_tables": tables, "seq_lens": np.array(lens, np.int32)}
+    scores = make_scores(rng, num_heads, **{"scale": head_dim**-0.5} | options)
     # Room for results of others.
     room = len(lens) + 3
     arrays = q, Pages(k, v)
-    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
-    want = paged_attention_reference(*in_float, **layout, scores=scores)
+    want = paged_attention_reference(*in_float(arrays), **layout, scores=scores)
     layout, scores = jax.tree.map(jnp.asarray, (layout, scores))
     return arrays, layout | {"scores": scores, "room": room}, want
 
 
 def check(got, want):
-    out, lse = (np.asarray(x.astype(jnp.float32)) for x in got)
+    out, lse = in_float(got)
     want_out, want_lse = want
     assert len(out) == len(want_out) + 3
     out = out[: len(want_out)]

@@ -28,7 +28,7 @@ def make_case(chunks):
     """
     rng = np.random.default_rng(0)
     lens = np.array([context for _, context in chunks], np.int32)
-    k, v, tables = make_pages(rng, lens, max_blocks=20, num_kv_heads=1, head_dim=HEAD_DIM, block_size=BLOCK_SIZE)
+    k, v, tables = make_pages(rng, lens, 1, HEAD_DIM, block_size=BLOCK_SIZE, max_blocks=20)
     given_back = k.copy(), v.copy()
     for table, (new, context) in zip(tables, chunks, strict=True):
         first = (context - new - WINDOW + 1) // BLOCK_SIZE

@@ -13,6 +13,7 @@ import pytest
 from depths import examples, quick_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_results import in_float, relative_error, silu
 
 from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.deviceless import compile_for_h200
@@ -168,18 +169,6 @@ def rows(num_rows, depth, dtype=jnp.bfloat16, seed=7):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((num_rows, depth)), dtype)
 
 
-def in_float(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
-
-def error(got, want):
-    return np.linalg.norm(in_float(got) - want) / np.linalg.norm(want)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
 @pytest.mark.parametrize("outputs", [(64,), (2, 64)])
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_matrix_dequantized_is_what_its_codes_and_scales_say(form, outputs):
@@ -193,10 +182,10 @@ def test_a_matrix_dequantized_is_what_its_codes_and_scales_say(form, outputs):
 def test_xla_matches_the_definition(form):
     x = rows(3, 768, jnp.float32)
     matrix, want = make_matrix((64,), 768, form)
-    assert error(quantized_matmul(x, matrix), in_float(x) @ want.T) < 2e-6
+    assert relative_error(quantized_matmul(x, matrix), in_float(x) @ want.T) < 2e-6
     gated, (gate, up) = make_matrix((2, 64), 768, form)
     got = quantized_matmul(x, gated, activation=jax.nn.silu)
-    assert error(got, silu(in_float(x) @ gate.T) * (in_float(x) @ up.T)) < 2e-6
+    assert relative_error(got, silu(in_float(x) @ gate.T) * (in_float(x) @ up.T)) < 2e-6
 
 
 @pytest.mark.parametrize("outputs", [64, None])
@@ -206,10 +195,10 @@ def test_a_layer_in_xla_matches_the_definition(outputs):
     gains = (1 + 0.1 * rows(1, 128, jnp.float32)[0],) * 2
     got = quantized_layer_matmuls(heads, residual, weights, gains, activation=jax.nn.silu, eps=EPS)
     want = layer_matmuls_reference(
-        *map(in_float, (heads, residual)), **dense, gains=tuple(map(in_float, gains)), activation=silu, eps=EPS
+        *in_float((heads, residual)), **dense, gains=in_float(gains), activation=silu, eps=EPS
     )
     for a, b in zip(got, want, strict=True):
-        assert error(a, b) < 1e-5
+        assert relative_error(a, b) < 1e-5
 
 
 def test_what_does_not_fit_is_refused():
@@ -412,10 +401,10 @@ def test_a_layer_on_a_gpu(form, sizes, num_rows):
 
     got = run()
     want = layer_matmuls_reference(
-        *map(in_float, (heads, residual)), **dense, gains=tuple(map(in_float, gains)), activation=silu, eps=EPS
+        *in_float((heads, residual)), **dense, gains=in_float(gains), activation=silu, eps=EPS
     )
     for a, b in zip(got, want, strict=True):
-        assert error(a, b) < (TOLERANCE_OF_Q4_K if form == "Q4_K" else TOLERANCE)
+        assert relative_error(a, b) < (TOLERANCE_OF_Q4_K if form == "Q4_K" else TOLERANCE)
     for _ in range(20):
         for a, b in zip(run(), got, strict=True):
             np.testing.assert_array_equal(in_float(a), in_float(b))
@@ -432,4 +421,4 @@ def test_one_matmul_on_a_gpu(form, depth, num_rows):
     x = rows(num_rows, depth)
     matrix, want = make_matrix((320,), depth, form)
     got = quantized_matmul(x, matrix, output_dtype=jnp.float32, implementation="sm90")
-    assert error(got, in_float(x) @ want.T) < TOLERANCE
+    assert relative_error(got, in_float(x) @ want.T) < TOLERANCE

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_results import in_float
 from poisoned_pages import make_pages
 
 from pallas_kernels.paging import Pages, Scores
@@ -40,9 +41,7 @@ def make_case(
     chunks = [(1, 9)] * num_skipped + chunks
     lens = [context for _, context in chunks] + [0] * (max_rows - len(chunks))
     counts = [new for new, _ in chunks]
-    k, v, tables = make_pages(
-        rng, lens, max_blocks=max_blocks, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
-    )
+    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size, max_blocks=max_blocks)
     query_starts = np.full(max_rows + 1, sum(counts), np.int32)
     query_starts[: len(counts) + 1] = np.cumsum([0, *counts])
     q = rng.standard_normal((num_tokens, num_heads, head_dim)).astype(np.float32)
@@ -60,10 +59,9 @@ def make_case(
 
 
 def expected(arrays, layout, scores):
-    arrays = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
     layout = {name: np.asarray(x) for name, x in layout.items()}
     layout |= {name: int(layout[name]) for name in ("first_row", "num_rows")}
-    return ragged_prefill_attention_reference(*arrays, **layout, scores=scores)
+    return ragged_prefill_attention_reference(*in_float(arrays), **layout, scores=scores)
 
 
 attend = jax.jit(ragged_prefill_attention, static_argnames="implementation")
@@ -74,9 +72,7 @@ def check(arrays, layout, **options):
     got = attend(*arrays, **layout, scores=scores)
     assert got.dtype == arrays[0].dtype
     tolerance = TOLERANCE[arrays[0].dtype.type]
-    np.testing.assert_allclose(
-        np.asarray(got.astype(jnp.float32)), expected(arrays, layout, scores), atol=tolerance, rtol=tolerance
-    )
+    np.testing.assert_allclose(in_float(got), expected(arrays, layout, scores), atol=tolerance, rtol=tolerance)
 
 
 MIXES = {

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreting import interpret
-from poisoned_pages import make_pages
+from kernel_results import check_tokens, in_float
+from poisoned_pages import make_pages, make_scores
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paging import Pages, Scores
@@ -25,17 +26,7 @@ TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 
 
 def make_case(
-    chunks,
-    *,
-    heads,
-    num_tokens=None,
-    num_skipped=0,
-    max_rows=None,
-    block_size=16,
-    has_sinks=False,
-    has_alibi=False,
-    dtype=jnp.bfloat16,
-    **options,
+    chunks, *, heads, num_tokens=None, num_skipped=0, max_rows=None, block_size=16, dtype=jnp.bfloat16, **options
 ):
     """Return the arguments of `ragged_prefill_attention`, arrays and then the others, and the expected result.
 
@@ -46,14 +37,7 @@ def make_case(
     chunks = [(1, 9)] * num_skipped + chunks
     lens = [context for _, context in chunks] + [0] * ((max_rows or len(chunks)) - len(chunks))
     num_heads, num_kv_heads, head_dim = heads
-    k, v, tables = make_pages(
-        rng,
-        lens,
-        max_blocks=-(-max(lens) // block_size) + 2,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-    )
+    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size)
     starts = np.cumsum([0, *(new for new, _ in chunks)])
     query_starts = np.pad(starts, (0, len(lens) - len(chunks)), mode="edge").astype(np.int32)
     q = rng.standard_normal((num_tokens or starts[-1], num_heads, head_dim)).astype(np.float32)
@@ -62,27 +46,16 @@ def make_case(
     before[:num_skipped] = rng.standard_normal(before[:num_skipped].shape)
     q, k, v, before = (jnp.asarray(x).astype(dtype) for x in (q, k, v, before))
     layout = {"block_tables": tables, "seq_lens": np.array(lens, np.int32), "query_starts": query_starts}
-    scores = Scores(
-        sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
-        alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
-        **{"scale": head_dim**-0.5} | options,
-    )
+    scores = make_scores(rng, num_heads, **{"scale": head_dim**-0.5} | options)
     rows = {"first_row": num_skipped, "num_rows": len(chunks)}
     arrays = q, Pages(k, v), before
-    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), arrays)
-    want = ragged_prefill_attention_reference(*in_float, **layout, **rows, scores=scores)
+    want = ragged_prefill_attention_reference(*in_float(arrays), **layout, **rows, scores=scores)
     layout = {name: jnp.asarray(x) for name, x in layout.items()} | {name: jnp.int32(x) for name, x in rows.items()}
     return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
 
 
 def check(got, want):
-    got = np.asarray(got.astype(jnp.float32)), got.dtype.type
-    is_zero = (want == 0).all(axis=(1, 2))
-    assert not got[0][is_zero].any()
-    for token in np.flatnonzero(~is_zero):
-        error = np.linalg.norm(got[0][token] - want[token]) / np.linalg.norm(want[token])
-        assert error <= 2 * TOLERANCE[got[1]], f"token {token}: {error}"
-    assert np.linalg.norm(got[0] - want) <= TOLERANCE[got[1]] * np.linalg.norm(want)
+    check_tokens(got, want, TOLERANCE[got.dtype.type])
 
 
 # Two sets of heads or tokens a tile; tiles of a row, of parts of rows, of no row; a context that ends within a page.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from depths import quick_first
 from interpreting import interpret
+from kernel_results import in_float, relative_error, silu
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.small_matmul import Normed, matmul, matmul_reference, matmul_then_norm, rms_norm_reference
@@ -22,41 +23,23 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 EPS = 1e-5
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
 def arrays(shapes, dtype) -> list[Any]:
     rng = np.random.default_rng(len(shapes))
     return [None if shape is None else jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def in_float(*values) -> list[Any]:
-    return [None if v is None else np.asarray(v.astype(jnp.float32), np.float64) for v in values]
-
-
 def check(got, want, factor=1.0):
-    error = np.linalg.norm(in_float(got)[0] - want) / np.linalg.norm(want)
-    assert error <= factor * TOLERANCE[got.dtype.type], error
+    assert relative_error(got, want) <= factor * TOLERANCE[got.dtype.type]
 
 
 def make_case(num_rows, outputs, depth, *, is_gated=False, has_residual=False, dtype=jnp.bfloat16):
     """Return x, weight, residual, and the expected results."""
     of_weight = (2, outputs) if is_gated else (outputs,)
-    x, weight, residual = arrays(
-        [
-            (num_rows, depth),
-            (*of_weight, depth),
-            (num_rows, outputs) if has_residual else None,
-        ],
-        dtype,
-    )
+    shapes = [(num_rows, depth), (*of_weight, depth), (num_rows, outputs) if has_residual else None]
+    x, weight, residual = arrays(shapes, dtype)
     weight = (weight * depth**-0.5).astype(dtype)
-    want = matmul_reference(
-        *in_float(x, weight),
-        residual=in_float(residual)[0],
-        activation=silu if is_gated else None,
-    )
+    activation = silu if is_gated else None
+    want = matmul_reference(*in_float((x, weight)), residual=in_float(residual), activation=activation)
     return x, weight, {"residual": residual}, want
 
 
@@ -81,8 +64,8 @@ def check_norm_between(implementation, num_rows, depth, outputs, dtype):
     [gain] = arrays([(depth,)], jnp.float32)
     residual = 8 * options["residual"]  # without rounding
     y, normed = matmul_then_norm(x, first, residual=residual, gain=gain, eps=EPS, implementation=implementation)
-    check(y, y_want + 7 * in_float(options["residual"])[0])
-    want = rms_norm_reference(in_float(y)[0], in_float(gain)[0], EPS) @ in_float(second)[0].T
+    check(y, y_want + 7 * in_float(options["residual"]))
+    want = rms_norm_reference(in_float(y), in_float(gain), EPS) @ in_float(second).T
     for finishing in ("xla", implementation):
         check(matmul(normed, second, implementation=finishing), want, factor=1.5)
 
@@ -95,7 +78,7 @@ def test_an_unfinished_norm_is_finished_by_xla():
     x, gain, weight = arrays([(3, 32), (32,), (8, 32)], jnp.float32)
     squares = jnp.full((64, 8), jnp.nan).at[:3].set(jnp.sum(x * x, axis=1, keepdims=True) / 8)
     got = matmul(Normed(x * gain[None], squares, EPS), weight)
-    check(got, rms_norm_reference(in_float(x)[0], in_float(gain)[0], EPS) @ in_float(weight)[0].T)
+    check(got, rms_norm_reference(in_float(x), in_float(gain), EPS) @ in_float(weight).T)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +151,8 @@ def test_interpreted_norm(capsys):
     run = functools.partial(matmul_sm90, config=config, epilogue=Epilogue(), interpret=True)
     y, values, squares = interpret(capsys, run, x, weight, **options, gain=gain)
     check(y, want)
-    check(values, in_float(y)[0] * in_float(gain)[0])
-    np.testing.assert_allclose(np.sum(squares[:8], axis=1), np.sum(in_float(y)[0] ** 2, axis=1), rtol=1e-5)
+    check(values, in_float(y) * in_float(gain))
+    np.testing.assert_allclose(np.sum(squares[:8], axis=1), np.sum(in_float(y) ** 2, axis=1), rtol=1e-5)
 
 
 @functools.cache

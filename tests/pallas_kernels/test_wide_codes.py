@@ -21,7 +21,6 @@ from codes_cases import (
     check,
     make_case,
     shape_of,
-    swiglu,
 )
 from depths import quick_first
 from interpreting import interpret
@@ -30,6 +29,7 @@ from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_codes import grouped_matmul_of_codes, why_not
 from pallas_kernels.grouped_codes.sm90 import tile_rows
 from pallas_kernels.grouped_codes.sm90_wide import Config, heuristic, wide_sm90
+from pallas_kernels.inputs import swiglu
 
 INTERPRETED = {
     # Both blocks of a warpgroup; a scale a piece; tiles of 16 that begin anywhere; outputs that are not whole tiles.

@@ -7,7 +7,7 @@ import threading
 import pytest
 import tiny_model
 from fake_client import echo
-from serving import byte_tokenizer, running
+from serving import byte_tokenizer, running, synchronous
 from waiting import PATIENCE, wait_until
 from wire_clock import WireClock
 
@@ -80,6 +80,12 @@ def server(shared_server):
     shared_server.client.submitted.clear()
     shared_server.client.aborted.clear()
     return shared_server
+
+
+@pytest.fixture
+def openai_client(server):
+    with synchronous(server) as client:
+        yield client
 
 
 @pytest.fixture

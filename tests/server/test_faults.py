@@ -168,10 +168,10 @@ async def faults_beside_streams(url, processes):
 
 
 @pytest.mark.slow
-def test_nobody_else_notices(serving):
+async def test_nobody_else_notices(serving):
     url, processes = serving
     assert len(KINDS) + len(WAITING_ACTS) >= 40
-    before, after, num_streams = asyncio.run(faults_beside_streams(url, processes))
+    before, after, num_streams = await faults_beside_streams(url, processes)
     assert num_streams >= NUM_STREAMS
     assert all(process.is_running() for process in processes)
     assert after[0] - before[0] < GROWTH_LIMIT

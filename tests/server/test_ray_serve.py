@@ -67,13 +67,13 @@ def test_wrong_options_are_named(tmp_path, options, message):
 
 
 @pytest.mark.slow
-def test_routes_streams_and_the_death_of_a_replica(tmp_path):
+async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
     body = {"model": SCRIBE, "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
-    async def run(cluster, url):
-        async def ask(**more):
-            return await http.post(f"{url}/v1/completions", json=body | more)
+    async def ask(**more):
+        return await http.post(f"{url}/v1/completions", json=body | more)
 
+    with running(tmp_path / "log") as (cluster, url):
         async with httpx.AsyncClient(timeout=PATIENCE) as http:
             first = (await ask()).json()
             text = first["choices"][0]["text"]
@@ -96,6 +96,3 @@ def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             assert all(answer.status_code == 500 and "has died" in answer.text for answer in failed)
             again = [await ask() for _ in range(4)]
             assert [answer.json()["choices"][0]["text"] for answer in again] == [text] * 4
-
-    with running(tmp_path / "log") as (cluster, url):
-        asyncio.run(run(cluster, url))

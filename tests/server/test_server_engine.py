@@ -67,23 +67,20 @@ def expected(engine_server):
     return texts
 
 
-def test_many_clients_get_what_each_would_get_alone(engine_server, expected):
-    async def ask():
-        async with asynchronous(engine_server) as client:
+async def test_many_clients_get_what_each_would_get_alone(engine_server, expected):
+    async with asynchronous(engine_server) as client:
 
-            async def whole(prompt):
-                answer = await client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12)
-                return answer.choices[0].text
+        async def whole(prompt):
+            answer = await client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=12)
+            return answer.choices[0].text
 
-            async def streamed(prompt):
-                stream = await client.completions.create(
-                    model="tiny", prompt=prompt, temperature=0, max_tokens=12, stream=True
-                )
-                return "".join([chunk.choices[0].text async for chunk in stream])
+        async def streamed(prompt):
+            stream = await client.completions.create(
+                model="tiny", prompt=prompt, temperature=0, max_tokens=12, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
 
-            return await asyncio.gather(*map(whole, PROMPTS), *map(streamed, PROMPTS))
-
-    assert asyncio.run(ask()) == expected * 2
+        assert await asyncio.gather(*map(whole, PROMPTS), *map(streamed, PROMPTS)) == expected * 2
 
 
 def test_all_prompts_in_one_request(engine_server, expected):

@@ -11,17 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import GREEDY, MAX_MODEL_LEN, Model, Result, drain, prompts, request
+from engine_harness import GREEDY, Model, Result, drain, prompts, request, run
 from llguidance import LLMatcher, LLParserLimits
 from tiny_model import ascii_tokenizer
 from waiting import PATIENCE
 
-from jaxserve.engine.engine import Engine
 from jaxserve.errors import InvalidRequest
 from jaxserve.execution.programs.kinds import Draw, Forward
 from jaxserve.execution.runner import PendingStep
 from jaxserve.sampling_params import SamplingParams, StructuredOutputs
-from jaxserve.scheduling.scheduler import SchedulerLimits, make_scheduler
 from jaxserve.structured.grammar import make_grammar
 from jaxserve.structured.matchers import Matchers
 from jaxserve.structured.vocabulary import grammar_tokenizer
@@ -60,19 +58,9 @@ def start(llama, tokenizer):
     """Start an engine; all are closed at the end, their runner stays."""
     all_matchers = []
 
-    def start(*, overlap=True, kind="continuous", load=lambda: tokenizer, enable_prefix_caching=True, **limits):
-        limits = {
-            "num_blocks": llama.runner.num_blocks,
-            "block_size": llama.runner.block_size,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 32,
-            "max_model_len": MAX_MODEL_LEN,
-        } | limits
-        scheduler = make_scheduler(
-            kind, SchedulerLimits(**limits), enable_prefix_caching=enable_prefix_caching, model_domain=b"test"
-        )
+    def start(*, load=lambda: tokenizer, **options):
         all_matchers.append(Matchers(load, vocab_size=llama.vocab_size))
-        return Engine(scheduler, llama.runner, overlap=overlap, matchers=all_matchers[-1])
+        return llama.engine(matchers=all_matchers[-1], **options)
 
     yield start
     for matchers in all_matchers:
@@ -84,11 +72,6 @@ def start(llama, tokenizer):
 
 def asks(name, prompt, max_tokens, grammar, params=GREEDY, **fields):
     return request(name, prompt, max_tokens, params, grammar=grammar, stop_token_ids=frozenset([EOS]), **fields)
-
-
-def run(engine, requests):
-    engine.add(list(requests))
-    return drain(engine, {r.request_id: Result() for r in requests})
 
 
 def naive(model, tokenizer, prompt, max_tokens, grammar):

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_results import check_rows, in_float, silu
 
 from pallas_kernels.device.codes import codes_per_byte, values_of
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
+from pallas_kernels.inputs import swiglu
 from pallas_kernels.quantized_matmuls import QuantizedMatrix
 
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(
@@ -13,14 +15,6 @@ STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn} | dict.fromkeys(
 )
 TOLERANCE = 6e-3
 """Largest error relative to the norm: of a result in bfloat16, and of scales that are rounded to it."""
-
-
-def swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
-def in_float(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
 
 
 def make_codes(shape, code, group, *, exponents=False, levels=None, factored=256, has_minimums=False, seed=0):
@@ -92,7 +86,7 @@ def make_case(sizes, *, num_rows, outputs, depth, code, group, is_gated=False, h
     exact_bias = None if bias is None else in_float(bias)
     if is_gated:
         halves = [multiply(values[:, half], None if bias is None else exact_bias[:, half]) for half in range(2)]
-        want = halves[0] / (1 + np.exp(-halves[0])) * halves[1]
+        want = silu(halves[0]) * halves[1]
     else:
         want = multiply(values, exact_bias)
     options = {"bias": bias, "activation": swiglu if is_gated else None}
@@ -100,10 +94,7 @@ def make_case(sizes, *, num_rows, outputs, depth, code, group, is_gated=False, h
 
 
 def check(got, want):
-    got = in_float(got[: len(want)])  # rows of no group are whatever memory held
-    assert np.linalg.norm(got - want) <= TOLERANCE * np.linalg.norm(want)
-    size = np.linalg.norm(want, axis=1)
-    assert (np.linalg.norm(got - want, axis=1) <= 3 * TOLERANCE * size).all()
+    check_rows(got[: len(want)], want, TOLERANCE)  # rows of no group are whatever memory held
 
 
 def shape_of(code, group, *shape, scales=jnp.bfloat16, has_minimums=False):

@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.bench.shapes import LLAMA_100M
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.layouts import layouts
+from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.peers import abstract_peers
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.sharding import with_explicit_axes
@@ -46,6 +48,20 @@ def make_batch(lens, kernels="xla"):
         is_decode_only=True,
         kernels=kernels,
     )
+
+
+def random_pools(num_layers, num_heads=2):
+    """Return the pools of layers with heads of 16 values."""
+    rng, shape = np.random.default_rng(0), (NUM_BLOCKS, num_heads, BLOCK_SIZE, 16)
+    return [
+        PagedKV(*(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))) for _ in range(num_layers)
+    ]
+
+
+def placed(batch, cache, mesh):
+    """Return a batch that all devices have, and a cache of which each has its heads."""
+    by_head = PartitionSpec(None, "tensor" if mesh.size > 1 else None)
+    return jax.device_put((batch, cache), (NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, by_head)))
 
 
 def make_cache(pools):

@@ -274,203 +274,131 @@ def falcon_kv_heads(fields):
     return fields["num_kv_heads"] if fields["new_decoder_architecture"] else 1
 
 
+NAMES = {
+    "context_length": "seq_length max_position_embeddings n_positions",
+    "embedding_length": "hidden_size n_embd",
+    "feed_forward_length": "intermediate_size ffn_hidden_size n_inner",
+    "block_count": "num_hidden_layers n_layer",
+    "attention.head_count": "num_attention_heads n_head",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Keys of metadata, and the fields that they are in a config.json: the first that is there."""
+EXPERTS = {"expert_count": "num_experts num_local_experts", "expert_used_count": "num_experts_per_tok"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+DEEPSEEK = EXPERTS | {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+QWEN_MOE = EXPERTS | {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+FURTHER_NAMES = {
+    "cohere": {"logit_scale": "logit_scale"},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), DEEPSEEK),
+    "gemma3n_text": WINDOW
+    | {
+        "altup.active_idx": "altup_active_idx",
+        "altup.num_inputs": "altup_num_inputs",
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    },
+    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+    "gpt_oss": EXPERTS | WINDOW | {"expert_feed_forward_length": "intermediate_size"},
+    "gptj": {"rope.dimension_count": "rotary_dim"},
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "logit_scale": "logits_scaling",
+        "residual_scale": "residual_multiplier",
+    },
+    "minimax_m2": EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+    "mixtral": EXPERTS,
+    "olmoe": EXPERTS | {"expert_weights_norm": "norm_topk_prob"},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), QWEN_MOE),
+    "stablelm": {"use_parallel_residual": "use_parallel_residual"},
+}
+"""Keys that only some families have, by model_type, as in NAMES."""
+
+
 def convert_fields(fields):
     """Convert a Hugging Face config to metadata, without the architecture's name before each key."""
-    if fields["model_type"] == "bloom":
-        return {
-            "context_length": fields["seq_length"],
-            "embedding_length": fields["hidden_size"],
-            "feed_forward_length": 4 * fields["hidden_size"],
-            "block_count": fields["n_layer"],
-            "attention.head_count": fields["n_head"],
-            "attention.head_count_kv": fields["n_head"],
-            "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
-        }
-    if fields["model_type"] == "falcon":
-        return {
-            "context_length": 2048,
-            "embedding_length": fields["hidden_size"],
-            "feed_forward_length": fields["ffn_hidden_size"],
-            "block_count": fields["num_hidden_layers"],
-            "attention.head_count": fields["num_attention_heads"],
-            "attention.head_count_kv": falcon_kv_heads(fields),
-            "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
-        }
-    if fields["model_type"] == "gpt_neox":
-        rope, head_dim = fields["rope_parameters"], fields["hidden_size"] // fields["num_attention_heads"]
-        return {
-            "context_length": fields["max_position_embeddings"],
-            "embedding_length": fields["hidden_size"],
-            "feed_forward_length": fields["intermediate_size"],
-            "block_count": fields["num_hidden_layers"],
-            "attention.head_count": fields["num_attention_heads"],
-            "attention.layer_norm_epsilon": fields["layer_norm_eps"],
-            "use_parallel_residual": fields["use_parallel_residual"],
-            "rope.dimension_count": int(rope["partial_rotary_factor"] * head_dim),
-        }
-    if fields["model_type"] in ("gpt2", "gptj"):
-        return {
-            **({"rope.dimension_count": fields["rotary_dim"]} if "rotary_dim" in fields else {}),
-            "embedding_length": fields["n_embd"],
-            **({"feed_forward_length": fields["n_inner"]} if fields["n_inner"] else {}),
-            "block_count": fields["n_layer"],
-            "attention.head_count": fields["n_head"],
-            "context_length": fields["n_positions"],
-            "attention.layer_norm_epsilon": fields["layer_norm_epsilon"],
-        }
-    if architecture_of(fields) == "deepseek2":
-        return convert_deepseek_fields(fields)
-    num_heads = fields["num_attention_heads"]
-    head_dim = fields.get("head_dim") or fields["hidden_size"] // num_heads
+    keys = _computed_keys(fields)
+    for key, names in (NAMES | FURTHER_NAMES.get(fields["model_type"], {})).items():
+        found = [fields[name] for name in names.split() if fields.get(name) is not None]
+        keys |= {key: found[0]} if found and key not in keys else {}
+    return keys
+
+
+def _computed_keys(fields):
+    """Return the keys that no field says as they are."""
+    match architecture_of(fields):
+        case "bloom":
+            return {"feed_forward_length": 4 * fields["hidden_size"], "attention.head_count_kv": fields["n_head"]}
+        case "falcon":
+            return {"context_length": 2048, "attention.head_count_kv": falcon_kv_heads(fields)}
+        case "gpt2" | "gptj":
+            return {}
     rope = fields.get("rope_parameters", {})
     rope = rope.get("full_attention", rope)
-    keys = {
-        "embedding_length": fields["hidden_size"],
-        "feed_forward_length": fields["intermediate_size"],
-        "block_count": fields["num_hidden_layers"],
-        "attention.head_count": num_heads,
-        "attention.head_count_kv": fields["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "context_length": fields["max_position_embeddings"],
-        **_norm_keys(fields),
-        "rope.freq_base": rope.get("rope_theta", 10000.0),
-        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
-    }
-    if fields["model_type"] in ("phi3", "gemma2", "gemma3_text"):
-        keys["attention.sliding_window"] = fields["sliding_window"] or 0
-    if fields["model_type"] in ("stablelm", "phi"):
-        del keys["rope.freq_base"]
-    keys |= _further_keys(fields)
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if fields.get(cap):
-            keys[cap] = fields[cap]
-    if rope.get("rope_type") == "yarn":
-        keys |= yarn_keys(rope)
-    if rope.get("rope_type") == "longrope":
-        original = rope["original_max_position_embeddings"]
-        stretch = fields["max_position_embeddings"] / original
-        keys["rope.scaling.original_context_length"] = original
-        keys["rope.scaling.attn_factor"] = (1 + np.log(stretch) / np.log(original)) ** 0.5
-    return keys
-
-
-def convert_deepseek_fields(fields):
-    rope, rotated = fields["rope_parameters"], fields["qk_rope_head_dim"]
-    keys = {
-        "embedding_length": fields["hidden_size"],
-        "feed_forward_length": fields["intermediate_size"],
-        "expert_feed_forward_length": fields["moe_intermediate_size"],
-        "block_count": fields["num_hidden_layers"],
-        "leading_dense_block_count": fields["first_k_dense_replace"],
-        "context_length": fields["max_position_embeddings"],
-        "attention.head_count": fields["num_attention_heads"],
-        "attention.head_count_kv": 1,
-        "attention.key_length": fields["kv_lora_rank"] + rotated,
-        "attention.value_length": fields["kv_lora_rank"],
-        "attention.key_length_mla": fields["qk_nope_head_dim"] + rotated,
-        "attention.value_length_mla": fields["v_head_dim"],
-        "attention.kv_lora_rank": fields["kv_lora_rank"],
-        "attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
-        "rope.freq_base": rope["rope_theta"],
-        "rope.dimension_count": rotated,
-        "expert_count": fields["n_routed_experts"],
-        "expert_used_count": fields["num_experts_per_tok"],
-        "expert_shared_count": fields["n_shared_experts"],
-        "expert_weights_scale": fields["routed_scaling_factor"],
-    }
-    if fields["model_type"] == "deepseek_v3":  # V2's config.json says "softmax", which transformers' does not
-        keys["expert_gating_func"] = 2
-    optional = {
-        "attention.q_lora_rank": fields["q_lora_rank"],
-        "expert_weights_norm": fields["norm_topk_prob"],
-        "expert_group_count": fields["n_group"],
-        "expert_group_used_count": fields["topk_group"],
-    }
-    keys |= {name: value for name, value in optional.items() if value}
-    return keys | (yarn_keys(rope) if rope["rope_type"] == "yarn" else {})
-
-
-def yarn_keys(rope):
-    keys = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": rope["factor"],
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-    }
-    if "mscale_all_dim" in rope:
-        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
-    return keys
-
-
-def _further_keys(fields):
-    """Return the keys that only some families have."""
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    keys = {"rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0))}
     match fields["model_type"]:
+        case "gpt_neox":
+            return keys
         case "cohere":
-            return {"logit_scale": fields["logit_scale"], "rope.scaling.type": "none"}
-        case "granite":
-            return {
-                "attention.scale": fields["attention_multiplier"],
-                "embedding_scale": fields["embedding_multiplier"],
-                "residual_scale": fields["residual_multiplier"],
-                "logit_scale": fields["logits_scaling"],
-            }
+            keys["rope.scaling.type"] = "none"
         case "gemma3n_text":
-            icdf, rope = statistics.NormalDist().inv_cdf, fields["rope_parameters"]
+            icdf, local = statistics.NormalDist().inv_cdf, fields["rope_parameters"]["sliding_attention"]
             pattern = fields["activation_sparsity_pattern"]
-            return {
-                "altup.active_idx": fields["altup_active_idx"],
-                "altup.num_inputs": fields["altup_num_inputs"],
-                "embedding_length_per_layer_input": fields["hidden_size_per_layer_input"],
-                "attention.shared_kv_layers": fields["num_kv_shared_layers"],
-                "activation_sparsity_scale": [icdf(each) if each else float("-inf") for each in pattern],
-                "attention.sliding_window": fields["sliding_window"],
-                "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in fields["layer_types"]],
-                "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
-                "rope.scaling.type": rope["full_attention"]["rope_type"],
-                "rope.scaling.factor": rope["full_attention"]["factor"],
-            }
-        case "gpt_oss":
-            return {
-                "expert_count": fields["num_local_experts"],
-                "expert_used_count": fields["num_experts_per_tok"],
-                "expert_feed_forward_length": fields["intermediate_size"],
-                "attention.sliding_window": fields["sliding_window"],
-                "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in fields["layer_types"]],
-            }
+            keys["activation_sparsity_scale"] = [icdf(each) if each else float("-inf") for each in pattern]
+            keys |= {"rope.freq_base_swa": local["rope_theta"], "rope.scaling.type": rope["rope_type"]}
+            keys["rope.scaling.factor"] = rope["factor"]
         case "minimax_m2":
-            return {
-                "expert_count": fields["num_local_experts"],
-                "expert_used_count": fields["num_experts_per_tok"],
-                "expert_feed_forward_length": fields["intermediate_size"],
-                "expert_gating_func": 2,
-            }
-        case "olmoe":
-            return {
-                "expert_count": fields.get("num_experts") or fields["num_local_experts"],
-                "expert_used_count": fields["num_experts_per_tok"],
-                "expert_weights_norm": fields["norm_topk_prob"],
-            }
-        case "mixtral":
-            return {"expert_count": fields["num_local_experts"], "expert_used_count": fields["num_experts_per_tok"]}
-        case "qwen2_moe" | "qwen3_moe":
-            shared = fields.get("shared_expert_intermediate_size")
-            return {
-                "expert_count": fields.get("num_experts") or fields["num_local_experts"],
-                "expert_used_count": fields["num_experts_per_tok"],
-                "expert_feed_forward_length": fields["moe_intermediate_size"],
-                **({"expert_shared_feed_forward_length": shared} if shared else {}),
-            }
-        case "stablelm":
-            return {"use_parallel_residual": fields["use_parallel_residual"]}
-    return {}
-
-
-def _norm_keys(fields):
-    if "layer_norm_eps" in fields:
-        return {"attention.layer_norm_epsilon": fields["layer_norm_eps"]}
-    if fields["model_type"] == "starcoder2":
-        return {"attention.layer_norm_epsilon": fields["norm_epsilon"]}
-    return {"attention.layer_norm_rms_epsilon": fields["rms_norm_eps"]}
+            keys["expert_gating_func"] = 2
+        case "gemma2" | "gemma3_text" | "phi3":
+            keys["attention.sliding_window"] = fields["sliding_window"] or 0
+    if fields["model_type"] in ("gemma3n_text", "gpt_oss"):
+        local = [kind == "sliding_attention" for kind in fields["layer_types"]]
+        keys["attention.sliding_window_pattern"] = local
+    if fields["model_type"] not in ("stablelm", "phi"):
+        keys["rope.freq_base"] = rope.get("rope_theta", 10000.0)
+    if architecture_of(fields) == "deepseek2":
+        rotated = fields["qk_rope_head_dim"]
+        keys |= {"rope.dimension_count": rotated, "attention.head_count_kv": 1}
+        keys["attention.key_length"] = fields["kv_lora_rank"] + rotated
+        keys["attention.key_length_mla"] = fields["qk_nope_head_dim"] + rotated
+        if fields["model_type"] == "deepseek_v3":  # V2's config.json says "softmax", which transformers' does not
+            keys["expert_gating_func"] = 2
+        if fields["norm_topk_prob"]:
+            keys["expert_weights_norm"] = True
+    else:
+        keys |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    match rope.get("rope_type"):
+        case "yarn":
+            keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+            keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+            if "mscale_all_dim" in rope:
+                keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+        case "longrope":
+            original = rope["original_max_position_embeddings"]
+            stretch = fields["max_position_embeddings"] / original
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.attn_factor"] = (1 + np.log(stretch) / np.log(original)) ** 0.5
+    return keys
 
 
 def rope_tensors(fields):

@@ -17,7 +17,7 @@ from golden_folder import GOLDENS as FOLDER
 from naive import naive_logits
 from paged import chunked_logits
 
-from jaxserve.loading.huggingface import load_config, load_params
+from jaxserve.loading.weights import load_config, load_weights
 from jaxserve.models import get_family
 
 GOLDENS = sorted(path.parent for path in FOLDER.glob("*/golden.npz"))
@@ -29,14 +29,20 @@ CASES = quick_only(GOLDENS, *ONE_OF_EACH)
 """All goldens, as parameters of tests: a family's further ones are slow."""
 
 
-def load_golden(path):
-    """(params, config, family, arrays of golden.npz, mesh) of one golden, on one device."""
+def load_model(path):
+    """(params, config, family, mesh) of a model in any form, in float32 on one device."""
     fields = load_config(path)
     family = get_family(fields)
     config = family.config(fields)
     mesh = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
-    params = load_params(path, family.param_specs(config), dtype=np.dtype(jnp.float32), mesh=mesh, progress=False)
-    return params, config, family, np.load(path / "golden.npz"), mesh
+    params = load_weights(path, family.param_specs(config), dtype=np.dtype(np.float32), mesh=mesh, progress=False)
+    return params, config, family, mesh
+
+
+def load_golden(path):
+    """(params, config, family, arrays of golden.npz, mesh) of one golden, on one device."""
+    *model, mesh = load_model(path)
+    return *model, np.load(path / "golden.npz"), mesh
 
 
 def full_logits(golden):

@@ -1,8 +1,8 @@
 """Cases of latent attention, their results in float64, and the tolerances of implementations."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_results import check_tokens, in_float
 from poisoned_pages import make_pages
 
 from pallas_kernels.latent_attention.reference import latent_attention_reference
@@ -22,9 +22,7 @@ def make_case(chunks, *, heads, sizes, num_tokens=None, max_rows=None, block_siz
     num_rows, size = len(chunks), sum(sizes)
     lens = [context for _, context in chunks] + [0] * ((max_rows or num_rows) - num_rows)
     assert sorted(counts, key=lambda count: count > 1) == counts
-    pages, _, tables = make_pages(
-        rng, lens, max_blocks=-(-max(lens) // block_size) + 2, num_kv_heads=1, head_dim=size, block_size=block_size
-    )
+    pages, _, tables = make_pages(rng, lens, 1, size, block_size=block_size)
     starts = np.cumsum([0, *counts])
     q = rng.standard_normal((num_tokens or starts[-1], heads, size)).astype(np.float32)
     q[starts[-1] :] = np.nan
@@ -36,8 +34,7 @@ def make_case(chunks, *, heads, sizes, num_tokens=None, max_rows=None, block_siz
         "query_starts": np.pad(starts, (0, len(lens) - num_rows), mode="edge").astype(np.int32),
     }
     options = {"latent_size": sizes[0], "scale": size**-0.5}
-    in_float = jax.tree.map(lambda x: np.asarray(x.astype(jnp.float32)), (q, pages))
-    want = latent_attention_reference(*in_float, **layout, num_rows=num_rows, **options)
+    want = latent_attention_reference(*in_float((q, pages)), **layout, num_rows=num_rows, **options)
     layout = {name: jnp.asarray(x) for name, x in layout.items()}
     layout |= {"num_decode_rows": jnp.int32(counts.count(1)), "num_rows": jnp.int32(num_rows)}
     is_decode_only = set(counts) <= {1} and q.shape[0] == len(lens)
@@ -45,12 +42,4 @@ def make_case(chunks, *, heads, sizes, num_tokens=None, max_rows=None, block_siz
 
 
 def check(got, want):
-    """Fail unless each token's result and all together are near, and those of no row are 0."""
-    tolerance = TOLERANCE[got.dtype.type]
-    got = np.asarray(got.astype(jnp.float32))
-    is_zero = (want == 0).all(axis=(1, 2))
-    assert not got[is_zero].any()
-    for token in np.flatnonzero(~is_zero):
-        error = np.linalg.norm(got[token] - want[token]) / np.linalg.norm(want[token])
-        assert error <= 2 * tolerance, f"token {token}: {error}"
-    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+    check_tokens(got, want, TOLERANCE[got.dtype.type])

@@ -2,9 +2,14 @@
 
 import numpy as np
 
+from pallas_kernels.paging import Scores
 
-def make_pages(rng, lens, *, max_blocks, num_kv_heads, head_dim, block_size):
-    """k_pages and v_pages [P, K, S, D] float32 and block_tables [B, max_blocks], for contexts of `lens` tokens."""
+
+def make_pages(rng, lens, num_kv_heads, head_dim, *, block_size, max_blocks=None):
+    """k_pages and v_pages [P, K, S, D] float32 and block_tables [B, max_blocks], for contexts of `lens` tokens; by
+    default two more blocks than the longest needs.
+    """
+    max_blocks = max_blocks or -(-max(lens) // block_size) + 2
     num_blocks = len(lens) * max_blocks + 1
     free = list(rng.permutation(num_blocks))
     k, v = (np.full((num_blocks, num_kv_heads, block_size, head_dim), np.nan, np.float32) for _ in range(2))
@@ -16,3 +21,12 @@ def make_pages(rng, lens, *, max_blocks, num_kv_heads, head_dim, block_size):
             for pages in (k, v):
                 pages[block, :, :held] = rng.standard_normal((num_kv_heads, held, head_dim))
     return k, v, tables
+
+
+def make_scores(rng, num_heads, *, has_sinks=False, has_alibi=False, **options):
+    """Return Scores with these options, and random sinks and slopes for each head."""
+    return Scores(
+        sinks=2 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None,
+        alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
+        **options,
+    )

@@ -91,12 +91,12 @@ def write(folder, *, outlier=0.0, max_model_len=32768):
     return folder
 
 
-def haystack(length, *, num_needles, needle_length, seed=0):
+def haystack(length, *, num_needles, needle_length):
     """Return a text of that many tokens, and needles at equal distances in it, the first and the last at its ends.
 
     The tokens of a needle are nowhere else in the text, half of which is their twins.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     hidden = random.permutation(NUM_NEEDLE_TOKENS)[: num_needles * needle_length].reshape(num_needles, needle_length)
     twins = random.choice(hidden.ravel(), length) + NUM_NEEDLE_TOKENS
     text = np.where(random.random(length) < 0.5, twins, random.integers(NUM_NEEDLE_TOKENS, VOCAB_SIZE, length))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,6 +83,10 @@ class Running:
         """
         return httpx.request(method, self.url + path, timeout=PATIENCE, verify=False, **options)
 
+    def connection(self) -> socket.socket:
+        """Return a connection to the server, for `with`."""
+        return socket.create_connection(self.server.address, timeout=PATIENCE)
+
     def stream(self, path: str, body: Any, *, on_data: Callable[[bytes], Any] = lambda _: None) -> httpx.Response:
         """Send a request and read its answer as it comes: `on_data` is called with everything received so far."""
         content = b""
@@ -106,6 +111,17 @@ class RunningFake(Running):
         """Script the engine: every sequence is `text`."""
         token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         self.play = lambda request: Script(token_ids=token_ids, **options)
+
+    def prompt(self, index: int = -1, *, skip_special_tokens: bool = False) -> str:
+        """Return the text of a prompt that the engine got: the last one, if no other is asked for."""
+        return self.tokenizer.decode(self.client.submitted[index].prompt_token_ids, skip_special_tokens)
+
+
+def raw_post(path: str, body: Any) -> bytes:
+    """Return a whole request as it is sent on a connection."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    return f"{head}\r\n\r\n".encode() + content
 
 
 @contextlib.contextmanager
@@ -134,6 +150,11 @@ def serving(frontend: Frontend, **config: Any) -> Iterator[Running]:
     finally:
         server.server.stop()
         assert server.wait() == 0
+
+
+def synchronous(server: Running) -> openai.OpenAI:
+    """Return OpenAI's client, for `with`."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def asynchronous(server: Running) -> openai.AsyncOpenAI:

@@ -68,7 +68,7 @@ def test_old_parts_of_a_conversation_are_cleared(shows_all, edit, cleared, what)
     shows_all.says("Good.")
     body = {"model": "fake", "max_tokens": 10, "messages": turns(4), "context_management": {"edits": [edit]}}
     answer = shows_all.post(MESSAGES, body).json()
-    prompt = shows_all.tokenizer.decode(shows_all.client.submitted[-1].prompt_token_ids)
+    prompt = shows_all.prompt()
     assert [turn for turn in range(4) if f"{what} {turn}" in prompt] == list(range(cleared, 4))
     other = "result" if what == "thought" else "thought"
     assert all(f"{other} {turn}" in prompt for turn in range(4))
@@ -97,6 +97,6 @@ def test_which_results_are_cleared(shows_all, options, results, num_inputs):
     body = {"model": "fake", "max_tokens": 10, "messages": turns(4)}
     body["context_management"] = {"edits": [edit | options]}
     assert shows_all.post(MESSAGES, body).status_code == 200
-    prompt = shows_all.tokenizer.decode(shows_all.client.submitted[-1].prompt_token_ids)
+    prompt = shows_all.prompt()
     assert [turn for turn in range(4) if f"result {turn}" in prompt] == results
     assert prompt.count("Oslo") == num_inputs

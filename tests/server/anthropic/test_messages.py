@@ -55,7 +55,7 @@ def test_an_answer_with_the_anthropic_client(server):
     assert (answer.type, answer.role, answer.model, answer.stop_reason) == ("message", "assistant", "fake", "end_turn")
     assert [block.text for block in answer.content] == ["Good day."]
     assert answer.usage.output_tokens == len(server.tokenizer.encode("Good day.", add_special_tokens=False))
-    assert "Be brief." in server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+    assert "Be brief." in server.prompt()
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -91,7 +91,7 @@ def test_a_turn_with_results_of_tools_goes_back(server):
         {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
     ]
     assert ask(server, tools=[WEATHER], messages=turns).content[0].text == "It rains."
-    prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+    prompt = server.prompt()
     assert prompt.index("rain") < prompt.index("And now?")
 
 
@@ -217,7 +217,7 @@ def test_an_assistants_message_is_continued(server, content):
     messages = [USER, {"role": "assistant", "content": content}]
     answer = ask(server, messages=messages)
     assert [block.text for block in answer.content] == ["A)"]
-    assert server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids).endswith("The answer is (")
+    assert server.prompt().endswith("The answer is (")
     counted = client(server).messages.count_tokens(model="fake", messages=messages).input_tokens
     assert counted == answer.usage.input_tokens
 
@@ -298,7 +298,7 @@ SYSTEM_LATE = {"role": "system", "content": "late rule", "clear_at": "next_user_
 )
 def test_a_system_message_that_lasts_until_the_user_speaks(server, messages, is_read):
     assert server.post(MESSAGES, BODY | {"messages": messages}).status_code == 200
-    prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+    prompt = server.prompt()
     assert ("late rule" in prompt) is is_read
 
 
@@ -330,13 +330,13 @@ def test_tools_that_come_and_go(tokenizer, change, offered):
         tools = [WEATHER, WEATHER | {"name": "later", "defer_loading": True}]
         answer = server.post(MESSAGES, BODY | {"messages": messages, "tools": tools})
         assert answer.status_code == 200, answer.text
-        prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+        prompt = server.prompt()
         assert prompt == "".join(f"({name})" for name in offered)
         if not change:  # whatever can be called is offered if nothing can find it
             hosted = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
             for given in ([hosted, *tools], tools[1:]):
                 assert server.post(MESSAGES, BODY | {"tools": given}).status_code == 200
-                prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids)
+                prompt = server.prompt()
                 assert "(later)" in prompt
 
 
@@ -357,7 +357,7 @@ def test_tools_that_come_and_go(tokenizer, change, offered):
 )
 def test_messages_of_one_role_are_one_turn(server, messages, expected):
     assert server.post(MESSAGES, BODY | {"messages": messages}).status_code == 200
-    assert server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids) == expected
+    assert server.prompt(skip_special_tokens=True) == expected
 
 
 def test_a_beta_stream_with_the_anthropic_client(server):

@@ -4,10 +4,8 @@ import json
 import random
 import re
 
-import openai
 import pytest
-from serving import assert_error, response_events, running, serving
-from waiting import PATIENCE
+from serving import assert_error, response_events, running, serving, synchronous
 
 from jaxserve.answers.tools.custom import InputReader, text_of
 from jaxserve.answers.tools.lark_regex import lark_regex
@@ -220,7 +218,7 @@ def test_long_names_of_tools(agent, length):
 
 def test_custom_tools_with_the_openai_client(agent):
     agent.says('<tool_call>\n{"name": "add", "arguments": {"input": "[1+2]\\n"}}\n</tool_call>')
-    with openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(agent) as client:
         with client.responses.stream(model="fake", input="hello", tools=[CUSTOM]) as stream:
             kinds = [event.type for event in stream]
             (item,) = stream.get_final_response().output

@@ -3,12 +3,10 @@
 import json
 
 import jsonschema
-import openai
 import pytest
 from depths import quick_only
-from serving import assert_error, frames, serving
+from serving import assert_error, frames, serving, synchronous
 from tool_cases import CHAT, SCHEMAS, TOOLS, USER, functions, join, without_ids
-from waiting import PATIENCE
 
 from jaxserve.answers.syntaxes.syntax import Tags
 from jaxserve.answers.syntaxes.table import TOOL_PARSERS
@@ -178,7 +176,7 @@ def test_an_answer_in_a_format_after_free_thoughts(random_engine, tokenizer, rea
 
 
 def test_real_clients(forced):
-    with openai.OpenAI(base_url=f"{forced.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(forced) as client:
         asked = {"model": "tiny", "messages": [USER], "tools": TOOLS, "tool_choice": "required", "seed": 1}
         asked |= {"max_tokens": 400, "parallel_tool_calls": False}
         answer = client.chat.completions.create(**asked)

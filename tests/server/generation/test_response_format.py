@@ -4,14 +4,13 @@ import concurrent.futures
 import contextlib
 import json
 import re
-import socket
 
 import jsonschema
 import openai
 import pydantic
 import pytest
-from serving import assert_error, frames, serving
-from waiting import PATIENCE, wait_until
+from serving import assert_error, frames, raw_post, serving, synchronous
+from waiting import wait_until
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import InvalidRequest
@@ -136,7 +135,7 @@ def test_a_stream_is_the_answer_in_pieces(server):
 
 
 def test_the_client_parses_what_it_has_asked_for(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         for seed in range(3):
             try:
                 answer = client.chat.completions.parse(
@@ -222,12 +221,8 @@ def test_a_turn_that_does_not_come(server, slow_grammars, monkeypatch):
 
 
 def test_a_client_that_leaves_takes_its_grammar_out_of_the_queue(server, slow_grammars):
-    content = json.dumps({"messages": [USER]} | FORMS["json"]).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
-        connection.sendall(head.encode() + content)
+    with server.connection() as connection:
+        connection.sendall(raw_post(CHAT, {"messages": [USER]} | FORMS["json"]))
         wait_until(lambda: len(slow_grammars.waiting) == 1)
     wait_until(lambda: slow_grammars.waiting[0].cancelled())
 

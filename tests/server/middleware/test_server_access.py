@@ -1,6 +1,5 @@
 """Access control: API keys from all sources, the admin's, web pages of other origins, and TLS."""
 
-import socket
 import ssl
 import subprocess
 
@@ -215,7 +214,7 @@ def test_pages_of_other_origins(tokenizer):
 def test_pages_may_read_what_is_refused_before_it_is_a_request(tokenizer, wire_clock, allowed, may_read):
     with (
         running(tokenizer, allowed_origins=[allowed], receive_timeout=10) as server,
-        socket.create_connection(server.server.address, timeout=PATIENCE) as connection,
+        server.connection() as connection,
     ):
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nOrigin: https://example.org\r\n"

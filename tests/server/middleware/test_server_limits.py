@@ -3,14 +3,12 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import json
 import selectors
-import socket
 import threading
 
 import pytest
 from depths import quick_first
-from serving import assert_error, assert_well, running
+from serving import assert_error, assert_well, raw_post, running
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from waiting import PATIENCE, wait_until
@@ -48,7 +46,7 @@ def test_chunked_body_over_the_cap(locked):
 
 
 def test_the_rest_of_a_body_over_the_cap_is_not_read(locked):
-    with socket.create_connection(locked.server.address, timeout=PATIENCE) as connection:
+    with locked.connection() as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n"
             b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" % KEY.encode()
@@ -114,19 +112,18 @@ def test_what_has_to_wait_too_long_for_its_turn_is_refused_and_what_nobody_waits
 
     monkeypatch.setattr(server.tokenizer, "encode", encode)
     limit = MAX_TOKENIZING if size == TURN_THRESHOLD else MAX_PREPARING
-    body = json.dumps({"prompt": "x" * size}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    body = {"prompt": "x" * size}
     with concurrent.futures.ThreadPoolExecutor(limit) as executor:
-        first = [executor.submit(server.post, "/tokenize", {"prompt": "x" * size}) for _ in range(limit)]
+        first = [executor.submit(server.post, "/tokenize", body) for _ in range(limit)]
         try:
             wait_until(lambda: len(begun) == limit)
             for _ in range(3):
-                with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
-                    connection.sendall(head % len(body) + body)
+                with server.connection() as connection:
+                    connection.sendall(raw_post("/tokenize", body))
                     wait_until(lambda: server.server.state.life.num_inside == limit + 1)
                 wait_until(lambda: server.server.state.life.num_inside == limit)
             monkeypatch.setattr(generation, "QUEUE_TIMEOUT", 0.05)
-            answer = server.post("/tokenize", {"prompt": "x" * size})
+            answer = server.post("/tokenize", body)
             assert_error(answer, 429, None, "rate_limit_error")
             assert answer.headers["retry-after"] == "1"
             assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
@@ -147,11 +144,10 @@ def test_the_prompts_of_a_client_that_has_gone_are_not_all_tokenized(server, mon
         return [1]
 
     monkeypatch.setattr(server.tokenizer, "encode", encode)
-    body = json.dumps({field: ["x" * (size // 64)] * 64, "truncate_prompt_tokens": 3}).encode()
-    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    body = {field: ["x" * (size // 64)] * 64, "truncate_prompt_tokens": 3}
     try:
-        with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
-            connection.sendall(head % (path.encode(), len(body)) + body)
+        with server.connection() as connection:
+            connection.sendall(raw_post(path, body))
             wait_until(lambda: begun)
         wait_until(lambda: server.server.state.life.num_inside == 0)
     finally:
@@ -198,7 +194,7 @@ def test_unfinished_bodies_are_bounded_all_together(tokenizer, monkeypatch):
     with running(tokenizer, max_body_size=2**20) as server, contextlib.ExitStack() as stack:
 
         def begin():
-            connection = stack.enter_context(socket.create_connection(server.server.address, timeout=PATIENCE))
+            connection = stack.enter_context(server.connection())
             connection.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % 2**20
@@ -245,14 +241,14 @@ def test_a_client_that_reads_only_when_it_has_sent_all_has_its_answer(server, mo
     body = b"x" * 2**25
     framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n%b\r\n\r\n" % framing
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body))
         answer = b""
         while data := connection.recv(2**16):
             answer += data
     assert answer.startswith(b"HTTP/1.1 413 ")
     monkeypatch.setattr(admission, "MAX_DISCARDED_BYTES", 2**20)
-    connection = socket.create_connection(server.server.address, timeout=PATIENCE)
+    connection = server.connection()
     with connection, pytest.raises(ConnectionError):
         connection.sendall(head + (b"%x\r\n%b" % (len(body), body) if is_chunked else body))
     assert_well(server)

@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import re
-import socket
 import threading
 import time
 import types
@@ -79,7 +78,7 @@ def test_probes_are_quiet_and_a_client_that_leaves_is_a_499(server, access):
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     head = HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: %b\r\n\r\n")
     for request_id, body in ((b"stream", b'{"prompt":"a","stream":true}'), (b"whole", BODY)):
-        with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+        with server.connection() as connection:
             connection.sendall(head.replace(b"17", b"%d" % len(body)) % request_id + body)
             wait_until(lambda: server.client.num_running == 1)
             if request_id == b"stream":
@@ -214,7 +213,7 @@ def test_a_request_that_takes_too_long(tokenizer, monkeypatch):
 
 def slow_sender(server, clock, pieces, *, pause):
     """Return the server's answer to a client that lets `pause` seconds pass after each piece."""
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         wait_until(lambda: clock.num_open == 1)
         num_sent = clock.num_received
         for piece in pieces:
@@ -259,7 +258,7 @@ def test_an_answer_may_take_longer_than_a_request(tokenizer, wire_clock):
     go_on = threading.Event()
     with (
         running(tokenizer, receive_timeout=10) as server,
-        socket.create_connection(server.server.address, timeout=PATIENCE) as connection,
+        server.connection() as connection,
     ):
         server.client.pause = lambda: go_on.wait(PATIENCE)
         file = connection.makefile("rb")
@@ -275,7 +274,7 @@ def test_an_answer_may_take_longer_than_a_request(tokenizer, wire_clock):
 
 
 def test_a_head_without_end(tokenizer):
-    with running(tokenizer) as server, socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with running(tokenizer) as server, server.connection() as connection:
         with contextlib.suppress(ConnectionError):  # the server does not read it to its end
             connection.sendall(b"GET / HTTP/1.1\r\n" + (b"x: " + b"y" * 10_000 + b"\r\n") * 27)
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
@@ -287,7 +286,7 @@ def test_a_client_that_takes_nothing_is_dropped(tokenizer):
         server.play = lambda request: Script(token_ids=[70], hangs=True)
         # Each choice repeats the prompt: 6 MB in all, more than the kernel keeps for a client.
         body = json.dumps({"prompt": "a" * 200_000, "echo": True, "n": 32, "stream": True}).encode()
-        with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+        with server.connection() as connection:
             connection.sendall(HEAD.replace(b"17", b"%d" % len(body)) + body)
             wait_until(lambda: len(server.client.submitted) == 32)
             wait_until(lambda: server.client.num_running == server.server.state.life.num_inside == 0)

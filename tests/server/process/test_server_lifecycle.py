@@ -191,7 +191,7 @@ def test_health_of_a_dead_engine(started):
     server = started()
     server.play = lambda request: Script(token_ids=[], hangs=True)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as inside:
+    with server.connection() as inside:
         inside.sendall(head)  # the server does not end while a request is inside
         wait_until(lambda: server.server.state.life.num_inside == 1)
         server.client.die()

@@ -18,46 +18,13 @@ from jaxserve.server.process import supervisor
 
 
 @pytest.mark.slow
-def test_workers_share_an_engine_and_are_replaced_and_drain(start):
+async def test_workers_share_an_engine_and_are_replaced_and_drain(start):
     """SIGTERM under load, and kill -9 of an API worker before."""
     server = start("--api-workers", "2", "--shutdown-timeout", str(PATIENCE)).wait_until_serving()
     workers = server.workers
     assert len(workers) == 2
 
     unwatched = []
-
-    async def run():
-        async with client() as http:
-            doomed = []
-            while not all(map(num_connections, workers)):  # the kernel distributes connections as it likes
-                doomed += await load(http, server.url, 12, max_tokens=2000)
-            unwatched[:] = await asyncio.gather(*(begin(http) for _ in range(8)))
-            number = len(doomed) + 8
-            await until(lambda: are_running(http, number))
-            workers[0].kill()
-            await until(lambda: are_running(http, number, False))
-            tokens = await metric(http, server.url, "generation_tokens_total")
-            assert tokens >= len(doomed)  # those of the dead one still count
-
-            await until(replaced)
-            await asyncio.to_thread(server.read_log_until, "is there again")
-            # The engine has dropped the requests of the dead worker, and nothing else; its successor reports so.
-            await until(lambda: are_told(http, number - sum(task.done() for task in doomed)))
-            ended = [task for task in doomed if task.done()]
-            assert 0 < len(ended) < len(doomed)
-            assert all(isinstance(task.exception(), httpx.RemoteProtocolError | httpx.ReadError) for task in ended)
-            for path in unwatched:
-                assert (await http.delete(path)).status_code == 200
-            assert await metric(http, server.url, "generation_tokens_total") >= tokens
-            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
-            assert answers == [(200, "aaa", None)] * 8
-
-            for task in doomed:
-                task.cancel()
-            finishing = await load(http, server.url, 8, max_tokens=100)
-            server.process.send_signal(signal.SIGTERM)
-            await until(refused)
-            return await asyncio.gather(*finishing)
 
     def num_connections(worker):
         return sum(each.status == psutil.CONN_ESTABLISHED for each in worker.net_connections("tcp"))
@@ -90,7 +57,37 @@ def test_workers_share_an_engine_and_are_replaced_and_drain(start):
             except httpx.TransportError:
                 return True  # by then it may take no connection any more
 
-    assert asyncio.run(run()) == [(200, "a" * 100, None)] * 8
+    async with client() as http:
+        doomed = []
+        while not all(map(num_connections, workers)):  # the kernel distributes connections as it likes
+            doomed += await load(http, server.url, 12, max_tokens=2000)
+        unwatched[:] = await asyncio.gather(*(begin(http) for _ in range(8)))
+        number = len(doomed) + 8
+        await until(lambda: are_running(http, number))
+        workers[0].kill()
+        await until(lambda: are_running(http, number, False))
+        tokens = await metric(http, server.url, "generation_tokens_total")
+        assert tokens >= len(doomed)  # those of the dead one still count
+
+        await until(replaced)
+        await asyncio.to_thread(server.read_log_until, "is there again")
+        # The engine has dropped the requests of the dead worker, and nothing else; its successor reports so.
+        await until(lambda: are_told(http, number - sum(task.done() for task in doomed)))
+        ended = [task for task in doomed if task.done()]
+        assert 0 < len(ended) < len(doomed)
+        assert all(isinstance(task.exception(), httpx.RemoteProtocolError | httpx.ReadError) for task in ended)
+        for path in unwatched:
+            assert (await http.delete(path)).status_code == 200
+        assert await metric(http, server.url, "generation_tokens_total") >= tokens
+        answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
+        assert answers == [(200, "aaa", None)] * 8
+
+        for task in doomed:
+            task.cancel()
+        finishing = await load(http, server.url, 8, max_tokens=100)
+        server.process.send_signal(signal.SIGTERM)
+        await until(refused)
+        assert await asyncio.gather(*finishing) == [(200, "a" * 100, None)] * 8
     assert server.wait() == 0
     log = server.rest_of_log()
     (number,) = re.findall(r"API worker (\d) has been killed", log)
@@ -103,30 +100,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "exception"])
-def test_the_end_of_the_engine(start, how):
+async def test_the_end_of_the_engine(start, how):
     server = start().wait_until_serving()
     assert server.folder.stat().st_mode & 0o777 == 0o700
     (worker,) = server.workers
     loaded = {pathlib.Path(each.path).name for each in worker.memory_maps()}
     assert any("zmq" in name for name in loaded)
     assert not any("jaxlib" in name or "libjax" in name for name in loaded)
-
-    async def run():
-        async with client() as http:
-            assert (await http.get(f"{server.url}/health")).status_code == 200
-            streams = await load(http, server.url, 4, max_tokens=2000)
-            whole = asyncio.create_task(stream(http, server.url, max_tokens=2000, stream=False))
-            await until(lambda: running(http, 5))
-            _, inside = await asyncio.open_connection(*re.search(r"//(.*):(\d+)", server.url).groups())
-            inside.write(HEAD)  # as long as it waits for its body, /health is there to be asked
-            await until(lambda: running(http, 5))
-            if how == "kill":
-                server.engine.kill()
-            else:
-                streams.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
-            await until(lambda: unhealthy(http))
-            inside.close()
-            return await asyncio.gather(*streams), await whole
 
     async def running(http, number):
         return await metric(http, server.url, "num_requests_running") == number
@@ -136,7 +116,21 @@ def test_the_end_of_the_engine(start, how):
             return (await http.get(f"{server.url}/health")).status_code == 503
         pytest.fail("the server was gone before it said that it is not healthy")
 
-    streams, (status, _, whole) = asyncio.run(run())
+    async with client() as http:
+        assert (await http.get(f"{server.url}/health")).status_code == 200
+        streams = await load(http, server.url, 4, max_tokens=2000)
+        whole = asyncio.create_task(stream(http, server.url, max_tokens=2000, stream=False))
+        await until(lambda: running(http, 5))
+        _, inside = await asyncio.open_connection(*re.search(r"//(.*):(\d+)", server.url).groups())
+        inside.write(HEAD)  # as long as it waits for its body, /health is there to be asked
+        await until(lambda: running(http, 5))
+        if how == "kill":
+            server.engine.kill()
+        else:
+            streams.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
+        await until(lambda: unhealthy(http))
+        inside.close()
+        streams, (status, _, whole) = await asyncio.gather(*streams), await whole
     assert all(status == 200 and error["type"] == "service_unavailable_error" for status, _, error in streams[:4])
     assert status == 503
     assert_error(whole, 503, None, "service_unavailable_error")
@@ -147,34 +141,22 @@ def test_the_end_of_the_engine(start, how):
 
 
 @pytest.mark.slow
-def test_the_end_of_the_parent(start):
+async def test_the_end_of_the_parent(start):
     server = start("--api-workers", "2").wait_until_serving()
 
-    async def run():
-        async with client() as http:
-            streams = await load(http, server.url, 2, max_tokens=2000)
-            server.process.kill()
-            return await asyncio.gather(*streams, return_exceptions=True)
-
+    async with client() as http:
+        streams = await load(http, server.url, 2, max_tokens=2000)
+        server.process.kill()
+        results = await asyncio.gather(*streams, return_exceptions=True)
     # The engine may be gone before the API worker is, which then has the time to report it.
-    for result in asyncio.run(run()):
+    for result in results:
         assert isinstance(result, httpx.TransportError) or result[2]["type"] == "service_unavailable_error"
     assert server.wait() == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
+async def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
     server = start("--shutdown-timeout", str(10 * PATIENCE)).wait_until_serving()
-
-    async def run():
-        async with client() as http:
-            await during_a_long_step(http)
-            streams = await load(http, server.url, 2, max_tokens=2000)
-            server.process.send_signal(signal.SIGINT)
-            await until(lambda: is_draining(http))
-            assert not any(task.done() for task in streams)
-            server.process.send_signal(signal.SIGTERM)
-            return await asyncio.gather(*streams)
 
     async def during_a_long_step(http):
         folder = server.folder
@@ -189,7 +171,14 @@ def test_nothing_waits_for_a_long_step_nor_after_a_second_signal(start):
     async def is_draining(http):
         return (await http.get(f"{server.url}/health")).status_code == 503
 
-    assert all(error["type"] == "service_unavailable_error" for _, _, error in asyncio.run(run()))
+    async with client() as http:
+        await during_a_long_step(http)
+        streams = await load(http, server.url, 2, max_tokens=2000)
+        server.process.send_signal(signal.SIGINT)
+        await until(lambda: is_draining(http))
+        assert not any(task.done() for task in streams)
+        server.process.send_signal(signal.SIGTERM)
+        assert all(error["type"] == "service_unavailable_error" for _, _, error in await asyncio.gather(*streams))
     assert server.wait() == 0
 
 
@@ -219,45 +208,41 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "silent", "hangs"])
-def test_engines_behind_one_server_and_the_death_of_one(start, how):
+async def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
     and for one that was replaced; so does the one that took its place. One that is silent is killed, and one that is
     dead ends, even if its exit hangs.
     """
     flags = {"killed": [], "silent": ["--silence-limit", "5"], "hangs": ["--never-ends"]}[how]
     server = start("--data-parallel-size", "2", "--api-workers", "2", *flags).wait_until_serving()
-
-    async def run():
-        async with client() as http:
-            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
-            assert answers == [(200, "aaa", None)] * 16
-            running = await load(http, server.url, 12, max_tokens=300)
-            engine, other = server.engines
-            if how == "hangs":
-                running.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
-            else:
-                engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-            ended = await asyncio.gather(*running, return_exceptions=True)
-            failed = [answer for answer in ended if answer != (200, "a" * 300, None)]
-            assert 0 < len(failed) < len(ended), ended
-            reason = "a bug in the engine" if how == "hangs" else "the engine has stopped"
-            assert all(reason in str(answer) for answer in failed)
-            if how == "hangs":
-                await asyncio.to_thread(server.read_log_until, "engine . has given up: the engine has stopped: a bug")
-            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
-            assert answers == [(200, "aaa", None)] * 8
-            await asyncio.to_thread(server.read_log_until, "engine . is there again")
-            server.wait_for_children(4)
-            next(each for each in server.engines if each not in (engine, other)).kill()
-            await asyncio.to_thread(server.read_log_until, "engine . is there again")
-            server.wait_for_children(4)
-            server.workers[0].kill()
-            await asyncio.to_thread(server.read_log_until, "API worker . is there again")
-            answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
-            assert answers == [(200, "aaa", None)] * 16
-            assert (await http.get(f"{server.url}/health")).status_code == 200
-
-    asyncio.run(run())
+    async with client() as http:
+        answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
+        assert answers == [(200, "aaa", None)] * 16
+        running = await load(http, server.url, 12, max_tokens=300)
+        engine, other = server.engines
+        if how == "hangs":
+            running.append(asyncio.create_task(stream(http, server.url, prompt="D", max_tokens=2000)))
+        else:
+            engine.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        failed = [answer for answer in ended if answer != (200, "a" * 300, None)]
+        assert 0 < len(failed) < len(ended), ended
+        reason = "a bug in the engine" if how == "hangs" else "the engine has stopped"
+        assert all(reason in str(answer) for answer in failed)
+        if how == "hangs":
+            await asyncio.to_thread(server.read_log_until, "engine . has given up: the engine has stopped: a bug")
+        answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(8)))
+        assert answers == [(200, "aaa", None)] * 8
+        await asyncio.to_thread(server.read_log_until, "engine . is there again")
+        server.wait_for_children(4)
+        next(each for each in server.engines if each not in (engine, other)).kill()
+        await asyncio.to_thread(server.read_log_until, "engine . is there again")
+        server.wait_for_children(4)
+        server.workers[0].kill()
+        await asyncio.to_thread(server.read_log_until, "API worker . is there again")
+        answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
+        assert answers == [(200, "aaa", None)] * 16
+        assert (await http.get(f"{server.url}/health")).status_code == 200
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
 

@@ -1,6 +1,5 @@
 """The start of `jaxserve serve`: what clients and people see of it, and what its processes lack."""
 
-import asyncio
 import contextlib
 import fcntl
 import os
@@ -94,18 +93,14 @@ def test_a_signal_while_it_starts(start):
 
 
 @pytest.mark.slow
-def test_a_log_that_nobody_reads_stops_nothing(start):
+async def test_a_log_that_nobody_reads_stops_nothing(start):
     server = start("--api-workers", "2", "--log-level", "debug").wait_until_serving()
     fcntl.fcntl(server.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
-
-    async def run():
-        async with client() as http:
-            for _ in range(100):
-                assert (await http.get(f"{server.url}/live")).status_code == 200
-                assert (await http.get(f"{server.url}/version")).status_code == 200
-            return await stream(http, server.url, max_tokens=3)
-
-    assert asyncio.run(run()) == (200, "aaa", None)
+    async with client() as http:
+        for _ in range(100):
+            assert (await http.get(f"{server.url}/live")).status_code == 200
+            assert (await http.get(f"{server.url}/version")).status_code == 200
+        assert await stream(http, server.url, max_tokens=3) == (200, "aaa", None)
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
 
@@ -136,7 +131,7 @@ def has_database(server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_full_at_start", [True, False])
-def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
+async def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     folder, fill = disk
     server = start("--api-workers", "2", folder=folder)
     if is_full_at_start:
@@ -152,16 +147,12 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
     if not is_full_at_start:
         fill()
 
-    async def run():
-        async with client() as http:
-            answers = [await http.post(f"{server.url}/v1/responses", json=body) for _ in range(8)]
-            texts = [await stream(http, server.url, max_tokens=3) for _ in range(4)]
-            statuses = {(await http.get(f"{server.url}/{path}")).status_code for path in ("health", "metrics", "live")}
-            in_background = await http.post(f"{server.url}/v1/responses", json=body | {"background": True})
-            return answers, texts, statuses, in_background
-
     body = {"input": "a", "max_output_tokens": 3}
-    answers, texts, statuses, in_background = asyncio.run(run())
+    async with client() as http:
+        answers = [await http.post(f"{server.url}/v1/responses", json=body) for _ in range(8)]
+        texts = [await stream(http, server.url, max_tokens=3) for _ in range(4)]
+        statuses = {(await http.get(f"{server.url}/{path}")).status_code for path in ("health", "metrics", "live")}
+        in_background = await http.post(f"{server.url}/v1/responses", json=body | {"background": True})
     assert [answer.status_code for answer in answers] == [200] * 8
     assert [answer.json()["store"] for answer in answers] == [is_full_at_start] * 8  # then they are kept in memory
     assert texts == [(200, "aaa", None)] * 4
@@ -178,7 +169,7 @@ def test_a_full_disk_costs_only_what_needs_it(disk, start, is_full_at_start):
 
 
 @pytest.mark.slow
-def test_too_few_file_descriptors_are_reported(start):
+async def test_too_few_file_descriptors_are_reported(start):
     server = start().wait_until_serving()
     (worker,) = server.workers
     limit = worker.num_fds() + 8
@@ -194,7 +185,7 @@ def test_too_few_file_descriptors_are_reported(start):
                 return await stream(http, server.url, max_tokens=3) == (200, "aaa", None)
         return False
 
-    asyncio.run(until(answered))
+    await until(answered)
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert "turned away" not in server.rest_of_log().partition("turned away")[2]

@@ -4,8 +4,7 @@ import json
 
 import openai
 import pytest
-from serving import assert_error, response_events, running
-from waiting import PATIENCE
+from serving import assert_error, response_events, running, synchronous
 
 PATH = "/v1/responses"
 
@@ -35,7 +34,7 @@ THOUGHTS_AND_CALLS = (
 
 def test_thoughts_and_calls(agent):
     agent.says(THOUGHTS_AND_CALLS)
-    with openai.OpenAI(base_url=f"{agent.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(agent) as client:
         answer = client.responses.create(model="fake", input="Weather?", tools=[WEATHER])
         assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
         num_thoughts = answer.usage.output_tokens_details.reasoning_tokens

@@ -16,32 +16,22 @@ from jaxserve.server.wire.body import MAX_PARTS
 PATH = "/v1/responses"
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        yield client
-
-
-def prompt_text(server, index=-1):
-    return server.tokenizer.decode(server.client.submitted[index].prompt_token_ids, skip_special_tokens=False)
-
-
-def test_an_answer(server, client):
+def test_an_answer(server, openai_client):
     server.says("Hello, world")
-    answer = client.responses.create(model="fake", input="hi", instructions="Be nice.", temperature=0.5)
+    answer = openai_client.responses.create(model="fake", input="hi", instructions="Be nice.", temperature=0.5)
     assert answer.output_text == "Hello, world"
     assert (answer.status, answer.object, answer.model) == ("completed", "response", "fake")
     assert answer.temperature == 0.5
     (message,) = answer.output
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
-    assert "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in prompt_text(server)
+    assert "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in server.prompt()
     assert answer.usage.output_tokens == len("Hello, world")
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
 
 
-def test_an_answer_of_several_choices_of_items(server, client):
+def test_an_answer_of_several_choices_of_items(server, openai_client):
     server.says("ok")
-    client.responses.create(
+    openai_client.responses.create(
         model="fake",
         input=[
             {"role": "developer", "content": "D"},
@@ -58,29 +48,29 @@ def test_an_answer_of_several_choices_of_items(server, client):
         ],
     )
     expected = "system\nD|user\na\nb|assistant\nc|user\nd|assistant\n"
-    assert prompt_text(server).replace("<|im_end|>\n<|im_start|>", "|").removeprefix("<s><|im_start|>") == expected
+    assert server.prompt().replace("<|im_end|>\n<|im_start|>", "|").removeprefix("<s><|im_start|>") == expected
 
 
-def test_too_short_a_limit(server, client):
+def test_too_short_a_limit(server, openai_client):
     server.says("abcdef")
-    answer = client.responses.create(model="fake", input="hi", max_output_tokens=3)
+    answer = openai_client.responses.create(model="fake", input="hi", max_output_tokens=3)
     assert (answer.status, answer.output_text) == ("incomplete", "abc")
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.output[0].status == "incomplete"
 
 
-def test_turns(server, client):
+def test_turns(server, openai_client):
     server.says("one")
-    first = client.responses.create(model="fake", input="1?", instructions="Count.")
+    first = openai_client.responses.create(model="fake", input="1?", instructions="Count.")
     server.says("two")
-    second = client.responses.create(model="fake", input="2?", previous_response_id=first.id)
+    second = openai_client.responses.create(model="fake", input="2?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
-    text = prompt_text(server)
+    text = server.prompt()
     assert "Count." not in text  # instructions are of one turn
     assert text.index("1?") < text.index("assistant\none") < text.index("2?")
-    third = client.responses.create(model="fake", input="3?", previous_response_id=second.id)
-    assert all(part in prompt_text(server) for part in ("1?", "one", "2?", "two", "3?"))
-    items = client.responses.input_items.list(third.id).data
+    third = openai_client.responses.create(model="fake", input="3?", previous_response_id=second.id)
+    assert all(part in server.prompt() for part in ("1?", "one", "2?", "two", "3?"))
+    items = openai_client.responses.input_items.list(third.id).data
     assert [item.content[0].text for item in items if item.role == "user"] == ["1?", "2?", "3?"]
 
 
@@ -123,13 +113,13 @@ def test_later_turns_are_without_log_probabilities(server):
     assert message == first["output"][0]
 
 
-def test_retrieve_and_delete(server, client):
+def test_retrieve_and_delete(server, openai_client):
     server.says("kept")
-    answer = client.responses.create(model="fake", input="hi", metadata={"topic": "test"})
-    found = client.responses.retrieve(answer.id)
+    answer = openai_client.responses.create(model="fake", input="hi", metadata={"topic": "test"})
+    found = openai_client.responses.retrieve(answer.id)
     assert found.model_dump() == answer.model_dump()
     assert found.metadata == {"topic": "test"}
-    client.responses.delete(answer.id)
+    openai_client.responses.delete(answer.id)
     for path in (f"{PATH}/{answer.id}", f"{PATH}/{answer.id}/input_items"):
         assert_error(server.get(path), 404, "response_id", "not_found_error")
     assert_error(server.request("DELETE", f"{PATH}/{answer.id}"), 404, "response_id", "not_found_error")
@@ -138,11 +128,11 @@ def test_retrieve_and_delete(server, client):
     assert_error(server.post(PATH, body), 400, "previous_response_id")
 
 
-def test_not_stored(server, client):
-    answer = client.responses.create(model="fake", input="hi", store=False)
+def test_not_stored(server, openai_client):
+    answer = openai_client.responses.create(model="fake", input="hi", store=False)
     assert answer.model_dump()["store"] is False
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(answer.id)
+        openai_client.responses.retrieve(answer.id)
 
 
 def test_a_server_that_stores_nothing(tokenizer):
@@ -153,14 +143,14 @@ def test_a_server_that_stores_nothing(tokenizer):
         assert_error(server.post(PATH, {"input": "hi", "background": True}), 400, "background")
 
 
-def test_stream_with_the_client(server, client):
+def test_stream_with_the_client(server, openai_client):
     server.says("Hello")
-    with client.responses.stream(model="fake", input="hi") as stream:
+    with openai_client.responses.stream(model="fake", input="hi") as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(deltas) == final.output_text == "Hello"
     assert deltas
-    assert client.responses.retrieve(final.id).output_text == "Hello"
+    assert openai_client.responses.retrieve(final.id).output_text == "Hello"
 
 
 def test_events_of_a_stream(server, step_by_step):
@@ -192,29 +182,29 @@ def test_an_empty_answer(server):
     assert found[-1]["response"]["output"] == []
 
 
-def test_in_the_background(server, client):
+def test_in_the_background(server, openai_client):
     server.says("slowly")
-    answer = client.responses.create(model="fake", input="hi", background=True)
+    answer = openai_client.responses.create(model="fake", input="hi", background=True)
     assert answer.status == "queued"
-    wait_until(lambda: client.responses.retrieve(answer.id).status == "completed")
-    assert client.responses.retrieve(answer.id).output_text == "slowly"
-    following = client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
+    wait_until(lambda: openai_client.responses.retrieve(answer.id).status == "completed")
+    assert openai_client.responses.retrieve(answer.id).output_text == "slowly"
+    following = openai_client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
     assert following.status == "completed"
-    assert client.responses.cancel(answer.id).status == "completed"  # too late
+    assert openai_client.responses.cancel(answer.id).status == "completed"  # too late
 
 
-def test_cancelled_in_the_background(server, client):
+def test_cancelled_in_the_background(server, openai_client):
     server.play = lambda request: Script(token_ids=[70, 71], hangs=True)
-    answer = client.responses.create(model="fake", input="hi", background=True)
+    answer = openai_client.responses.create(model="fake", input="hi", background=True)
     wait_until(lambda: server.client.num_running == 1)
     with pytest.raises(openai.BadRequestError, match="previous response is"):
-        client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
-    assert client.responses.cancel(answer.id).status == "cancelled"
+        openai_client.responses.create(model="fake", input="and?", previous_response_id=answer.id)
+    assert openai_client.responses.cancel(answer.id).status == "cancelled"
     assert server.client.num_running == 0
-    assert client.responses.retrieve(answer.id).output_text == server.tokenizer.decode([70, 71])
+    assert openai_client.responses.retrieve(answer.id).output_text == server.tokenizer.decode([70, 71])
 
 
-def test_cancelled_while_its_beginning_is_saved(server, client, monkeypatch):
+def test_cancelled_while_its_beginning_is_saved(server, openai_client, monkeypatch):
     """What is saved last says how it ended, however long the first save takes."""
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     responses = server.server.state.responses.store
@@ -227,31 +217,31 @@ def test_cancelled_while_its_beginning_is_saved(server, client, monkeypatch):
         replace(response_id, stored, is_complete=is_complete)
 
     monkeypatch.setattr(responses, "replace", slow)
-    answer = client.responses.create(model="fake", input="hi", background=True)
+    answer = openai_client.responses.create(model="fake", input="hi", background=True)
     assert begun.wait(PATIENCE)
     responses.cancel(answer.id)
     wait_until(lambda: server.client.num_running == 0)
     threading.Timer(0.3, gate.set).start()
     wait_until(lambda: not server.server.state.responses.background)
     assert gate.is_set()
-    assert client.responses.retrieve(answer.id).status == "cancelled"
+    assert openai_client.responses.retrieve(answer.id).status == "cancelled"
 
 
-def test_deleted_in_the_background(server, client):
+def test_deleted_in_the_background(server, openai_client):
     server.play = lambda request: Script(token_ids=[70, 71], hangs=True)
-    answer = client.responses.create(model="fake", input="hi", background=True)
+    answer = openai_client.responses.create(model="fake", input="hi", background=True)
     wait_until(lambda: server.client.num_running == 1)
-    client.responses.delete(answer.id)
+    openai_client.responses.delete(answer.id)
     wait_until(lambda: server.client.num_running == 0 and not server.server.state.responses.background)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(answer.id)
+        openai_client.responses.retrieve(answer.id)
 
 
-def test_failed_in_the_background(server, client):
+def test_failed_in_the_background(server, openai_client):
     server.client.refusal = QueueFull("full")
-    answer = client.responses.create(model="fake", input="hi", background=True)
-    wait_until(lambda: client.responses.retrieve(answer.id).status == "failed")
-    assert client.responses.retrieve(answer.id).error.message == "full"
+    answer = openai_client.responses.create(model="fake", input="hi", background=True)
+    wait_until(lambda: openai_client.responses.retrieve(answer.id).status == "failed")
+    assert openai_client.responses.retrieve(answer.id).error.message == "full"
 
 
 def test_the_background_ends_with_the_server(tokenizer):
@@ -263,8 +253,8 @@ def test_the_background_ends_with_the_server(tokenizer):
     assert server.client.num_running == 0
 
 
-def test_only_the_background_can_be_cancelled(server, client):
-    answer = client.responses.create(model="fake", input="hi")
+def test_only_the_background_can_be_cancelled(server, openai_client):
+    answer = openai_client.responses.create(model="fake", input="hi")
     assert_error(server.post(f"{PATH}/{answer.id}/cancel", {}), 400, "response_id")
 
 
@@ -330,18 +320,18 @@ def test_refused(server, fields, param):
     assert_well(server)
 
 
-def test_a_stored_response_cannot_be_streamed(server, client):
-    answer = client.responses.create(model="fake", input="hi")
+def test_a_stored_response_cannot_be_streamed(server, openai_client):
+    answer = openai_client.responses.create(model="fake", input="hi")
     assert_error(server.get(f"{PATH}/{answer.id}?stream=maybe"), 400, "stream")
     assert_error(server.get(f"{PATH}/{answer.id}?stream=true&starting_after=-2"), 400, "starting_after")
 
 
-def test_structured_output(server, client):
+def test_structured_output(server, openai_client):
     class Answer(pydantic.BaseModel):
         city: str
         degrees: int
 
     server.says('{"city": "Rome", "degrees": 30}')
-    answer = client.responses.parse(model="fake", input="Weather?", text_format=Answer)
+    answer = openai_client.responses.parse(model="fake", input="Weather?", text_format=Answer)
     assert answer.output_parsed == Answer(city="Rome", degrees=30)
     assert server.client.submitted[-1].grammar

@@ -1,6 +1,5 @@
 """Everything that is refused: status, the field that is named, and that the server goes on."""
 
-import asyncio
 import json
 import re
 
@@ -115,16 +114,12 @@ def locked(tokenizer):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TABLES if kind not in FIELDS])
-def test_what_is_bad_in_other_ways(locked, kind):
+async def test_what_is_bad_in_other_ways(locked, kind):
     """Each request on a connection of its own, and the next is answered as if nothing had been."""
-
-    async def send(sent):
+    for sent in TABLES[kind]:
         wire = await Wire.open(locked.server.address)
         await sent.act(wire)
         wire.close()
-
-    for sent in TABLES[kind]:
-        asyncio.run(send(sent))
     assert locked.get("/health").status_code == 200
     assert not locked.client.submitted
 

@@ -177,7 +177,7 @@ def test_roles_that_the_template_takes(server, role):
     for path, body in ((CHAT, {"messages": [USER, message]}), (RESPONSES, {"input": [USER, message]})):
         server.client.submitted.clear()
         assert server.post(path, body | {"max_tokens": 1}).status_code == 200
-        read = server.tokenizer.decode(server.client.submitted[0].prompt_token_ids)
+        read = server.prompt(0)
         assert f"{role}\n5 degrees" in read
 
 

@@ -70,7 +70,7 @@ def read_of(server, path, body):
     server.client.submitted.clear()
     answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
-    return server.tokenizer.decode(server.client.submitted[0].prompt_token_ids)
+    return server.prompt(0)
 
 
 ANSWERS = [
@@ -205,7 +205,7 @@ def test_instructions_as_a_list(server):
     server.says("ok")
     given = [words("Be brief.", "system"), words("Be kind.", "developer")]
     response = server.post(RESPONSES, {"input": "hello", "instructions": given}).json()
-    read = server.tokenizer.decode(server.client.submitted[0].prompt_token_ids)
+    read = server.prompt(0, skip_special_tokens=True)
     assert read.startswith("system\nBe brief.\nsystem\nBe kind.\nuser\nhello\n")
     assert response["instructions"] == given
     later = read_of(server, RESPONSES, {"input": "go on", "previous_response_id": response["id"]})

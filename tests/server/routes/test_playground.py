@@ -170,51 +170,39 @@ def test_nobody_looks_and_nothing_is_taken(server):
     assert server.client.num_snapshots == before
 
 
-def test_many_who_look_share_a_snapshot():
+async def test_many_who_look_share_a_snapshot():
     client = FakeEngineClient()
-
-    async def look():
-        view = EngineView(client)
-        states = await asyncio.gather(*(view.state() for _ in range(50)))
-        assert len({state.time for state in states}) == 1
-        assert client.num_snapshots == 1
-        await asyncio.sleep(MAX_AGE * 1.5)
-        assert (await view.state()).time > states[0].time
-        assert client.num_snapshots == 2
-
-    asyncio.run(look())
+    view = EngineView(client)
+    states = await asyncio.gather(*(view.state() for _ in range(50)))
+    assert len({state.time for state in states}) == 1
+    assert client.num_snapshots == 1
+    await asyncio.sleep(MAX_AGE * 1.5)
+    assert (await view.state()).time > states[0].time
+    assert client.num_snapshots == 2
     client.close()
 
 
-def test_one_who_leaves_takes_nothing_from_the_others():
+async def test_one_who_leaves_takes_nothing_from_the_others():
     client = FakeEngineClient()
     gate = threading.Event()
     take = client.snapshot
     client.snapshot = lambda: gate.wait(PATIENCE) and take()
-
-    async def look():
-        view = EngineView(client)
-        leaver, stayer = asyncio.create_task(view.state()), asyncio.create_task(view.state())
-        await asyncio.sleep(0)  # both are waiting now
-        leaver.cancel()
-        await asyncio.sleep(0)
-        gate.set()
-        assert (await stayer).snapshot.running == []
-
-    asyncio.run(look())
+    view = EngineView(client)
+    leaver, stayer = asyncio.create_task(view.state()), asyncio.create_task(view.state())
+    await asyncio.sleep(0)  # both are waiting now
+    leaver.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    assert (await stayer).snapshot.running == []
     client.close()
 
 
-def test_a_view_outlives_a_failure():
+async def test_a_view_outlives_a_failure():
     client = FakeEngineClient()
-
-    async def look():
-        view = EngineView(client)
-        take, client.snapshot = client.snapshot, lambda: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            await view.state()
-        client.snapshot = take
-        assert (await view.state()).snapshot.blocks == [1, 0, 0, 1024]
-
-    asyncio.run(look())
+    view = EngineView(client)
+    take, client.snapshot = client.snapshot, lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await view.state()
+    client.snapshot = take
+    assert (await view.state()).snapshot.blocks == [1, 0, 0, 1024]
     client.close()

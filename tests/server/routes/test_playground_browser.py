@@ -232,7 +232,7 @@ def test_an_answer_that_was_cut_goes_on_where_it_ends(page, server):
     page.wait_until(f"document.querySelector('{LAST} .markdown em')?.textContent === 'two'")
     assert _answer(page) == "One *two* three"
     assert page.count(".message") == 2
-    prompt = server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
+    prompt = server.prompt()
     assert prompt.endswith("assistant\nOne *")
     assert "Continue" not in page.text(f"{LAST} .tools")
 

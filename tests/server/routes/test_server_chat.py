@@ -1,22 +1,9 @@
 """POST /v1/chat/completions without streaming."""
 
-import openai
 import pytest
 from serving import assert_error
-from waiting import PATIENCE
 
 USER = {"role": "user", "content": "hello"}
-
-
-@pytest.fixture
-def openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        yield client
-
-
-def prompt_text(server):
-    """Return the text of the last prompt that the engine got."""
-    return server.tokenizer.decode(server.client.submitted[-1].prompt_token_ids, skip_special_tokens=False)
 
 
 def test_answer(server, openai_client):
@@ -29,7 +16,7 @@ def test_answer(server, openai_client):
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "good day", "stop")
     assert choice.message.tool_calls is None
     assert answer.usage.completion_tokens == 8
-    assert prompt_text(server) == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert server.prompt() == "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert answer.usage.prompt_tokens == len(server.client.submitted[0].prompt_token_ids)
 
 
@@ -64,7 +51,7 @@ def test_roles_and_content_parts(server, openai_client):
             USER,
         ],
     )
-    assert prompt_text(server) == (
+    assert server.prompt() == (
         "<s><|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
         "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -74,12 +61,12 @@ def test_continue_final_message(server):
     messages = [USER, {"role": "assistant", "content": "I think"}]
     body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
     assert server.post("/v1/chat/completions", body).status_code == 200
-    assert prompt_text(server).endswith("<|im_start|>assistant\nI think")
+    assert server.prompt().endswith("<|im_start|>assistant\nI think")
 
 
 def test_without_generation_prompt(server):
     server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1, "add_generation_prompt": False})
-    assert prompt_text(server).endswith("hello<|im_end|>\n")
+    assert server.prompt().endswith("hello<|im_end|>\n")
 
 
 def test_special_tokens_of_the_template_are_tokens(server):

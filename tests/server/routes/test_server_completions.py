@@ -1,18 +1,10 @@
 """POST /v1/completions without streaming."""
 
-import openai
 import pytest
 import tiny_tokenizer
 from serving import running
-from waiting import PATIENCE
 
 from jaxserve.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        yield client
 
 
 def test_text(server, openai_client):

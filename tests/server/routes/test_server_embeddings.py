@@ -8,11 +8,9 @@ from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
-import openai
 import pytest
 from fake_client import HIDDEN_SIZE
-from serving import assert_error, assert_well, running
-from waiting import PATIENCE
+from serving import assert_error, assert_well, running, synchronous
 
 from jaxserve.engine.embedding import matryoshka_dimensions
 from jaxserve.loading.sentence_transformers import Embedder
@@ -123,7 +121,7 @@ def test_the_whole_context(server):
 
 
 def test_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         answer = client.embeddings.create(model="fake", input=["ab", "b"], dimensions=3)
         plain = client.embeddings.create(model="fake", input="b", dimensions=3, encoding_format="float")
     assert answer.data[1].embedding == pytest.approx(plain.data[0].embedding)
@@ -184,7 +182,7 @@ class TestMessages:
     )
     def test_what_a_template_reads(self, server, fields, text):
         assert server.post(PATH, {"messages": MESSAGES, **fields}).status_code == 200
-        assert server.tokenizer.decode(server.client.submitted[0].prompt_token_ids) == text
+        assert server.prompt(0, skip_special_tokens=True) == text
 
     @pytest.mark.parametrize(
         ("body", "param"),

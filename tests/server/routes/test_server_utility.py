@@ -7,8 +7,8 @@ import msgspec
 import openai
 import pytest
 from fake_client import Script
-from serving import asynchronous, running
-from waiting import PATIENCE, wait_until
+from serving import asynchronous, running, synchronous
+from waiting import wait_until
 
 import jaxserve
 from jaxserve.engine.client import EngineStats
@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def test_models_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         (model,) = client.models.list()
         assert (model.id, model.object, model.owned_by) == ("fake", "model", "jaxserve")
         assert model.model_dump()["max_model_len"] == 512
@@ -165,18 +165,14 @@ def test_two_servers_have_metrics_of_their_own(tokenizer):
         assert metrics(other)["jaxserve:prompt_tokens_total"] == 0
 
 
-def test_probes_do_not_wait_for_generations(server):
+async def test_probes_do_not_wait_for_generations(server):
     server.play = lambda request: Script(token_ids=[], hangs=True)
-
-    async def ask():
-        async with asynchronous(server) as client:
-            waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
-            await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
-            answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            return answers
-
-    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 200]
+    async with asynchronous(server) as client:
+        waiting = [asyncio.create_task(client.completions.create(model="fake", prompt="x")) for _ in range(8)]
+        await asyncio.to_thread(wait_until, lambda: server.client.num_running == 8)
+        answers = [await asyncio.to_thread(server.get, path) for path in ("/health", "/metrics", "/v1/models")]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
     wait_until(lambda: server.client.num_running == 0)

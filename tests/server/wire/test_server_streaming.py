@@ -1,38 +1,31 @@
 """Server-sent events: their grammar, errors after the first byte, and what happens when the client goes."""
 
-import asyncio
 import itertools
-import json
 import socket
 import threading
 
 import httpx
-import openai
 import pytest
 from fake_client import Script
-from serving import asynchronous, frames, running
+from serving import asynchronous, frames, raw_post, running, synchronous
 from waiting import PATIENCE, wait_until
 
 USER = {"role": "user", "content": "hello"}
 
 
 def test_completions_with_the_openai_client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with synchronous(server) as client:
         chunks = list(client.completions.create(model="fake", prompt="abc", max_tokens=7, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abcabca"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_chat_with_the_async_openai_client(server):
+async def test_chat_with_the_async_openai_client(server):
     server.says("good day")
-
-    async def ask():
-        async with asynchronous(server) as client:
-            stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
-            return [chunk async for chunk in stream]
-
-    chunks = asyncio.run(ask())
+    async with asynchronous(server) as client:
+        stream = await client.chat.completions.create(model="fake", messages=[USER], stream=True)
+        chunks = [chunk async for chunk in stream]
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "good day"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
@@ -205,12 +198,6 @@ def test_one_failed_prompt_ends_the_others(server):
     wait_until(lambda: server.client.num_running == 0)
 
 
-def post(body):
-    content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return head % len(content) + content
-
-
 def hanging(request):
     return Script(token_ids=[70, 71], hangs=True)
 
@@ -236,8 +223,8 @@ def test_a_client_that_leaves_a_stream_aborts_its_request(server, path, more):
 def test_a_client_that_leaves_while_it_waits_aborts_its_request(server, is_stream, num_tokens):
     server.play = lambda request: Script(token_ids=[70] * num_tokens, hangs=True)
     num_before = server.client.num_output_tokens
-    with socket.create_connection(server.server.address) as connection:
-        connection.sendall(post({"prompt": "a", "stream": is_stream}))
+    with server.connection() as connection:
+        connection.sendall(raw_post("/v1/completions", {"prompt": "a", "stream": is_stream}))
         # Not finished without the stream; with it, nothing at all or nothing more is sent.
         wait_until(lambda: server.client.num_running == 1)
         wait_until(lambda: server.client.num_output_tokens == num_before + num_tokens)
@@ -251,9 +238,9 @@ def test_a_client_that_stops_reading_holds_up_nobody(tokenizer):
 
     with running(tokenizer, client_options={"max_model_len": 512}) as server:
         server.play = play
-        with socket.create_connection(server.server.address) as stuck:
+        with server.connection() as stuck:
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 400}))
+            stuck.sendall(raw_post("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 400}))
             wait_until(lambda: server.client.num_output_tokens > 100)
             answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
             assert answer.json()["usage"]["completion_tokens"] == 5
@@ -268,7 +255,9 @@ def test_a_client_that_reads_too_slowly_loses_its_stream(tokenizer, monkeypatch)
         server.server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel keeps little
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(server.server.address)
-        stuck.sendall(post({"prompt": "a", "stream": True, "max_tokens": 2 * num_tokens, "logprobs": 20}))
+        stuck.sendall(
+            raw_post("/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 2 * num_tokens, "logprobs": 20})
+        )
         wait_until(lambda: bool(server.client.aborted))
         assert server.client.num_running == 0
         assert server.server.state.life.num_inside == 1, "the error waits for the client"

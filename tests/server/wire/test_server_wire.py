@@ -10,7 +10,7 @@ import time
 import pytest
 from fake_client import Script, echo
 from serving import assert_well
-from waiting import PATIENCE, wait_until
+from waiting import wait_until
 
 from jaxserve.server.wire import http
 from jaxserve.server.wire.http import MAX_HEAD_BYTES, HttpProtocol
@@ -38,7 +38,7 @@ def post_in_chunks(headers):
 
 def answers(server, sent):
     """Return the status, head and body of each answer, until the server closes the connection."""
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(sent)
         received = b"".join(iter(lambda: connection.recv(2**16), b""))
     parts = re.split(rb"HTTP/1\.1 (\d+) ", received)
@@ -202,7 +202,7 @@ def test_a_request_is_answered_before_the_endless_head_behind_it(server):
 def test_a_refusal_does_not_come_into_a_stream(server, step_by_step):
     """Nor does anything that is sent after a refused request become a request."""
     stream = post(b"", b'{"prompt": "ab", "max_tokens": 3, "stream": true}')
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(stream)
         received = connection.recv(2**16)
         connection.sendall(GARBAGE["no request"] + post())
@@ -240,7 +240,7 @@ HANGING_STREAM = b'{"prompt": "ab", "max_tokens": 400, "stream": true}'
 def test_a_client_that_has_sent_more_and_leaves_is_noticed(server, caplog, monkeypatch, behind, version, body):
     monkeypatch.setattr(http, "ASK_INTERVAL", 0.05)
     server.play = lambda request: Script(token_ids=[70], hangs=True)
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(post(b"", body, version=version))
         wait_until(lambda: server.client.num_running == 1)
         connection.setblocking(False)
@@ -260,7 +260,7 @@ def test_requests_sent_at_once_that_nobody_waits_for(server, caplog, monkeypatch
     monkeypatch.setattr(http, "ASK_INTERVAL", 0.05)
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     for _ in range(30):
-        with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+        with server.connection() as connection:
             connection.sendall(post(b"", HANGING_STREAM) * 5)
     wait_until(lambda: server.client.num_running == server.server.state.life.num_inside == 0)
     assert not [record for record in caplog.records if record.exc_info]
@@ -272,7 +272,7 @@ def test_who_ends_only_his_side_has_his_answers(server, step_by_step, monkeypatc
     monkeypatch.setattr(http, "ASK_INTERVAL", 0.01)
     is_stream, number = b"stream" in body, 2 if version == b"1.1" else 1
     overlooked = b"\n:\n\n" if is_stream else http.CONTINUE if version == b"1.1" else b""
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(post(b"", body, version=version) * number)
         wait_until(lambda: server.client.num_running == 1)
         received = connection.recv(2**16) if is_stream else b""
@@ -290,7 +290,7 @@ def test_who_ends_only_his_side_has_his_answers(server, step_by_step, monkeypatc
 @pytest.mark.parametrize("size", [10_000, 100_000, 1_000_000])
 def test_who_ends_his_side_has_the_answer_to_a_large_request_too(server, step_by_step, size):
     large = post(b"", b'{"prompt": "ab", "max_tokens": 2, "user": "%b"}' % (b"x" * size))
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(post())
         wait_until(lambda: server.client.num_running == 1)
         sending = threading.Thread(
@@ -306,7 +306,7 @@ def test_who_ends_his_side_has_the_answer_to_a_large_request_too(server, step_by
 
 @pytest.mark.parametrize("path", [b"/live", b"/health", b"/version", b"/metrics"])
 def test_who_ends_his_side_at_once_has_a_quick_answer(server, path):
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
         connection.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: connection.recv(2**16), b""))
@@ -315,7 +315,7 @@ def test_who_ends_his_side_at_once_has_a_quick_answer(server, path):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /ver", post()[:-3], post() + post()[:-3]])
 def test_who_ends_his_side_in_a_request_has_no_answer_to_that(server, sent):
-    with socket.create_connection(server.server.address, timeout=PATIENCE) as connection:
+    with server.connection() as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: connection.recv(2**16), b""))
