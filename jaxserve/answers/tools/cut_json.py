@@ -1,6 +1,9 @@
 """Convert the arguments of calls in earlier turns to objects, even if a token limit has truncated their JSON."""
 
 import collections
+import contextlib
+import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -75,8 +78,15 @@ def _ends(text: str) -> tuple[Sequence[tuple[int, str]], str]:
 
 
 def _decoded(text: str) -> Any:
-    """Return the JSON value of a text, or None if it is invalid."""
-    try:
+    """Return the JSON value of a text, or None if it is invalid. Models also write line breaks within strings, and
+    numbers that are none in JSON or too large, which are kept as text.
+    """
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text, strict=False, parse_float=_number, parse_constant=str)
+    return None
+
+
+def _number(text: str) -> float | str:
+    return value if math.isfinite(value := float(text)) else text

@@ -45,6 +45,7 @@ TEMPLATE = (
         ('{"a": 1}}', {"a": 1}),
         ('{"a": 1} and so on', {"a": 1}),
         (r'{"a": "\udc00 \ud83d\ude00 \\ud83d \ud83d", "b": 1}', {"a": "\ufffd \U0001f600 \\ud83d \ufffd", "b": 1}),
+        ('{"a": "x\ny\t", "b": 1e400, "c": NaN, "d": 2', {"a": "x\ny\t", "b": "1e400", "c": "NaN", "d": 2}),
         (r'["\ud83d', {"arguments": r'["\ud83d'}),
     ],
 )
