@@ -202,7 +202,7 @@ def _count_for_all_but_one(grid, monkeypatch):
     monkeypatch.setattr(device, "signal", all_but_one)
 
 
-WRONG_RESULT = r"^np\.float64"
+WRONG_RESULT = r"^assert np\.float64"
 LEFT_COUNTER = "a counter that the next layer does not find as it was"
 FAULTS = {
     _give_slots_back_unread: "all wait",

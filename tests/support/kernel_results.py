@@ -23,9 +23,9 @@ def relative_error(got, want):
 def check_rows(got, want, tolerance):
     """Fail unless all rows together are near, and each of them, which may be three times as far."""
     assert got.shape == want.shape
-    errors = np.linalg.norm(in_float(got) - want, axis=1)
-    assert np.linalg.norm(errors) <= tolerance * np.linalg.norm(want)
-    assert (errors <= 3 * tolerance * np.linalg.norm(want, axis=1)).all()
+    errors, sizes = (np.linalg.norm(x, axis=1) for x in (in_float(got) - want, want))
+    assert np.linalg.norm(errors) <= tolerance * np.linalg.norm(sizes), f"wrong result: {errors / sizes}"
+    assert (errors <= 3 * tolerance * sizes).all(), f"wrong result: {errors / sizes}"
 
 
 def check_tokens(got, want, tolerance):
@@ -34,8 +34,9 @@ def check_tokens(got, want, tolerance):
     """
     got = in_float(got)
     is_zero = (want == 0).all(axis=(1, 2))
-    assert not got[is_zero].any()
+    assert not got[is_zero].any(), "wrong result: tokens without one"
     for token in np.flatnonzero(~is_zero):
         error = np.linalg.norm(got[token] - want[token]) / np.linalg.norm(want[token])
-        assert error <= 2 * tolerance, f"token {token}: {error}"
-    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+        assert error <= 2 * tolerance, f"wrong result: token {token}: {error}"
+    error = np.linalg.norm(got - want)
+    assert error <= tolerance * np.linalg.norm(want), f"wrong result: {error} of {np.linalg.norm(want)}"
