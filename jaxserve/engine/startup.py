@@ -39,7 +39,7 @@ from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import schemes_of, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.sharding import DATA, mesh_axes, num_shards
+from jaxserve.layers.sharding import DATA
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -186,7 +186,7 @@ def _size(plan: ServingPlan, model: StepModel) -> Sizing:
         kv_cache_memory=memory,
         weight_bytes=sum(weights),
         trial_bytes=2 * max(weights) if plan.warmup == "none" else 0,
-        num_shards=num_shards(mesh_axes("kv_heads", model.mesh), model.mesh),
+        num_shards=model.mesh.size,
         bytes_per_block=model.bytes_per_block,
         max_num_seqs=devices.max_num_seqs,
         max_model_len=plan.builder.spec.max_model_len,
