@@ -39,7 +39,7 @@ from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import schemes_of, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.sharding import DATA
+from jaxserve.layers.sharding import DATA, check_mesh
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -127,6 +127,12 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     if drafter is not None and path is not None:
         assert fields is not None
         specs["drafter"] = choose_weights(without_quantization(config), path, fields, drafter.specs(), **of_device)
+    check_mesh(
+        mesh,
+        {axis for spec in jax.tree.leaves(specs) for axis in spec.axes},
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+    )
     spec = StepSpec(
         model=checkpoint.fields,
         dtype=str(dtype),

@@ -132,9 +132,11 @@ def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, messa
 @pytest.mark.slow
 def test_meshes_that_fit():
     experts = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"))
+    without_experts = {"model": str(GOLDENS / "ministral_windows_by_layer"), "num_speculative_tokens": 2}
     for config, axes in [
         (dataclasses.replace(CONFIG, tensor_parallel_size=2), {"tensor": 2}),
         (dataclasses.replace(experts, tensor_parallel_size=2), {"expert": 2}),
+        (dataclasses.replace(experts, speculative_config=without_experts), {"expert": 2}),
     ]:
         engine, _ = startup.start_engine(config, mesh=mesh_of(**axes), progress=False)
         engine.runner.close()
