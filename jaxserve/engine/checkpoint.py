@@ -6,7 +6,6 @@ import logging
 import pathlib
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -19,7 +18,6 @@ from jaxserve.layers.context import Kernels
 from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.layouts import why_not_held, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.params import Params
-from jaxserve.layers.sharding import check_mesh
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
@@ -156,12 +154,6 @@ def choose_weights(
         if config.quantize_activations or rounds_to_integers(fields):
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)
-    axes = {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}
-    sizes = {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-    }
-    check_mesh(mesh, axes, **sizes)
     return specs
 
 

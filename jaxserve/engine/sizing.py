@@ -32,7 +32,7 @@ class Sizing:
         weight_bytes: bytes of the weights on each device.
         trial_bytes: bytes on each device for XLA's trials of matrix products in programs that are compiled after the
             cache has been allocated.
-        num_shards: number of devices over which the cache is sharded.
+        num_shards: number of devices that have a part of the cache, or all of it.
         bytes_per_block: bytes of a block on all devices; 0 if all layers keep states instead.
     """
 

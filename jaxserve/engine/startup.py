@@ -39,7 +39,7 @@ from jaxserve.layers.kv_scales import kv_scales_of
 from jaxserve.layers.layouts import schemes_of, shard_bytes
 from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
-from jaxserve.layers.sharding import DATA, mesh_axes, num_shards
+from jaxserve.layers.sharding import DATA, check_mesh
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -127,6 +127,12 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     if drafter is not None and path is not None:
         assert fields is not None
         specs["drafter"] = choose_weights(without_quantization(config), path, fields, drafter.specs(), **of_device)
+    check_mesh(
+        mesh,
+        {axis for spec in jax.tree.leaves(specs) for axis in spec.axes},
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+    )
     spec = StepSpec(
         model=checkpoint.fields,
         dtype=str(dtype),
@@ -186,7 +192,7 @@ def _size(plan: ServingPlan, model: StepModel) -> Sizing:
         kv_cache_memory=memory,
         weight_bytes=sum(weights),
         trial_bytes=2 * max(weights) if plan.warmup == "none" else 0,
-        num_shards=num_shards(mesh_axes("kv_heads", model.mesh), model.mesh),
+        num_shards=model.mesh.size,
         bytes_per_block=model.bytes_per_block,
         max_num_seqs=devices.max_num_seqs,
         max_model_len=plan.builder.spec.max_model_len,

@@ -158,7 +158,8 @@ def _behind(batch: Batch, new: Float[Array, "T F"], kept: Features, *, end: int)
 def _own(kv_cache: KVCache, drafter: Drafter) -> tuple[KVCache, Features | None]:
     """Return the cache of the drafter's layers, and the features, which are the last pools."""
     pools = kv_cache.pools[len(kv_cache.pools) - len(drafter.cache_specs) :]
-    layers = dataclasses.replace(kv_cache, pools=pools[: len(drafter.layer_specs)], pool_of_layer=())
+    own = pools[: len(drafter.layer_specs)]
+    layers = dataclasses.replace(kv_cache, pools=own, pool_of_layer=(), expert_loads=None)  # the target's experts alone
     return layers, pools[-1] if drafter.feature_size else None
 
 

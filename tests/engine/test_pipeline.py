@@ -111,7 +111,12 @@ def test_what_the_last_stage_does_besides(model, one_device):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes"),
-    [("deepseek_v3_groups", {"pipe": 2, "tensor": 2}), ("gemma2_caps", {"pipe": 2}), ("qwen3_next_tied", {"pipe": 2})],
+    [
+        ("deepseek_v3_groups", {"pipe": 2, "tensor": 2}),
+        ("gemma2_caps", {"pipe": 2}),
+        ("gemma4_experts", {"pipe": 2}),
+        ("qwen3_next_tied", {"pipe": 2}),
+    ],
 )
 def test_other_families(name, axes):
     """Experts and latents, windows, and states by slot."""

@@ -18,6 +18,7 @@ from waiting import PATIENCE, wait_until
 from jaxserve.bench.shapes import QWEN3_30B_A3B
 from jaxserve.config import EngineConfig
 from jaxserve.engine import device, report, sizing, startup
+from jaxserve.engine.checkpoint import read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.sizing import choose_num_blocks
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
@@ -27,6 +28,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.model import StepModel
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.runner import Runner
+from jaxserve.layers.layouts import shard_bytes
 from jaxserve.models import get_family
 from jaxserve.scheduling.block_needs import BlockNeeds
 
@@ -130,12 +132,24 @@ def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, messa
 @pytest.mark.slow
 def test_meshes_that_fit():
     experts = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"))
+    without_experts = {"model": str(GOLDENS / "ministral_windows_by_layer"), "num_speculative_tokens": 2}
     for config, axes in [
         (dataclasses.replace(CONFIG, tensor_parallel_size=2), {"tensor": 2}),
         (dataclasses.replace(experts, tensor_parallel_size=2), {"expert": 2}),
+        (dataclasses.replace(experts, speculative_config=without_experts), {"expert": 2}),
     ]:
         engine, _ = startup.start_engine(config, mesh=mesh_of(**axes), progress=False)
         engine.runner.close()
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_the_cache_fills_each_device(axes):
+    config, checkpoint = read_checkpoint(CONFIG, progress=False)
+    plan = startup.make_plan(config, checkpoint, device.choose_devices(config, mesh_of(**axes)))
+    [of_stage] = startup.size(plan)
+    measured = dataclasses.replace(of_stage, kv_cache_memory=None)
+    cache = plan.builder.model.kv_cache(measured.num_blocks(sizing.GPU_MEMORY_RESERVE + 2**30, 0))
+    assert 0.9 * 2**30 < sum(map(shard_bytes, jax.tree.leaves(cache))) <= 2**30
 
 
 OF_EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

@@ -20,6 +20,7 @@ from jaxserve.execution.programs.path_table import ProgramPaths, describe, progr
 from jaxserve.execution.programs.shapes import Phase, StepShapes
 from jaxserve.execution.programs.spec import StepSpec
 from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
+from jaxserve.layers.cache import source_of
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.paths import LayerShape
 from jaxserve.layers.stages import Stage, stage_meshes
@@ -77,9 +78,10 @@ class StepBuilder:
                 f"pipeline_parallel_size is {len(meshes)}, but this model has {self.model.config.num_layers} layers, "
                 "of which each stage needs one"
             )
-        if len(meshes) > 1 and self.model.family.layer_inputs is not None:
+        layers = self.model.family.layers(self.model.config) if len(meshes) > 1 else ()
+        if any(layer.layer_input is not None or source_of(layer.mixer.cache_spec) is not None for layer in layers):
             raise ConfigError(
-                "pipeline_parallel_size: layers of this model read the first stage's embeddings and other layers' keys "
+                "pipeline_parallel_size: layers of this model read the first stage's embeddings or other layers' keys "
                 "and values, use tensor_parallel_size"
             )
         self.shapes = StepShapes(
