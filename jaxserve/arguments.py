@@ -19,7 +19,8 @@ import configargparse
 from jaxserve import vllm_flags
 from jaxserve.vllm_flags import Row, Verdict, said_of, sentences
 
-_DOTTED = re.compile(r"(--[a-z][a-z0-9_-]*|-[a-zA-Z]{1,3})(\.[\w-]+)+\+?")
+_DOTTED = re.compile(r"(--[a-z][a-z0-9_-]*|-O|-[acs]c)(\.[\w-]+)+\+?")
+"""A part of a flag whose value is JSON: short names are those of vLLM's configs. Other texts are values: -a.b."""
 
 VARIABLES = "JAXSERVE_"
 """Prefix of environment variables that set options."""

@@ -307,7 +307,9 @@ class ServerConfig:
         8000, "server", "port to listen on; 0 takes a free one"
     )
     api_key: Sequence[str] = _option(
-        (), "security", "key that clients must send as a bearer token, for all but /live and /health; repeatable"
+        (),
+        "security",
+        "key that clients must send as a bearer token, for all but /live, /health, /ping and static pages; repeatable",
     )
     api_key_file: Name | None = _option(
         None, "security", "file with such keys, one a line; another one may stand in JAXSERVE_API_KEY"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.bench.report import table
-from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
+from jaxserve.config import EngineConfig, KVCacheDType, Quantization
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import SamplingParams
 
@@ -71,8 +71,7 @@ def run(
     title = f"{text_path.name}: {num_bytes} bytes, {plain.num_tokens} tokens in {len(plain.bits)} runs"
     if plain.num_free:
         title += f"; no BOS, so {plain.num_free} tokens cost nothing"
-    name = config.model or "built-in model"
-    rows = [[name, f"{sum(plain.bits) / num_bytes:.3f}", "", "", f"{plain.decoded:.1e}"]]
+    rows = [[config.model, f"{sum(plain.bits) / num_bytes:.3f}", "", "", f"{plain.decoded:.1e}"]]
     for name in quantizations:
         costs, values = _of_codes_and_values(config, name, text)
         differences = _paired(plain, costs, num_bytes), f"{_largest(costs, values):.1e}", f"{costs.decoded:.1e}"
@@ -94,8 +93,9 @@ def _of_codes_and_values(config: EngineConfig, name: Quantization, text: str) ->
 
     with tempfile.TemporaryDirectory() as folder:
         store = pathlib.Path(folder) / "store"
-        convert(config.model or DEFAULT_MODEL, store, quantization=name, progress=False)
-        codes, values = (dataclasses.replace(config, model=str(store), dequantize=each) for each in (False, True))
+        convert(config.model, store, revision=config.revision, quantization=name, progress=False)
+        stored = dataclasses.replace(config, model=str(store), revision=None, quantization=None)
+        codes, values = (dataclasses.replace(stored, dequantize=each) for each in (False, True))
         return _costs(codes, text), _costs(values, text)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import pathlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def add_commands(parser: Parser) -> None:
     step = add("host", "host time of a decode step, by phase", _host)
     add_number(step, "--num-requests", 256, "requests that run at once")
     add_number(step, "--input-len", 64, "prompt length")
-    add_number(step, "--num-steps", 200, "steps to measure")
+    add_number(step, "--num-steps", 200, "steps to measure", least=2)
 
     batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
     _add_batches(batch, default="the peer's, or 1:128:128")
@@ -205,6 +206,8 @@ def _throughput(args: argparse.Namespace) -> None:
         peer = str(PEER_PYTHON)
     elif peer is None:
         print(f"transformers is left out: there is no {PEER_PYTHON} (make goldens)", file=sys.stderr)
+    elif peer and shutil.which(peer) is None:
+        args.parser.error(f"--peer-python: {peer} is no interpreter")
     jobs = mixed_jobs(
         args.num_requests,
         mean_input=args.input_len,
@@ -225,12 +228,16 @@ def _host(args: argparse.Namespace) -> None:
 def _latency(args: argparse.Namespace) -> None:
     of_one = {
         "--peer": args.peer,
+        "--peer-entry": args.peer_entry,
         "--bandwidth": args.bandwidth,
         "--profile": args.profile,
         "--save-json": args.save_json,
     }
     if args.beside and (unused := [flag for flag, value in of_one.items() if value]):
         args.parser.error(f"{', '.join(unused)}: not with --beside")
+    if args.save_json is not None and not args.save_json.absolute().parent.is_dir():
+        args.parser.error(f"--save-json: there is no folder for {args.save_json}")
+    _check_peer(args)
     peer = latency.read_peer(args.peer, args.peer_entry) if args.peer else []
     batches = [BatchShape.parse(text) for text in args.batches or ()]
     batches = batches or [BatchShape(row.B, row.i, row.o) for row in peer] or [BatchShape(1, 128, 128)]
@@ -257,6 +264,7 @@ def _latency(args: argparse.Namespace) -> None:
 
 
 def _full_load(args: argparse.Namespace) -> None:
+    _check_peer(args)
     peer = full_load.read_peer(args.peer, args.peer_entry) if args.peer else {}
     settings = [BatchShape.parse_setting(text) for text in args.settings]
     bandwidth = args.bandwidth and args.bandwidth * 1e12
@@ -271,12 +279,19 @@ def _steps(args: argparse.Namespace) -> None:
             print(report, end="\n\n", flush=True)
 
 
+def _check_peer(args: argparse.Namespace) -> None:
+    if args.peer_entry is not None and args.peer is None:
+        args.parser.error("--peer-entry: of which --peer?")
+
+
 def _config_of_batches(args: argparse.Namespace, folder: str) -> EngineConfig:
     """Return the config of the model that the flags name, or of a shape, whose config.json is written to `folder`, and
     that of an EAGLE-3 head for it, if one is wanted.
     """
     given_config = given(args, EngineConfig)
     if args.shape:
+        if "model" in given_config:
+            args.parser.error("--model and --shape exclude each other")
         path = write_config(pathlib.Path(folder), SHAPES[args.shape])
         given_config |= {"model": str(path), "load_format": "dummy"}
         drafts = given_config.get("speculative_config") or {}

@@ -20,6 +20,7 @@ import msgspec
 from jaxserve.bench.report import table
 from jaxserve.bench.shapes import LLAMA_100M, write_config
 from jaxserve.config import DType
+from jaxserve.errors import ConfigError
 
 SHAPE: dict[str, Any] = LLAMA_100M | {
     "hidden_size": 2048,
@@ -59,10 +60,12 @@ def run(size: int, *, stored: DType, dtype: DType, folder: pathlib.Path | None, 
     `dtype`.
 
     With `with_orbax`, Orbax restores the store too. The files are written to `folder`, by default the directory for
-    temporary files, and removed again. Returns the report.
+    temporary files, and removed again. Returns the report. Raises ConfigError.
     """
     from jaxserve.convert import convert
 
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--folder: {folder} is no directory")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         original, gguf, store = (pathlib.Path(name) / part for part in ("original", "model.gguf", "store"))
         original.mkdir()

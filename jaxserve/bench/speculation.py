@@ -161,10 +161,11 @@ def of_workload(
     beginning. Raises StartupError, and InvalidRequest if the file cannot be read or has no such prompts.
     """
     texts = _texts(workload, category, num_prompts)
-    from jaxserve.loading.builtin import resolve_tokenizer  # imported late: a tokenizer is too heavy for `--help`
+    from jaxserve.loading.builtin import resolve_names  # imported late: a tokenizer is too heavy for `--help`
     from jaxserve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(resolve_tokenizer(config.tokenizer or config.model))
+    config = resolve_names(config)
+    tokenizer = Tokenizer.load(config.tokenizer or config.model)
     rows, summaries = [], []
     with _engines(config) as engines:
         longest = engines[0].info.max_model_len - output_len

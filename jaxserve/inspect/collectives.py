@@ -58,8 +58,9 @@ def find_collectives(hlo: str) -> list[Collective]:
         if (match := _INSTRUCTION.search(line)) is None:
             continue
         sizes = [_num_bytes(array) for array in _ARRAY.finditer(match["result"])]
-        # The result of an instruction that only starts is (operands, results).
-        num_bytes = sum(sizes[len(sizes) // 2 :] if match["start"] and len(sizes) > 1 else sizes)
+        # The result of an instruction that only starts is (operands, results), but for all-reduce-start.
+        has_operands = match["start"] and match["kind"] != "all-reduce" and len(sizes) > 1
+        num_bytes = sum(sizes[len(sizes) // 2 :] if has_operands else sizes)
         found[match["kind"], _place(line), num_bytes, _group_size(line)] += 1
     return [
         Collective(kind=kind, place=place, count=count, num_bytes=num_bytes, group_size=group_size)

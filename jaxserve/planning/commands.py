@@ -110,6 +110,9 @@ def _compare(args: argparse.Namespace, gpu: Gpu) -> int:
     """Print a plan of each measured engine beside the measurement."""
     if args.model is not None or args.shape is not None or given(args, (*ENGINE_FIELDS, STAGES)):
         raise ConfigError("--measured files say which model and options they are of: leave both out")
+    of_plans = ("input_len", "output_len", "target_tpot", "json")
+    if unused := [f"--{name.replace('_', '-')}" for name in of_plans if getattr(args, name)]:
+        raise ConfigError(f"{', '.join(unused)}: not with --measured")
     prepare_jax()
     from jaxserve.bench.latency import read_run
     from jaxserve.planning.compared import compared

@@ -46,7 +46,7 @@ class Model(NamedTuple):
     head_bytes: int
     """Bytes of the LM head, on all devices together."""
     attention_width: float
-    """Values of all query heads of a token, in all layers together; 0 if unknown."""
+    """Values of all query heads of a token, in all layers that attend together; 0 if unknown."""
     rounds_activations: bool
     """True if products of many rows are of 8-bit values."""
 
@@ -72,7 +72,7 @@ class Model(NamedTuple):
             layer_parameters=parameters(specs["layers"]),
             head_parameters=int(parameters(head)),
             head_bytes=num_bytes({"head": held.get("lm_head", held.get("embed"))}, dtype=model.dtype),
-            attention_width=_attention_width(checkpoint.fields) * len(specs["layers"]),
+            attention_width=_attention_width(checkpoint.fields) * sum(model.layout.layers_by_window.values()),
             rounds_activations=any(scheme.rounds_activations is not None for scheme in schemes),
         )
 

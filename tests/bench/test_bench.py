@@ -301,6 +301,11 @@ def test_workloads_need_no_categories(tmp_path):
     [
         ("full-load --settings 8:1:1 --bandwidth 0", "--bandwidth: must be a positive number, got 0"),
         ("latency --beside int8 --profile --save-json x", "--profile, --save-json: not with --beside"),
+        ("latency --save-json no/such/x", "--save-json: there is no folder for no/such/x"),
+        ("latency --peer-entry x", "--peer-entry: of which --peer?"),
+        ("latency --shape llama-100m --model x", "--model and --shape exclude each other"),
+        ("throughput --peer-python no/such", "--peer-python: no/such is no interpreter"),
+        ("host --num-steps 1", "--num-steps: must be at least 2, got 1"),
         ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
         ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
         ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),

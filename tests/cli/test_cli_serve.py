@@ -228,9 +228,10 @@ def test_json_may_be_written_part_by_part(flags, overrides):
     assert args.hf_overrides == overrides
 
 
-def test_what_follows_two_dashes_is_no_flag():
+def test_what_follows_two_dashes_is_no_flag_nor_is_a_dotted_value():
     args = cli._parser().parse_args(arguments_of(["generate", "--max_tokens=3", "--", "--a_b", "-x.y"]))
     assert (args.max_tokens, args.prompts) == (3, ["--a_b", "-x.y"])
+    assert arguments_of(["chat", "--system", "-a.b", "c"]) == ["chat", "--system", "-a.b", "c"]
 
 
 def test_a_file_may_hold_what_vllm_reads(tmp_path, capsys):

@@ -202,6 +202,7 @@ LINES = {
     ),
     "%d = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]": ("all-gather", "", 32, 4, 24.0),
     "%e = (f32[2]{0}, s8[8]{0}) all-reduce(%x, %y), replica_groups={{0,1,2,3}}": ("all-reduce", "", 16, 4, 24.0),
+    "%e = (f32[2]{0}, s8[8]{0}) all-reduce-start(%x, %y), replica_groups={{0,1,2,3}}": ("all-reduce", "", 16, 4, 24.0),
     "%f = pred[10]{0} collective-permute(%x), source_target_pairs={{0,1}}": ("collective-permute", "", 10, 2, 10.0),
 }
 

@@ -104,6 +104,7 @@ def test_a_plan_beside_a_measurement(tmp_path, capsys):
     [
         (["--device", "h200"], {}, "measured on NVIDIA H100 80GB HBM3, not on NVIDIA H200"),
         (["--device", "h100", "-tp", "2"], {}, "leave both out"),
+        (["--device", "h100", "--json"], {}, "--json: not with --measured"),
         (["--device", "h100"], {"num_blocks": "many"}, "no run of `jaxserve bench latency` in"),
         (["--device", "h100"], {"shape": "round"}, "shape 'round' is not one of"),
         (["--device", "h100"], {"batches": [NOTHING]}, "`int` >= 1 - at `$.batches[0].num_requests`"),
