@@ -6,7 +6,8 @@ import gguf_files
 import jax
 import numpy as np
 import pytest
-from test_gguf_model import EXPERTS, FLOAT32, GOLDENS, LLAMA, YARN, load, random_llama, tensors_of
+from golden_models import load_model
+from test_gguf_model import EXPERTS, FLOAT32, GOLDENS, LLAMA, YARN, random_llama, tensors_of
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
@@ -59,7 +60,7 @@ def test_all_problems_in_one_message_before_the_device_is_touched(tmp_path, monk
 def test_what_is_not_served_is_named(tmp_path, metadata, message):
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama(), metadata=metadata)
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path / "m.gguf")
+        load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_what_a_family_does_not_serve_is_named(tmp_path, name, metadata, message
     keys = {f"{gguf_files.architecture_of(fields)}.{key}": value for key, value in metadata.items()}
     gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=keys)
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path / "m.gguf")
+        load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -160,9 +161,9 @@ def split(path, names, **damage):
 def test_split_files(tmp_path):
     gguf_files.write_model(tmp_path / "m.gguf", LLAMA, random_llama())
     parts = split(tmp_path / "m.gguf", ("blk.0.attn_q.weight", "output_norm.weight"))
-    expected = load(tmp_path / "m.gguf")[0]
+    expected = load_model(tmp_path / "m.gguf")[0]
     for part in parts:
-        jax.tree.map(np.testing.assert_array_equal, load(part)[0], expected)
+        jax.tree.map(np.testing.assert_array_equal, load_model(part)[0], expected)
     assert GGUFFile(parts[0]).paths == parts
 
 
@@ -179,10 +180,10 @@ def test_damaged_parts_in_one_message(tmp_path):
         if content:
             second.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{complaint}.*; tensors wrong: output_norm.weight is F32") as error:
-            load(first)
+            load_model(first)
         assert "missing:" not in str(error.value)
     second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match=r"00002-of-00002\.gguf is not part 2 of 2"):
-        load(first)
+        load_model(first)
     with pytest.raises(CheckpointError, match=r"is one of 3 files, which must be called NAME-00001-of-00003\.gguf"):
-        load(split(tmp_path / "m.gguf", (), **{"split.count": 3})[0])
+        load_model(split(tmp_path / "m.gguf", (), **{"split.count": 3})[0])
