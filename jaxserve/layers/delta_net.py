@@ -15,14 +15,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.delta_rule import unit
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
 from jaxserve.layers.weight import Weight
-from pallas_kernels.recurrent_step import Tokens
+from pallas_kernels.recurrent_step import Mixed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,20 +161,20 @@ class DeltaNet:
             y = context.call(self._gated, gate, out, gate, params["norm"])
             return residual_update(y, params, "out", context, consumer), cache
 
-    def tokens(self, mixed: tuple[Float[Array, "T H C"], ...], projected: Projected, weights: StateWeights) -> Tokens:
-        """Return what the delta rule reads, of the outputs of the convolution; heads are those of a device."""
+    def tokens(self, mixed: tuple[Float[Array, "T H C"], ...], projected: Projected, weights: StateWeights) -> Mixed:
+        """Return what the delta rule's tokens are made of, of the outputs of the convolution; heads are those of a
+        device.
+        """
         assert projected.rates is not None
         assert weights.a_log is not None
         assert weights.dt_bias is not None
-        heads = self.heads
-        q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed[0]), [heads.key_size, 2 * heads.key_size], axis=-1)
-        strength, decay = jnp.split(projected.rates.astype(jnp.float32), 2, axis=-1)
-        return Tokens(
-            q=unit(q) * heads.key_size**-0.5,
-            k=unit(k),
-            v=v.reshape(*v.shape[:2], heads.group_size, heads.value_size),
-            log_decay=-jnp.exp(weights.a_log)[None] * jax.nn.softplus(decay + weights.dt_bias[None]),
-            beta=self.max_beta * jax.nn.sigmoid(strength),
+        return Mixed(
+            heads=ACTIVATIONS[self.activation](mixed[0]),
+            rates=projected.rates.astype(jnp.float32),
+            a_log=weights.a_log,
+            dt_bias=weights.dt_bias,
+            key_size=self.heads.key_size,
+            max_beta=self.max_beta,
         )
 
     def _gated(

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.recurrent_chunks import recurrent_chunks
-from pallas_kernels.recurrent_step import Implementation, Tokens, recurrent_step
+from pallas_kernels.recurrent_step import Implementation, Mixed, Tokens, recurrent_step
 
 MAX_ROWS_AT_ONCE = 16
 """Number of rows of one token whose states are gathered at once in a step that has longer rows, too."""
-NORM_EPS = 1e-6
-"""Added to the squared length of queries and keys."""
 
 
 class Rows(NamedTuple):
@@ -48,13 +46,8 @@ class Rows(NamedTuple):
         return row.astype(jnp.int32)
 
 
-def unit(x: Float[Array, "T H K"]) -> Float[Array, "T H K"]:
-    """Return vectors of length 1, or shorter if they are tiny."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
-
-
 def recurrence(
-    tokens: Tokens,
+    tokens: Tokens | Mixed,
     states: Float[Array, "S H G K V"],
     rows: Rows,
     *,
@@ -71,6 +64,7 @@ def recurrence(
     step = functools.partial(recurrent_step, corrects=corrects, implementation=implementation)
     if is_decode_only:
         return step(tokens, states, rows.slots, rows.begins)
+    assert isinstance(tokens, Tokens), "only kernels of a step make them"
     of_rows = rows.slots, rows.query_starts, rows.begins, rows.num_decode_rows, rows.num_rows
     out, states = recurrent_chunks(tokens, states, *of_rows, corrects=corrects, implementation=chunks)
     # The kernel reads the states of rows that there are, XLA gathers one for each.

@@ -24,7 +24,7 @@ from jaxserve.layers.delta_rule import (
 )
 from jaxserve.layers.parts import recurrence_part
 from jaxserve.layers.sharding import partition_spec, partition_specs
-from pallas_kernels.recurrent_step import Tokens, recurrent_step
+from pallas_kernels.recurrent_step import Mixed, Tokens, recurrent_step
 
 
 class Dim(NamedTuple):
@@ -105,9 +105,12 @@ class StateWeights(NamedTuple):
     skip: Float[Array, "H G"] | None = None
     """A factor of each value that is added to its head's output."""
 
-    def output(self, out: Float[Array, "T H G V"], tokens: Tokens) -> Float[Array, "T H G V"]:
+    def output(self, out: Float[Array, "T H G V"], tokens: Tokens | Mixed) -> Float[Array, "T H G V"]:
         """Return the heads' output, given that of the recurrence."""
-        return out if self.skip is None else out + self.skip[None, :, :, None] * tokens.v
+        if self.skip is None:
+            return out
+        assert isinstance(tokens, Tokens)
+        return out + self.skip[None, :, :, None] * tokens.v
 
 
 @runtime_checkable
@@ -119,7 +122,7 @@ class Recurrent(Protocol):
         """True for the delta rule, false if values are added to the matrices as they are."""
         ...
 
-    def tokens(self, mixed: tuple[Array, ...], projected: Projected, weights: StateWeights) -> Tokens:
+    def tokens(self, mixed: tuple[Array, ...], projected: Projected, weights: StateWeights) -> Tokens | Mixed:
         """Return what the recurrence reads, of the outputs of the convolutions; heads are those of a device."""
         ...
 
@@ -190,6 +193,8 @@ class States(NamedTuple):
             if block is not None:
                 assert matrix is not None
                 tokens = block.tokens(mixed, projected, weights)
+                if isinstance(tokens, Mixed) and not is_decode_only:  # verification keeps them, chunks read them twice
+                    tokens = tokens.tokens()
                 if verifies:
                     out, _ = recurrent_step(tokens, matrix, rows.slots, rows.begins, **static, changes=False)
                 else:
@@ -198,6 +203,7 @@ class States(NamedTuple):
                 out = weights.output(out, tokens)
                 out = out.reshape(*mixed[0].shape[:2], -1)
             if verifies:
+                assert not isinstance(tokens, Mixed)
                 return out, state._replace(unsettled=Unsettled(windows, tokens, corrects))
             if not is_decode_only:
                 out, windows = jax.lax.optimization_barrier((out, windows))

@@ -1,13 +1,15 @@
 """The public operation: the step of the gated delta rule, or of Mamba-2, for rows of one token or a few."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.implementation import Implementation, is_sm90
-from pallas_kernels.recurrent_step.sm90 import recurrent_step_sm90
+from pallas_kernels.recurrent_step.sm90 import OfMixed, recurrent_step_sm90
 
 
 class Tokens(NamedTuple):
@@ -20,8 +22,58 @@ class Tokens(NamedTuple):
     beta: Float[Array, "T H G"]
 
 
+@no_type_check  # leaves may be of other kinds: jax makes one of shapes, too
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["heads", "rates", "a_log", "dt_bias"],
+    meta_fields=["key_size", "max_beta"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """What the `Tokens` of Gated DeltaNet are made of, in float32; the kernel makes them itself.
+
+    Attributes:
+        heads: of each head of keys its query, its key and its G values, C = 2K + GV channels.
+        rates: of each head of values a strength, then of each a decay: R = 2G.
+        a_log: the logarithm of a factor of decays.
+        dt_bias: added to decays.
+        key_size: K.
+        max_beta: the strength of an update is between 0 and this.
+    """
+
+    heads: Float[Array, "T H C"]
+    rates: Float[Array, "T H R"]
+    a_log: Float[Array, "H G"]
+    dt_bias: Float[Array, "H G"]
+    key_size: int
+    max_beta: float
+
+    def tokens(self) -> Tokens:
+        """Return queries and keys of length 1, the former over the root of their size, the values, and the rates
+        log_decay = -exp(a_log) softplus(decay + dt_bias) and beta = max_beta sigmoid(strength).
+        """
+        q, k, v = jnp.split(self.heads, [self.key_size, 2 * self.key_size], axis=-1)
+        strength, decay = jnp.split(self.rates, 2, axis=-1)
+        return Tokens(
+            q=unit(q) * self.key_size**-0.5,
+            k=unit(k),
+            v=v.reshape(*strength.shape, -1),
+            log_decay=-jnp.exp(self.a_log)[None] * jax.nn.softplus(decay + self.dt_bias[None]),
+            beta=self.max_beta * jax.nn.sigmoid(strength),
+        )
+
+
+NORM_EPS = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+def unit(x: Float[Array, "T H K"]) -> Float[Array, "T H K"]:
+    """Return vectors of length 1, or shorter if they are tiny."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+
+
 def recurrent_step(
-    tokens: Tokens,
+    tokens: Tokens | Mixed,
     states: Float[Array, "S H G K V"],
     slots: Int[Array, " B"],
     begins: Bool[Array, " B"],
@@ -45,9 +97,16 @@ def recurrent_step(
     not support.
     """
     if is_sm90(implementation):
-        decay = jnp.exp(tokens.log_decay)
+        of_mixed = None
+        if isinstance(tokens, Mixed):
+            given = tokens.heads, tokens.rates, tokens.a_log, tokens.dt_bias
+            of_mixed = OfMixed(tokens.max_beta, NORM_EPS)
+        else:
+            given = tokens._replace(log_decay=jnp.exp(tokens.log_decay))
         rows = slots, begins, counts
-        return recurrent_step_sm90(*tokens[:3], decay, tokens.beta, states, *rows, corrects=corrects, changes=changes)
+        return recurrent_step_sm90(given, states, *rows, corrects=corrects, changes=changes, of_mixed=of_mixed)
+    if isinstance(tokens, Mixed):
+        tokens = tokens.tokens()
     by_row = Tokens(*(x.reshape(len(slots), -1, *x.shape[1:]) for x in tokens))
     held = states.at[slots].get(mode="fill", fill_value=0)
     held = jnp.where(begins[:, None, None, None, None], 0, held)

@@ -9,9 +9,9 @@ from interpreting import interpret
 from naive import QUICK_TO_COMPILE
 
 from jaxserve.layers import delta_rule
-from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence, unit
+from jaxserve.layers.delta_rule import Rows, causal_convolution, recurrence
 from pallas_kernels.recurrent_chunks import xla
-from pallas_kernels.recurrent_step import Tokens, one_token
+from pallas_kernels.recurrent_step import Tokens, one_token, unit
 
 H, G, K, V, SLOTS, WIDTH = 3, 2, 5, 7, 6, 4
 CASES = {

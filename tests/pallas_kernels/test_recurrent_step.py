@@ -10,7 +10,7 @@ from depths import quick_first
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.recurrent_step import Tokens, recurrent_step, why_not
+from pallas_kernels.recurrent_step import Mixed, Tokens, recurrent_step, why_not
 
 SHAPES = {"Gated DeltaNet": (2, 1, 128, 128), "Mamba-2": (1, 2, 128, 64), "80 values": (1, 1, 32, 80)}
 """H, G, K and V: parts of 64, 64 and 16 columns."""
@@ -53,6 +53,35 @@ def test_step(capsys, shape, implementation, corrects):
     check(interpret(capsys, call, *case) if is_interpreted else call(*case), *case, corrects=corrects)
 
 
+def make_mixed(num_rows, shape):
+    """Return what tokens are made of; rates are small and large, and of one row exp overflows."""
+    H, G, K, V = shape
+    rng = np.random.default_rng(V)
+    heads = rng.standard_normal((num_rows, H, 2 * K + G * V))
+    heads[0, 0, :K] = 0
+    rates = rng.choice([-100, -30, -17, -1, 0, 1, 30, 100], (num_rows, H, 2 * G))
+    a_log, dt_bias = rng.normal(size=(H, G)), rng.normal(size=(H, G))
+    arrays = {"heads": heads, "rates": rates, "a_log": a_log, "dt_bias": dt_bias}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    return Mixed(**arrays, key_size=K, max_beta=2.0)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "sm90"])
+@pytest.mark.parametrize("shape", quick_first(SHAPES))
+def test_tokens_made_by_the_kernel(capsys, shape, implementation):
+    _, states, slots, begins = make_case(SHAPES[shape])
+    mixed = make_mixed(4, SHAPES[shape])
+    call = jax.jit(functools.partial(recurrent_step, corrects=True, implementation=implementation))
+    is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
+    case = states, slots, begins
+    check(
+        interpret(capsys, call, mixed, *case) if is_interpreted else call(mixed, *case),
+        mixed.tokens(),
+        *case,
+        corrects=True,
+    )
+
+
 @pytest.mark.parametrize("implementation", ["xla", "sm90"])
 @pytest.mark.parametrize(("shape", "corrects"), quick_first([("Gated DeltaNet", True), ("80 values", False)]))
 def test_rows_of_several_tokens(capsys, shape, implementation, corrects):
@@ -85,16 +114,25 @@ def test_rows_of_several_tokens(capsys, shape, implementation, corrects):
 
 
 @pytest.mark.parametrize(
-    ("shape", "corrects"),
+    ("shape", "corrects", "is_mixed"),
     quick_first(
-        [((16, 2, 128, 128), True), ((8, 16, 128, 64), False), ((8, 16, 128, 80), False), ((2, 12, 256, 64), False)], 2
+        [
+            ((16, 2, 128, 128), True, True),
+            ((8, 16, 128, 64), False, False),
+            ((16, 2, 128, 128), True, False),
+            ((8, 16, 128, 80), False, False),
+            ((2, 12, 256, 64), False, False),
+        ],
+        2,
     ),
 )
-def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
+def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects, is_mixed):
     num_rows, (H, G, K, V) = 64, shape
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    keys, rates = array((num_rows, H, K)), array((num_rows, H, G))
-    tokens, states = Tokens(keys, keys, array((num_rows, H, G, V)), rates, rates), array((70, *shape))
+    keys, rates, states = array((num_rows, H, K)), array((num_rows, H, G)), array((70, *shape))
+    tokens = Tokens(keys, keys, array((num_rows, H, G, V)), rates, rates)
+    if is_mixed:
+        tokens = jax.eval_shape(lambda: make_mixed(num_rows, shape))
     slots, begins = (array((num_rows,)).update(dtype=dtype) for dtype in (jnp.int32, jnp.bool))
 
     def layers(states, *rows):

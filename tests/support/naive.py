@@ -15,7 +15,7 @@ from jaxserve.layers.latent_attention import LatentSpec
 from jaxserve.layers.states import StateSpec
 from pallas_kernels.kv_write import norm_and_rotate
 from pallas_kernels.paging import Scores
-from pallas_kernels.recurrent_step import one_token
+from pallas_kernels.recurrent_step import Mixed, one_token
 
 
 class DenseKV(NamedTuple):
@@ -60,6 +60,7 @@ class DenseState(NamedTuple):
         if block is None:
             return mixed[0], self
         tokens = block.tokens(mixed, projected, weights)
+        tokens = tokens.tokens() if isinstance(tokens, Mixed) else tokens
 
         def after(state, token):
             out, state = one_token(state, jax.tree.map(lambda x: x[None], token), corrects=block.corrects)
