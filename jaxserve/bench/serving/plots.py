@@ -82,6 +82,7 @@ def save_curve(curve: "Curve", path: pathlib.Path) -> None:
     """
     try:
         import matplotlib
+        from matplotlib import ticker
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InvalidRequest("plots need matplotlib: pip install jaxserve[bench]", param="save_plot") from error
@@ -96,6 +97,8 @@ def save_curve(curve: "Curve", path: pathlib.Path) -> None:
                 values = [getattr(point.summary.latencies.get(metric), name, np.nan) for point in points]
                 axes.plot(loads, values, ".-", color=color, label=name)
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
         for index, color in zip(range(len(points[0].goodputs)), (_INK, _SOFT, _ALERT), strict=False):
             slos = points[0].goodputs[index].slos
             label = ", ".join(f"{name} {limit:g} ms" for name, limit in slos.items())
@@ -104,7 +107,7 @@ def save_curve(curve: "Curve", path: pathlib.Path) -> None:
         row[2].set_ylim(0, 103)
     for axes, title in zip(panels[0], ("first token, ms", "between tokens, ms", "good requests, %"), strict=True):
         axes.set_title(title)
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, loc="lower left" if "good" in title else "upper left")
     for axes in panels[-1]:
         axes.set_xlabel("rate / capacity")
         axes.set_xticks(sorted({point.load for point in curve.points}))
@@ -113,9 +116,12 @@ def save_curve(curve: "Curve", path: pathlib.Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "load", "svg.fonttype": "none"}):
+        with matplotlib.rc_context(
+            {"svg.hashsalt": "load", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+        ):
             figure.savefig(path, format="svg", metadata={"Date": None})
         picture = re.sub(r"\s*<metadata>.*?</metadata>|<!DOCTYPE.*?>", "", path.read_text(), flags=re.DOTALL)
+        picture = re.sub(r"(\.\d\d)\d+", r"\1", picture)  # a hundredth of a point is enough
         path.write_text(picture)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error}", param="save_plot") from error
