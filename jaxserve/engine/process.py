@@ -160,7 +160,7 @@ class EngineServer:
                 self._submit(peer, requests)
                 for other in self._peers.values() if chunks else ():
                     if other is not peer:
-                        other.send(wire.Placed(chunks))
+                        other.send(wire.Placed(chunks, self._num_others(other)))
             case wire.Abort(request_ids=request_ids):
                 peer.unfinished.difference_update(request_ids)
                 self._client.abort(request_ids)
@@ -209,6 +209,10 @@ class EngineServer:
             wire.heartbeat_file(self._folder).touch()
             for peer in self._peers.values():
                 peer.send(wire.Stats(stats))
+                peer.send(wire.Placed([], self._num_others(peer)))
+
+    def _num_others(self, peer: _Peer) -> int:
+        return sum(len(other.unfinished) for other in self._peers.values() if other is not peer)
 
 
 def serve(parent: Parent, client: EngineClient, folder: pathlib.Path, *, end_seconds: float = GRACE_SECONDS) -> int:

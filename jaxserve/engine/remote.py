@@ -48,6 +48,7 @@ class RemoteEngineClient(EngineClient):
 
     Attributes:
         on_placed: called in the event loop with the chunks of prompts that other clients have sent, see `wire.Submit`.
+        num_others: requests of other clients that have not ended, as last heard.
     """
 
     def __init__(self, folder: pathlib.Path, name: str):
@@ -68,6 +69,7 @@ class RemoteEngineClient(EngineClient):
         self._silence = 0.0
         self._death: str | None = None
         self.on_placed: Callable[[list[list[bytes]]], None] | None = None
+        self.num_others = 0
 
     @classmethod
     async def connect(cls, folder: pathlib.Path, name: str) -> Self:
@@ -195,7 +197,8 @@ class RemoteEngineClient(EngineClient):
                     self._deliver(outputs if self._death is None else list(map(self._with_failure, outputs)))
                 case wire.Stats(stats):
                     self._stats = stats
-                case wire.Placed(chunks):
+                case wire.Placed(chunks, num_others):
+                    self.num_others = num_others
                     if self.on_placed is not None:
                         self.on_placed(chunks)
                 case wire.Answer(number, value, refusal):

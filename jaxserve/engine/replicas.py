@@ -150,14 +150,16 @@ class ReplicatedEngineClient(EngineClient):
         return (engine for engine in self._engines if engine is not None and engine.is_alive())
 
     def _loads(self, chosen: Mapping[int, int]) -> list[int | None]:
-        """Return how many requests each engine has, by its own count or by what was sent since. Raises EngineDead."""
+        """Return how many requests each engine has: ours, those of other clients, and `chosen`. Raises EngineDead.
+
+        An engine's own statistics are too old for this: they do not change during a step.
+        """
         loads: list[int | None] = []
         for index, engine in enumerate(self._engines):
             if engine is None or not engine.is_alive():
                 loads.append(None)
                 continue
-            stats = engine.stats()
-            loads.append(max(engine.num_unfinished, stats.num_running + stats.num_waiting) + chosen.get(index, 0))
+            loads.append(engine.num_unfinished + engine.num_others + chosen.get(index, 0))
         if all(load is None for load in loads):
             raise EngineDead("all engines have stopped")
         return loads

@@ -67,9 +67,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another client has sent prompts with these chunks."""
+    """Other clients have sent prompts with these chunks, and have `num_others` requests that have not ended."""
 
     chunks: list[list[bytes]]
+    num_others: int
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, array_like=True):

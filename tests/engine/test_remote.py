@@ -1,17 +1,20 @@
 """The wire: a client of an engine elsewhere gets what one in the same process would."""
 
 import asyncio
+import contextlib
 import threading
 
 import msgspec
 import pytest
 from fake_client import Script
-from remote_engine import Sink, connected, request
+from remote_engine import Engine, Sink, connected, request
 from serving import byte_tokenizer
 from waiting import PATIENCE, until
 
 from jaxserve.engine import wire
+from jaxserve.engine.client import EngineStats
 from jaxserve.engine.frontend import Frontend
+from jaxserve.engine.replicas import ReplicatedEngineClient
 from jaxserve.errors import (
     CapacityExceeded,
     EngineDead,
@@ -150,6 +153,26 @@ async def test_requests_of_a_client_that_is_gone_are_aborted(engine):
         engine.server.client_gone("x")
         await until(lambda: engine.client.num_running == 1)
         assert sorted(engine.client.aborted) == ["a", "b"]
+
+
+async def test_several_clients_spread_requests_over_engines_in_long_steps(engine):
+    """The statistics of an engine do not change during a step: those of one stay at nothing here."""
+    other = Engine()
+    engine.client.stats = EngineStats
+    for each in (engine, other):
+        each.play = lambda request: Script(token_ids=[], hangs=True)
+    folders = {0: engine.folder, 1: other.folder}
+    with contextlib.ExitStack() as stack:
+        stack.callback(other.close)
+        clients = [await ReplicatedEngineClient.connect(folders, name, num_engines=2) for name in "xyz"]
+        for client in clients:
+            stack.callback(client.close)
+        for number in range(20):
+            for client in clients:
+                client.submit([request(f"{number}{id(client)}")], Sink())
+            await asyncio.sleep(0.02)
+        await until(lambda: len(engine.client.submitted) + len(other.client.submitted) == 60)
+    assert abs(len(engine.client.submitted) - len(other.client.submitted)) <= 6
 
 
 async def test_stats_follow_the_engine(engine):
