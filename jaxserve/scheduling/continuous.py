@@ -166,18 +166,20 @@ class ContinuousScheduler(Scheduler):
     def _resting(self) -> set[Request]:
         """Return the running requests that leave a plan of several stages to others: those whose next token is drawn by
         one of the last plans in flight, for which the first stage would wait, and of those that only need their next
-        token all beyond an equal part. The first running request rests only while it is in flight.
+        token all beyond an equal part. Where fewer requests run than there are stages, nobody else would use the time,
+        and the oldest of these plans do not count.
         """
-        num_stages = self._limits.num_stages
-        recent = itertools.islice(reversed(self._in_flight), num_stages - 1)
-        resting = {row.request for plan in recent for row in plan.rows if row.samples}
-        ready = [request for request in self._running if request not in resting]
+        num_stages, running = self._limits.num_stages, self._running
         decoding = [
             request
-            for request in ready
+            for request in running
             if len(request.token_ids) + request.num_pending - request.num_computed_tokens == 1
         ]
-        return resting.union(decoding[-(-len(self._running) // num_stages) :])
+        num_parts = min(len(running), num_stages) if len(decoding) == len(running) else num_stages
+        recent = itertools.islice(reversed(self._in_flight), max(num_parts - 1, 0))
+        resting = {row.request for plan in recent for row in plan.rows if row.samples}
+        ready = [request for request in decoding if request not in resting]
+        return resting.union(ready[-(-len(running) // num_stages) :])
 
     @override
     def stats(self) -> SchedulerStats:
