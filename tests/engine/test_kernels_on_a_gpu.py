@@ -223,7 +223,20 @@ def test_kernels_of_other_codes_choose_what_xla_finds_as_likely(tmp_path, monkey
 )
 def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, quantization, max_num_seqs):
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 1024, "quantization": quantization}
-    compare_with_xla(tmp_path, SHAPES[shape], tensor_parallel_size=2, **options)
+    compare_with_xla(tmp_path, SHAPES[shape], parallel={"tensor_parallel_size": 2}, **options)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("experts", {"pipeline_parallel_size": 2}),
+        ("experts", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+)
+def test_stages_and_whole_experts_on_two_gpus(tmp_path, shape, parallel):
+    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=32, parallel=parallel)
 
 
 def compare_with_xla(
@@ -231,7 +244,7 @@ def compare_with_xla(
     shape,
     *,
     max_num_seqs,
-    tensor_parallel_size=1,
+    parallel=None,
     max_num_batched_tokens=256,
     quantization=None,
     kv_cache_dtype="auto",
@@ -248,7 +261,7 @@ def compare_with_xla(
     options |= {"quantization": quantization, "quantize_activations": False, "kv_cache_dtype": kv_cache_dtype}
     options |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": 2**28, "progress": False, "compilation_cache_dir": ""}
 
-    ours = {"kernels": "sm90", "tensor_parallel_size": tensor_parallel_size, "speculative_config": speculative_config}
+    ours = {"kernels": "sm90", "speculative_config": speculative_config} | (parallel or {})
     with LLM(folder, **ours, **options) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         texts = [prompt + list(llm.generate([prompt], greedy)[0].outputs[0].token_ids) for prompt in prompts[:3]]
