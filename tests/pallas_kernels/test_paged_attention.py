@@ -145,8 +145,6 @@ def test_results_over_parts_of_a_context_combine():
 def test_refuses_what_does_not_exist():
     arrays, layout = make_case(np.random.default_rng(0), [1], max_blocks=1, heads=(3, 3, 4))
     unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse these first
-    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        unchecked(*arrays, **layout, scores=Scores(scale=1.0), implementation="triton")
     with pytest.raises(ValueError, match="sinks must have one logit for each of 3 query heads"):
         unchecked(*arrays, **layout, scores=Scores(scale=1.0, sinks=jnp.zeros(2)))
     with pytest.raises(ValueError, match="alibi_slopes must have one slope for each of 3 query heads"):
