@@ -15,7 +15,7 @@ OPTIONS = {
     "ALiBi": {"alibi_slopes": SLOPES},
     "everything": {"sliding_window": 20, "soft_cap": 2.0, "sinks": SINKS, "alibi_slopes": SLOPES},
 }
-"""Of scores of four heads."""
+"""Options of `Scores`, for four heads."""
 HEAD_LAYOUTS = [
     *((heads, jnp.float32) for heads in [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]),
     ((6, 2, 7), jnp.bfloat16),
