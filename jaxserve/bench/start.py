@@ -14,6 +14,7 @@ import time
 import urllib.request
 from typing import NamedTuple
 
+from jaxserve.bench.report import table
 from jaxserve.bench.served import served
 
 
@@ -70,14 +71,9 @@ def _processor_seconds() -> float:
 
 def _table(columns: dict[str, Start]) -> str:
     names = list(dict.fromkeys(name for start in columns.values() for name in start.phases))
-    rows: list[tuple[str, ...]] = [("seconds", *columns)]
-    rows += [(name, *(_seconds(start.phases.get(name)) for start in columns.values())) for name in names]
+    rows = [(name, *(_seconds(start.phases.get(name)) for start in columns.values())) for name in names]
     rows.append(("processor time, to the end", *(_seconds(start.processor) for start in columns.values())))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(row))
-        for row in ([*zip(cells, widths, strict=True)] for cells in rows)
-    )
+    return table(("seconds", *columns), rows)
 
 
 def _seconds(value: float | None) -> str:

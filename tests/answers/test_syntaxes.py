@@ -9,7 +9,7 @@ from depths import examples, quick_only
 from event_cases import cut
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
+from written_answers import Message, loaded, read, read_alike, reader, rows, thoughts_of, write
 
 import jaxserve
 from jaxserve.answers.syntaxes.syntax import Channels, Elements, Object, PythonCall, Tags, Wrapped
@@ -105,8 +105,7 @@ def test_a_text_that_went_wrong_calls_nothing_else_and_is_read_alike_in_pieces(n
         put = data.draw(st.sampled_from(["", text[first:last] * 2, "<", ">", "\n", '"', "}", "</think>", "x"]))
         text = text[:first] + put + text[last:]
     is_cut = data.draw(st.booleans())
-    whole = read(reader(row, TOOLS, thoughts=thoughts), [text], is_cut=is_cut)
-    assert read(reader(row, TOOLS, thoughts=thoughts), list(text), is_cut=is_cut) == whole
+    whole = read_alike(row, TOOLS, text, thoughts=thoughts, is_cut=is_cut)
     for called, written in whole.calls:
         assert called in text
         assert called in TOOLS
@@ -135,8 +134,7 @@ def test_a_tool_that_is_not_offered_is_not_called_and_nothing_is_lost(name):
     row = ROWS[name]
     text = write(row, None, Message("" if row.is_bare else "Hi.", (("launch", {"city": "Oslo"}),)))
     text += " Good luck!"
-    assert read(reader(row, TOOLS), [text]) == Message(text)
-    assert read(reader(row, TOOLS), list(text)) == Message(text)
+    assert read_alike(row, TOOLS, text) == Message(text)
     assert read(reader(row, {}), [text]) == Message(text)
 
 
@@ -147,8 +145,7 @@ def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
     launch, now = ("launch", {"more": {"name": "now", "arguments": {"now": {}}}, "now": {}}), ("now", {})
     for calls in ((launch, now), (now, launch), (launch, now, launch)):
         text = write(row, None, Message("", calls)).removeprefix("\n")
-        assert loaded(read(reader(row, TOOLS), [text])).calls == (now,)
-        assert loaded(read(reader(row, TOOLS), list(text))).calls == (now,)
+        assert loaded(read_alike(row, TOOLS, text)).calls == (now,)
         marked = row.section[0] + text if row.is_bare and not text.startswith("[") else text
         assert loaded(read(reader(row, TOOLS), list(marked))).calls == (now,)
     text = write(row, None, Message("", (launch,))).removeprefix("\n")
@@ -161,8 +158,7 @@ def test_a_tool_that_is_not_offered_hides_no_call_and_makes_none(name):
 def test_a_list_without_calls_is_no_words(name):
     opening, closing = ROWS[name].section
     for text in (f"{opening}[]{closing}", f"{opening} [ ]{closing}"):
-        assert read(reader(ROWS[name], TOOLS), [text]) == Message()
-        assert read(reader(ROWS[name], TOOLS), list(text)) == Message()
+        assert read_alike(ROWS[name], TOOLS, text) == Message()
     for text in (f"{opening}[1", f"{opening} [] and [1"):
         assert read(reader(ROWS[name], TOOLS), list(text)).content.endswith("[1")
 
@@ -196,8 +192,7 @@ def test_an_object_in_place_of_tags_is_the_arguments(name, arguments):
 )
 def test_tags_of_names_and_keys_may_lack_their_end_or_have_other_quotes(name, text):
     expected = Message("", (("get_weather", {"city": "Oslo", "days": 2}),))
-    assert loaded(read(reader(ROWS[name], TOOLS), [text])) == expected
-    assert loaded(read(reader(ROWS[name], TOOLS), list(text))) == expected
+    assert loaded(read_alike(ROWS[name], TOOLS, text)) == expected
 
 
 def opening(row):
@@ -214,8 +209,7 @@ def test_a_mark_in_words_is_words(name):
         f"twice: {mark} {mark}",
         f"{mark}now we know",
     ):
-        assert read(reader(ROWS[name], TOOLS), [text]) == Message(text)
-        assert read(reader(ROWS[name], TOOLS), list(text)) == Message(text)
+        assert read_alike(ROWS[name], TOOLS, text) == Message(text)
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -296,10 +290,9 @@ def test_the_end_of_the_answer_ends_a_call_without_arguments(name, is_second):
     name_end = row.name[1].replace("{index}", "0")
     for end in ("", " \n", closing[: len(closing) // 2]):
         text = f"{first}{opening}now{name_end}{end}"
-        got = loaded(read(reader(row, TOOLS), list(text)))
+        got = loaded(read_alike(row, TOOLS, text))
         assert got.calls[-1] == ("now", {}), text
         assert (len(got.calls), got.content) == (1 + is_second, ""), text
-        assert loaded(read(reader(row, TOOLS), [text])) == got
         assert (
             read(reader(row, TOOLS), [text.replace("now", "nothing")]).calls == read(reader(row, TOOLS), [first]).calls
         )
@@ -312,9 +305,8 @@ def test_an_argument_that_is_written_twice_has_its_last_value(name):
     text = write(row, None, Message("", (("get_weather", arguments),))).removeprefix("\n")
     text = text.replace("note", "city").replace("bb", "aa")
     expected = [("city", "Rome"), ("days", 2), ("more", [("aa", "z"), ("b", "y")])]
-    for pieces in ([text], list(text)):
-        ((called, written),) = read(reader(row, TOOLS), pieces).calls
-        assert (called, json.loads(written, object_pairs_hook=list)) == ("get_weather", expected)
+    ((called, written),) = read_alike(row, TOOLS, text).calls
+    assert (called, json.loads(written, object_pairs_hook=list)) == ("get_weather", expected)
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -335,8 +327,7 @@ def test_words_in_a_section_without_calls_are_shown_without_its_marks(name):
         (f"{opening}I need none.{closing}", "I need none."),
         (f"Well.\n{opening}No, \n thanks{closing}\nBye", "Well.\nNo, \n thanks\nBye"),
     ):
-        assert read(reader(row, TOOLS), [text]) == Message(expected)
-        assert read(reader(row, TOOLS), list(text)) == Message(expected)
+        assert read_alike(row, TOOLS, text) == Message(expected)
     assert read(reader(row, TOOLS), [f"{opening} is a mark"]).content == f"{opening} is a mark"
 
 
@@ -365,8 +356,7 @@ def test_a_text_without_an_end_swallows_no_call(name):
     cut_off = row.section[0] + first[: first.index("Os") + 2]
     for end in ("", row.call[1]):
         for text, expected in ((cut_off + end + second, calls), (cut_off + end + row.section[1], calls[:1])):
-            got = loaded(read(reader(row, TOOLS), list(text)))
-            assert got == loaded(read(reader(row, TOOLS), [text]))
+            got = loaded(read_alike(row, TOOLS, text))
             assert [called for called, _ in got.calls] == [called for called, _ in expected], text
             assert got.calls[0][1]["city"].strip("`\n ") == "Os"
             assert (got.calls[1:], got.content) == (expected[1:], "")
@@ -433,8 +423,7 @@ WEATHER = Message("", (("get_weather", {"city": "Oslo Town", "days": 2}),))
     ],
 )  # fmt: skip
 def test_other_forms_that_models_write(name, text):
-    assert loaded(read(reader(ROWS[name], TOOLS), [text])) == WEATHER
-    assert loaded(read(reader(ROWS[name], TOOLS), list(text))) == WEATHER
+    assert loaded(read_alike(ROWS[name], TOOLS, text)) == WEATHER
 
 
 @pytest.mark.parametrize(

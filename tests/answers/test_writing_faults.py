@@ -5,7 +5,7 @@
 import json
 
 import pytest
-from written_answers import Message, loaded, read, reader, rows, thoughts_of, write
+from written_answers import Message, loaded, read_alike, reader, rows, thoughts_of, write
 
 from jaxserve.answers.parsing.thought_counter import ReasoningCounter
 from jaxserve.answers.syntaxes.thought_table import REASONING_PARSERS
@@ -19,18 +19,9 @@ TOOLS = {
 }
 
 
-def parsed(name, text, *, thoughts=None, is_open=False, tools=TOOLS, is_cut=False):
-    """Return the message, read in one piece, and check that it is the same in single characters and in pieces."""
-    results = [
-        read(
-            reader(ROWS[name], tools, thoughts=thoughts, is_open=is_open),
-            [text[start : start + size] for start in range(0, len(text), size)],
-            is_cut=is_cut,
-        )
-        for size in (len(text), 1, 5)
-    ]
-    assert results[0] == results[1] == results[2]
-    return results[0] if is_cut else loaded(results[0])
+def parsed(name, text, *, tools=TOOLS, is_cut=False, **options):
+    message = read_alike(ROWS[name], tools, text, is_cut=is_cut, **options)
+    return message if is_cut else loaded(message)
 
 
 def dsml(*parameters, tool="get_weather"):

@@ -1,6 +1,7 @@
 """Frontend.run: prompts in an event loop."""
 
 import asyncio
+import collections
 import itertools
 import threading
 
@@ -16,6 +17,13 @@ from jaxserve.sampling_params import SamplingParams
 
 def ignore(_index, _delta):
     """A callback for tests that use only the results."""
+
+
+def failing(name, error):
+    """Return what requests do of which this one fails and the others go on."""
+    scripts = collections.defaultdict(lambda: Script(token_ids=[5], hangs=True))
+    scripts[name] = Script(token_ids=[5], error=error)
+    return lambda request: scripts[request.request_id]
 
 
 class TestRun:
@@ -234,35 +242,21 @@ class TestRun:
         assert (completion.text, completion.finish_reason, completion.stop_reason) == (" abc", "stop", "d a")
         assert frontend.client.aborted == ["x-0"]
 
-    def test_a_failed_request_raises(self, start, tokenizer):
-        def play(request):
-            is_first = request.request_id == "x-0"
-            return Script(token_ids=[5], hangs=is_first, error=None if is_first else "NaN")
-
-        frontend = start(tokenizer, play)
-        with pytest.raises(RequestFailed, match="NaN"):
+    @pytest.mark.parametrize(
+        "error",
+        [None, InvalidRequest("NaN is too complex", param="structured_outputs", code="unsupported_grammar")],
+        ids=["failure", "refusal"],
+    )
+    def test_a_failed_request_raises(self, start, tokenizer, error):
+        """Its sibling is aborted; a refusal in the middle is raised as it is."""
+        frontend = start(tokenizer, failing("x-1", error or "NaN"))
+        with pytest.raises(type(error) if error else RequestFailed, match="NaN") as caught:
             asyncio.run(frontend.run([frontend.prepare("the", SamplingParams(n=2), request_id="x")], ignore))
-        assert frontend.client.aborted == ["x-0"], "its sibling is aborted"
-
-    def test_a_refusal_in_the_middle_is_raised_as_it_is(self, start, tokenizer):
-        error = InvalidRequest("it is too complex", param="structured_outputs", code="unsupported_grammar")
-
-        def play(request):
-            is_first = request.request_id == "x-0"
-            return Script(token_ids=[5], hangs=is_first, error=None if is_first else error)
-
-        frontend = start(tokenizer, play)
-        with pytest.raises(InvalidRequest, match="too complex") as caught:
-            asyncio.run(frontend.run([frontend.prepare("the", SamplingParams(n=2), request_id="x")], ignore))
-        assert vars(caught.value) == vars(error)
+        assert error is None or vars(caught.value) == vars(error)
         assert frontend.client.aborted == ["x-0"]
 
     def test_one_failed_prompt_aborts_the_others(self, start, tokenizer):
-        def play(request):
-            is_bad = request.request_id == "b-0"
-            return Script(token_ids=[5], hangs=not is_bad, error="NaN" if is_bad else None)
-
-        frontend = start(tokenizer, play)
+        frontend = start(tokenizer, failing("b-0", "NaN"))
         groups = [frontend.prepare("the", SamplingParams(), request_id=name) for name in "abc"]
         with pytest.raises(RequestFailed, match="NaN"):
             asyncio.run(frontend.run(groups, ignore))

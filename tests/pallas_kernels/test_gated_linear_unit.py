@@ -101,8 +101,6 @@ def test_what_does_not_fit_is_said(weight):
     unchecked = inspect.unwrap(gated_linear_unit)
     with pytest.raises(ValueError, match="does not fit"):
         unchecked(jnp.zeros((4, 8)), jnp.zeros(weight), activation=jax.nn.silu)
-    with pytest.raises(ValueError, match="unknown implementation"):
-        unchecked(jnp.zeros((4, 8)), jnp.zeros((2, 6, 8)), activation=jax.nn.silu, implementation="cuda")
 
 
 ON_A_GPU = {

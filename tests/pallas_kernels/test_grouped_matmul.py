@@ -96,7 +96,6 @@ def test_padding_rows_and_unused_groups_cost_nothing(monkeypatch, sizes, tiles):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"implementation": "triton"}, "unknown implementation 'triton', there is 'xla', 'sm90'"),
         ({"x": jnp.zeros((4, 35))}, "x of shape .4, 35. does not fit a weight of shape .6, 20, 36."),
         ({"group_sizes": jnp.zeros(5, jnp.int32)}, "group_sizes must have 6 entries, one a group, got .5,."),
         ({"weight": jnp.zeros((6, 2, 20, 36))}, r"weight must be \[X, N, K\], got shape"),

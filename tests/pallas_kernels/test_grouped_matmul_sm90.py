@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from codes_cases import ON_A_GPU
+from codes_cases import ON_A_GPU, expected
 from depths import quick_first
 from interpreting import interpret
-from kernel_results import check_rows, in_float, silu
+from kernel_results import check_rows, in_float
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.sm90 import Config, grouped_matmul_sm90, heuristic
 from pallas_kernels.grouped_matmul.tiles import max_tiles, plan, tile_rows
 from pallas_kernels.hopper import SHARED_MEMORY
@@ -32,20 +32,10 @@ def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False
         jnp.asarray(rng.standard_normal(shape) * scale, dtype)
         for shape, scale in (((num_rows, depth), 1), ((*of_weight, depth), depth**-0.5), (of_weight, 1))
     )
-    total = sum(sizes)
-    exact_x, exact_weight, exact_bias = in_float((x, weight, bias))
-
-    def multiply(weight, bias):
-        y = grouped_matmul_reference(exact_x, weight, np.array(sizes))[:total]
-        return y + np.repeat(bias, sizes, axis=0) if has_bias else y
-
-    if is_gated:
-        gate, up = (multiply(exact_weight[:, half], exact_bias[:, half]) for half in (0, 1))
-        want = silu(gate) * up
-    else:
-        want = multiply(exact_weight, exact_bias)
-    options = {"bias": bias if has_bias else None, "activation": swiglu if is_gated else None}
-    return (x.at[total:].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
+    bias = bias if has_bias else None
+    want = expected(*in_float((x, weight)), sizes, in_float(bias), is_gated=is_gated)
+    options = {"bias": bias, "activation": swiglu if is_gated else None}
+    return (x.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
 
 
 def check(got, want):

@@ -238,8 +238,6 @@ def test_refuses_with_a_reason():
         latent_attention_sm90(*arrays, **layout, **options | {"scale": 0.0})
     with pytest.raises(ValueError, match="latent_size must be from 1 to 192, the size of a position's vector, got 193"):
         latent_attention(*arrays, **layout, **options | {"latent_size": 193})
-    with pytest.raises(ValueError, match="unknown implementation"):
-        inspect.unwrap(latent_attention)(*arrays, **layout, **options, implementation="sm80")
     for sizes, block_size, message in [
         ((192, 64), 16, r"kv_lora_rank\) must be a multiple of 128 up to 512, got 192"),
         ((640, 64), 16, "up to 512, got 640"),

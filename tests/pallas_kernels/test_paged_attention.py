@@ -12,7 +12,7 @@ import pytest
 from depths import quick_first
 from jax.sharding import PartitionSpec as P
 from kernel_results import in_float
-from poisoned_pages import make_pages
+from poisoned_pages import HEAD_LAYOUTS, OPTIONS, SINKS, SLOPES, make_pages
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -57,16 +57,6 @@ LENS = {
     "mixed": [1, 33, 64, 2, 17, 0, 5, 9, 30, 64, 12],
     "holes": [0, 0, 0, 0, 0, 40, 0, 0, 0, 3],
 }
-SINKS = np.array([-1.0, 0.5, 3.0, 30.0], np.float32)
-SLOPES = np.array([0.5, 0.01, 0.0, 2.0], np.float32)
-OPTIONS = {
-    "plain": {},
-    "window": {"sliding_window": 7},
-    "cap": {"soft_cap": 1.5, "sliding_window": 1},
-    "sinks": {"sinks": SINKS},
-    "ALiBi": {"alibi_slopes": SLOPES},
-    "everything": {"sliding_window": 20, "soft_cap": 2.0, "sinks": SINKS, "alibi_slopes": SLOPES},
-}
 
 
 @pytest.mark.parametrize("lens", LENS)
@@ -84,13 +74,7 @@ def test_verification(num_queries, options):
     check(arrays, layout, scale=0.3, **OPTIONS[options])
 
 
-HEADS = [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]
-
-
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [*((heads, jnp.float32) for heads in HEADS), ((6, 2, 7), jnp.bfloat16), ((6, 2, 7), jnp.float16)],
-)
+@pytest.mark.parametrize(("heads", "dtype"), HEAD_LAYOUTS)
 def test_head_layouts_and_dtypes(heads, dtype):
     rng = np.random.default_rng(2)
     arrays, layout = make_case(rng, [9, 3, 20, 3], num_queries=3, max_blocks=5, heads=heads, dtype=dtype)
@@ -145,8 +129,6 @@ def test_results_over_parts_of_a_context_combine():
 def test_refuses_what_does_not_exist():
     arrays, layout = make_case(np.random.default_rng(0), [1], max_blocks=1, heads=(3, 3, 4))
     unchecked = inspect.unwrap(paged_attention)  # the test suite's type check would refuse these first
-    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        unchecked(*arrays, **layout, scores=Scores(scale=1.0), implementation="triton")
     with pytest.raises(ValueError, match="sinks must have one logit for each of 3 query heads"):
         unchecked(*arrays, **layout, scores=Scores(scale=1.0, sinks=jnp.zeros(2)))
     with pytest.raises(ValueError, match="alibi_slopes must have one slope for each of 3 query heads"):

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_paged_attention as of_rows
 from depths import quick_first
 from interpreting import interpret
 from kernel_results import in_float
-from poisoned_pages import make_pages, make_scores
+from poisoned_pages import make_scores
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
@@ -30,18 +30,13 @@ OF_A_ROW = 1.5
 def make_case(lens, *, heads, block_size=16, num_queries=1, dtype=jnp.bfloat16, **options):
     """Arguments of `paged_attention`, arrays and then the others, and the result it should have."""
     rng = np.random.default_rng(len(lens) + sum(lens))
-    num_heads, num_kv_heads, head_dim = heads
-    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size)
-    q = rng.standard_normal((len(lens), num_queries, num_heads, head_dim)).astype(np.float32)
-    q, k, v = (jnp.asarray(x).astype(dtype) for x in (q, k, v))
-    layout = {"block_tables": tables, "seq_lens": np.array(lens, np.int32)}
-    scores = make_scores(rng, num_heads, **{"scale": head_dim**-0.5} | options)
+    arrays, layout = of_rows.make_case(
+        rng, lens, num_queries=num_queries, max_blocks=None, heads=heads, block_size=block_size, dtype=dtype
+    )
+    scores = make_scores(rng, heads[0], **{"scale": heads[2] ** -0.5} | options)
+    want = of_rows.expected(arrays, layout, scores)
     # Room for results of others.
-    room = len(lens) + 3
-    arrays = q, Pages(k, v)
-    want = paged_attention_reference(*in_float(arrays), **layout, scores=scores)
-    layout, scores = jax.tree.map(jnp.asarray, (layout, scores))
-    return arrays, layout | {"scores": scores, "room": room}, want
+    return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores), "room": len(lens) + 3}, want
 
 
 def check(got, want):
@@ -139,8 +134,7 @@ def test_on_a_gpu(case):
     check(first, want)
     again = run(*arrays, **options)  # the counters of arrivals are back at 0, and sums are added in the same order
     for a, b in zip(first, again, strict=True):
-        of_rows = [np.asarray(x.astype(jnp.float32))[: len(want[0])] for x in (a, b)]
-        np.testing.assert_array_equal(*of_rows)
+        np.testing.assert_array_equal(*(in_float(x)[: len(want[0])] for x in (a, b)))
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_paged_attention as of_decodes
 import test_ragged_prefill_attention as of_prompts
+from poisoned_pages import SINKS
 from rounded_pages import rounded_pages
 
 from pallas_kernels.kv_write import rope_and_write_kv, write_kv, write_latents
@@ -22,7 +23,7 @@ from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8]
 ERRORS = {jnp.float8_e4m3fn: 2**-4, jnp.float8_e5m2: 2**-3, jnp.int8: 0.5}
 """Largest error of a value: relative for the floats, which have 4 and 3 significant bits, and in units of the scale."""
-ALL_SCORES = {"scale": 0.3, "sliding_window": 20, "soft_cap": 4.0, "sinks": of_decodes.SINKS}
+ALL_SCORES = {"scale": 0.3, "sliding_window": 20, "soft_cap": 4.0, "sinks": SINKS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

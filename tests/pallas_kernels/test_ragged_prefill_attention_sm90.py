@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_ragged_prefill_attention as of_chunks
 from interpreting import interpret
-from kernel_results import check_tokens, in_float
-from poisoned_pages import make_pages, make_scores
+from kernel_results import check_tokens
+from poisoned_pages import make_scores
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
 from pallas_kernels.ragged_prefill_attention.plan import plan
-from pallas_kernels.ragged_prefill_attention.reference import ragged_prefill_attention_reference
 from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
 
 # Relative to the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
@@ -28,29 +28,21 @@ TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 def make_case(
     chunks, *, heads, num_tokens=None, num_skipped=0, max_rows=None, block_size=16, dtype=jnp.bfloat16, **options
 ):
-    """Return the arguments of `ragged_prefill_attention`, arrays and then the others, and the expected result.
-
-    `chunks` are pairs of new tokens and context. The first `num_skipped` rows have a token each, but are not to be
-    computed, and already have results; neither are tokens and rows after the chunks.
-    """
+    """Return the arguments of `ragged_prefill_attention`, arrays and then the others, and the expected result."""
     rng = np.random.default_rng(len(chunks) + sum(context for _, context in chunks))
-    chunks = [(1, 9)] * num_skipped + chunks
-    lens = [context for _, context in chunks] + [0] * ((max_rows or len(chunks)) - len(chunks))
-    num_heads, num_kv_heads, head_dim = heads
-    k, v, tables = make_pages(rng, lens, num_kv_heads, head_dim, block_size=block_size)
-    starts = np.cumsum([0, *(new for new, _ in chunks)])
-    query_starts = np.pad(starts, (0, len(lens) - len(chunks)), mode="edge").astype(np.int32)
-    q = rng.standard_normal((num_tokens or starts[-1], num_heads, head_dim)).astype(np.float32)
-    q[starts[-1] :] = np.nan
-    before = np.full_like(q, np.nan)
-    before[:num_skipped] = rng.standard_normal(before[:num_skipped].shape)
-    q, k, v, before = (jnp.asarray(x).astype(dtype) for x in (q, k, v, before))
-    layout = {"block_tables": tables, "seq_lens": np.array(lens, np.int32), "query_starts": query_starts}
-    scores = make_scores(rng, num_heads, **{"scale": head_dim**-0.5} | options)
-    rows = {"first_row": num_skipped, "num_rows": len(chunks)}
-    arrays = q, Pages(k, v), before
-    want = ragged_prefill_attention_reference(*in_float(arrays), **layout, **rows, scores=scores)
-    layout = {name: jnp.asarray(x) for name, x in layout.items()} | {name: jnp.int32(x) for name, x in rows.items()}
+    arrays, layout = of_chunks.make_case(
+        rng,
+        chunks,
+        num_skipped=num_skipped,
+        num_tokens=num_tokens,
+        max_rows=max_rows,
+        max_blocks=None,
+        heads=heads,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    scores = make_scores(rng, heads[0], **{"scale": heads[2] ** -0.5} | options)
+    want = of_chunks.expected(arrays, layout, scores)
     return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
 
 

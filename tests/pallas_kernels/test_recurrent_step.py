@@ -43,14 +43,19 @@ def check(got, tokens, states, slots, begins, *, corrects):
     np.testing.assert_allclose(after, want, rtol=0, atol=2e-6)
 
 
+def run(capsys, *arguments, implementation, **options):
+    """Run a step, interpreted where there is no GPU for its kernel."""
+    call = jax.jit(functools.partial(recurrent_step, implementation=implementation, **options))
+    is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
+    return interpret(capsys, call, *arguments) if is_interpreted else call(*arguments)
+
+
 @pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("implementation", ["xla", "sm90"])
 @pytest.mark.parametrize("shape", quick_first(SHAPES))
 def test_step(capsys, shape, implementation, corrects):
     case = make_case(SHAPES[shape])
-    call = jax.jit(functools.partial(recurrent_step, corrects=corrects, implementation=implementation))
-    is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
-    check(interpret(capsys, call, *case) if is_interpreted else call(*case), *case, corrects=corrects)
+    check(run(capsys, *case, implementation=implementation, corrects=corrects), *case, corrects=corrects)
 
 
 def make_mixed(num_rows, shape):
@@ -71,15 +76,8 @@ def make_mixed(num_rows, shape):
 def test_tokens_made_by_the_kernel(capsys, shape, implementation):
     _, states, slots, begins = make_case(SHAPES[shape])
     mixed = make_mixed(4, SHAPES[shape])
-    call = jax.jit(functools.partial(recurrent_step, corrects=True, implementation=implementation))
-    is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
-    case = states, slots, begins
-    check(
-        interpret(capsys, call, mixed, *case) if is_interpreted else call(mixed, *case),
-        mixed.tokens(),
-        *case,
-        corrects=True,
-    )
+    got = run(capsys, mixed, states, slots, begins, implementation=implementation, corrects=True)
+    check(got, mixed.tokens(), states, slots, begins, corrects=True)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "sm90"])
@@ -102,10 +100,8 @@ def test_rows_of_several_tokens(capsys, shape, implementation, corrects):
         outs.append(out)
     flat = Tokens(*(x.reshape(-1, *x.shape[2:]) for x in tokens))
     for given, changes, expected in (((), True, after), ((counts,), True, counted), ((), False, states)):
-        step = functools.partial(recurrent_step, corrects=corrects, changes=changes, implementation=implementation)
-        is_interpreted = implementation == "sm90" and jax.default_backend() != "gpu"
-        arguments = flat, states, slots, begins, *given
-        out, got = interpret(capsys, jax.jit(step), *arguments) if is_interpreted else jax.jit(step)(*arguments)
+        options = {"corrects": corrects, "changes": changes, "implementation": implementation}
+        out, got = run(capsys, flat, states, slots, begins, *given, **options)
         np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
         out = np.asarray(out).reshape(4, num_columns, H, G, V)
         assert np.isfinite(out).all()

@@ -77,20 +77,22 @@ def make_case(sizes, *, num_rows, outputs, depth, code, group, is_gated=False, h
     x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
     bias = jnp.asarray(rng.standard_normal(of_weight), jnp.bfloat16) if has_bias else None
     weight, values = make_codes((*of_weight, depth), code, group, **more)
-    total = sum(sizes)
+    want = expected(in_float(x), values, sizes, in_float(bias), is_gated=is_gated)
+    options = {"bias": bias, "activation": swiglu if is_gated else None}
+    return (x.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
 
-    def multiply(values, bias):
-        y = grouped_matmul_reference(in_float(x), values, np.array(sizes))[:total]
+
+def expected(x, weight, sizes, bias, *, is_gated):
+    """Return the rows that are in a group as they should be, all in float64; `bias` may be None."""
+
+    def multiply(weight, bias):
+        y = grouped_matmul_reference(x, weight, np.array(sizes))[: sum(sizes)]
         return y if bias is None else y + np.repeat(bias, sizes, axis=0)
 
-    exact_bias = None if bias is None else in_float(bias)
-    if is_gated:
-        halves = [multiply(values[:, half], None if bias is None else exact_bias[:, half]) for half in range(2)]
-        want = silu(halves[0]) * halves[1]
-    else:
-        want = multiply(values, exact_bias)
-    options = {"bias": bias, "activation": swiglu if is_gated else None}
-    return (x.at[total:].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
+    if not is_gated:
+        return multiply(weight, bias)
+    gate, up = (multiply(weight[:, half], None if bias is None else bias[:, half]) for half in range(2))
+    return silu(gate) * up
 
 
 def check(got, want):

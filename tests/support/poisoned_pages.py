@@ -1,8 +1,26 @@
 """Contexts scattered over a pool of pages in which everything else is NaN."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paging import Scores
+
+SINKS = np.array([-1.0, 0.5, 3.0, 30.0], np.float32)
+SLOPES = np.array([0.5, 0.01, 0.0, 2.0], np.float32)
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "cap": {"soft_cap": 1.5, "sliding_window": 1},
+    "sinks": {"sinks": SINKS},
+    "ALiBi": {"alibi_slopes": SLOPES},
+    "everything": {"sliding_window": 20, "soft_cap": 2.0, "sinks": SINKS, "alibi_slopes": SLOPES},
+}
+"""Options of `Scores`, for four heads."""
+HEAD_LAYOUTS = [
+    *((heads, jnp.float32) for heads in [(1, 1, 1), (3, 1, 5), (4, 4, 8), (6, 2, 7), (10, 2, 33), (14, 2, 64)]),
+    ((6, 2, 7), jnp.bfloat16),
+    ((6, 2, 7), jnp.float16),
+]
 
 
 def make_pages(rng, lens, num_kv_heads, head_dim, *, block_size, max_blocks=None):

@@ -57,6 +57,15 @@ def read(parser, pieces, *, is_cut=False):
     return Message(texts[Content], tuple(calls), texts[Reasoning])
 
 
+def read_alike(calls, tools, text, *, is_cut=False, **options):
+    """Parse a text in one piece, in single characters and in pieces of 5, which all report the same, and return it."""
+    whole = read(reader(calls, tools, **options), [text], is_cut=is_cut)
+    for size in (1, 5):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert read(reader(calls, tools, **options), pieces, is_cut=is_cut) == whole
+    return whole
+
+
 def loaded(message):
     """Return the message with arguments parsed."""
     return message._replace(calls=tuple((name, json.loads(arguments)) for name, arguments in message.calls))

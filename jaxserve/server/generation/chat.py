@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from msgspec import UNSET, UnsetType
-from starlette.types import Receive
+from starlette.requests import Request
 
 from jaxserve.answers.message import Delta
 from jaxserve.answers.tools.definitions import callable_tools, custom_names, is_chosen, must_call, offered_tools
@@ -62,8 +62,10 @@ class Chats:
     runner: Runner
     grammars: Grammars
 
-    async def prepare(self, body: ChatRequest, *, request_id: str, size: int, receive: Receive) -> RequestGroup:
-        """Render, tokenize and validate the conversation; the body has `size` bytes.
+    async def prepare(
+        self, body: ChatRequest, request: Request, *, request_id: str, num_stored_bytes: int = 0
+    ) -> RequestGroup:
+        """Render, tokenize and validate the conversation that `request` has brought, with what was stored before.
 
         Raises InvalidRequest, naming fields as they were sent, and QueueFull if it has to wait for too long.
         """
@@ -74,18 +76,18 @@ class Chats:
             answer = None
             if constraint is not None and not must_call(body.tool_choice):
                 answer = await self.grammars.answer(
-                    constraint, field=body.constraint_field, is_strict=body.is_strict, receive=receive
+                    constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
                 )
             written = await self.grammars.with_checked_parameters(
                 tools,
                 params=_bound_tools(self.model, body, tools, has_constraint=constraint is not None),
                 options=arguments_options(body.structured_outputs, is_closed=self.grammars.closes_objects),
-                receive=receive,
+                receive=request.receive,
             )
             return await self.runner.prepare(
                 lambda _: _prepare(self.model, body, written, answer=answer, request_id=request_id),
-                size=size,
-                receive=receive,
+                request,
+                num_stored_bytes=num_stored_bytes,
             )
         except InvalidRequest as error:
             blame(error, grammar_field(self.model, body))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import UNSET, UnsetType
-from starlette.types import Receive
+from starlette.requests import Request
 
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.memory import give_memory_back
@@ -48,17 +48,21 @@ class Runner:
     _preparing: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(MAX_PREPARING))
     """Held while a body of medium size is tokenized."""
 
-    async def prepare[T](self, work: Callable[[threading.Event], T], *, size: int, receive: Receive) -> T:
-        """Return the result of `work`, which renders templates and tokenizes.
+    async def prepare[T](
+        self, work: Callable[[threading.Event], T], request: Request, *, num_stored_bytes: int = 0
+    ) -> T:
+        """Return the result of `work`, which renders templates and tokenizes what `request` has brought, and what was
+        stored before.
 
-        If the body of `size` bytes makes it slow, it runs in a thread, and waits for its turn among similar ones; the
+        If the size of both makes it slow, it runs in a thread, and waits for its turn among similar ones; the
         turn lasts until the thread is done. Raises QueueFull when the turn does not come, and as `while_wanted` does
         when the result is no longer needed; then the event that `work` gets is set.
         """
+        size = len(await request.body()) + num_stored_bytes
         if size < THREAD_THRESHOLD:
             return work(threading.Event())
         working = self._in_turn(work, is_large=size >= TURN_THRESHOLD)
-        return await while_wanted(working, receive=receive, stopping=self.stopping)
+        return await while_wanted(working, receive=request.receive, stopping=self.stopping)
 
     async def _in_turn[T](self, work: Callable[[threading.Event], T], *, is_large: bool) -> T:
         turn = self._tokenizing if is_large else self._preparing

@@ -15,9 +15,8 @@ async def create(request: Request) -> Response:
     """Answer the conversation n times."""
     state = server_state(request.scope)
     body = await state.reader.request(request, ChatRequest)
-    size = len(await request.body())
     answer_id = f"chatcmpl-{body.request_id or request.scope['request_id']}"
-    group = await state.chats.prepare(body, request_id=unique(answer_id), size=size, receive=request.receive)
+    group = await state.chats.prepare(body, request, request_id=unique(answer_id))
     chat = Chat(state.chats, body, group, answer_id=answer_id)
     if body.stream:
         return EventStream(chat.stream, slow_readers=state.slow_readers, stopping=state.life.stopping)

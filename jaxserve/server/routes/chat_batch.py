@@ -24,16 +24,13 @@ async def create(request: Request) -> Response:
     state = server_state(request.scope)
     body = await state.reader.request(request, ChatBatchRequest)
     _check(body)
-    size = len(await request.body())
     answer_id = f"chatcmpl-{body.request_id or request.scope['request_id']}"
     fields = msgspec.structs.asdict(body)
     chats = []
     for index, messages in enumerate(body.messages):
         single = ChatRequest(**{**fields, "messages": messages})
         try:
-            group = await state.chats.prepare(
-                single, request_id=f"{unique(answer_id)}-{index}", size=size, receive=request.receive
-            )
+            group = await state.chats.prepare(single, request, request_id=f"{unique(answer_id)}-{index}")
         except InvalidRequest as error:
             rename(error, "messages", f"messages[{index}]")
             raise

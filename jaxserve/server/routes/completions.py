@@ -37,7 +37,6 @@ async def create(request: Request) -> Response:
     """Continue each prompt n times."""
     state = server_state(request.scope)
     body = await state.reader.request(request, CompletionRequest)
-    size = len(await request.body())
     constraint = structured_outputs(body.response_format, body.structured_outputs)
     grammar = ""
     if constraint is not None and not body.is_score_only:  # once, for all prompts
@@ -46,9 +45,7 @@ async def create(request: Request) -> Response:
         )
     answer_id = f"cmpl-{body.request_id or request.scope['request_id']}"
     request_id = unique(answer_id)
-    groups = await state.runner.prepare(
-        lambda gone: _prepare(state.model, body, grammar, gone, request_id), size=size, receive=request.receive
-    )
+    groups = await state.runner.prepare(lambda gone: _prepare(state.model, body, grammar, gone, request_id), request)
     completion = _Completion(state.model, state.runner, body, groups, answer_id=answer_id)
     if body.stream:
         return EventStream(completion.stream, slow_readers=state.slow_readers, stopping=state.life.stopping)

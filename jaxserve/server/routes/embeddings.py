@@ -68,10 +68,7 @@ async def create(request: Request) -> Response:
 
 async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
     """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
-    size = len(await request.body())
-    groups = await state.runner.prepare(
-        lambda gone: _prepare(state.model, body, gone), size=size, receive=request.receive
-    )
+    groups = await state.runner.prepare(lambda gone: _prepare(state.model, body, gone), request)
     await while_wanted(state.runner.run(groups, _ignore), receive=request.receive, stopping=state.life.stopping)
     return groups
 

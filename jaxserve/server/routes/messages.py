@@ -67,10 +67,9 @@ async def create(request: Request) -> Response:
     """Answer a conversation."""
     state = server_state(request.scope)
     body, chat_body, applied = await _read(state, request, MessagesRequest)
-    size = len(await request.body())
     request_id = f"msg_{uuid.uuid4().hex}"
     try:
-        group = await state.chats.prepare(chat_body, request_id=request_id, size=size, receive=request.receive)
+        group = await state.chats.prepare(chat_body, request, request_id=request_id)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
@@ -107,10 +106,9 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation, as the model would read them."""
     state = server_state(request.scope)
     body, chat_body, applied = await _read(state, request, CountRequest)
-    size = len(await request.body())
     try:
         check_chat_request(chat_body)
-        count = await state.runner.prepare(lambda _: _count(state.model, chat_body), size=size, receive=request.receive)
+        count = await state.runner.prepare(lambda _: _count(state.model, chat_body), request)
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
@@ -143,10 +141,7 @@ async def _read[T: CountRequest](state: ServerState, request: Request, kind: typ
         if not edits:
             return _Read(body, chat, [])
         check_chat_request(chat)
-        size = len(await request.body())
-        messages, applied = await state.runner.prepare(
-            lambda _: _edited(state.model, body, edits), size=size, receive=request.receive
-        )
+        messages, applied = await state.runner.prepare(lambda _: _edited(state.model, body, edits), request)
         body = msgspec.structs.replace(body, messages=messages)
         return _Read(body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied)
     except InvalidRequest as error:

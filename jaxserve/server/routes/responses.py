@@ -11,7 +11,6 @@ import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest, NotFound
@@ -54,8 +53,7 @@ async def create(request: Request) -> Response:
     """Answer a conversation, and store the answer."""
     state = server_state(request.scope)
     body = await state.reader.request(request, ResponsesRequest)
-    size = len(await request.body())
-    answer = await _prepare(state, body, owner=request.scope["owner"], size=size, receive=request.receive)
+    answer = await _prepare(state, body, request)
     if body.background and body.stream:
         relay = Relay()
         await answer.start_in_background(relay)
@@ -141,11 +139,9 @@ async def cancel(request: Request) -> Response:
     return Response(stored.body, media_type="application/json")
 
 
-async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, size: int, receive: Receive) -> Answer:
-    """Validate and tokenize the conversation with its earlier turns of the same `owner`; the body has `size` bytes.
-
-    Raises InvalidRequest.
-    """
+async def _prepare(state: ServerState, body: ResponsesRequest, request: Request) -> Answer:
+    """Validate and tokenize the conversation with its earlier turns of the same owner. Raises InvalidRequest."""
+    owner, num_stored_bytes = request.scope["owner"], 0
     check_responses_request(body)
     limit = state.model.frontend.client.info.max_logprobs
     if 0 <= limit < (body.top_logprobs or 0):  # also where `include` does not ask for them, and no chat would check it
@@ -162,7 +158,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
         except InvalidRequest as error:
             error.param = "previous_response_id"
             raise
-        size += len(stored.items)
+        num_stored_bytes = len(stored.items)
     items = [*earlier, *input_items(body.input)]
     if not items:
         raise InvalidRequest("input must not be empty", param="input")
@@ -178,7 +174,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, *, owner: str, si
         state.reader.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
-        group = await state.chats.prepare(chat_body, request_id=response_id, size=size, receive=receive)
+        group = await state.chats.prepare(chat_body, request, request_id=response_id, num_stored_bytes=num_stored_bytes)
     except InvalidRequest as error:
         name_as_sent(error, body, tools)
         raise

@@ -111,10 +111,7 @@ async def _scores(state: ServerState, body: ScoringRequest, request: Request) ->
         return await _similarities(state, body, pairs, request)
     body.options()  # raises
     check_pair_options(scorer, pooling=body.pooling)
-    size = len(await request.body())
-    groups = await state.runner.prepare(
-        lambda gone: _prepare(state.model, scorer, body, pairs, gone), size=size, receive=request.receive
-    )
+    groups = await state.runner.prepare(lambda gone: _prepare(state.model, scorer, body, pairs, gone), request)
     run = state.runner.run(groups, lambda _index, _delta: None)
     await while_wanted(run, receive=request.receive, stopping=state.life.stopping)
     has_activation = body.use_activation is not False

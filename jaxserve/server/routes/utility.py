@@ -33,9 +33,7 @@ async def tokenize(request: Request) -> Response:
     state = server_state(request.scope)
     body = await state.reader.request(request, TokenizeRequest)
     check_tokenize_request(body)
-    size = len(await request.body())
-    tokenizing = state.runner.prepare(lambda _: _tokenized(state.model, body), size=size, receive=request.receive)
-    return json_response(await tokenizing)
+    return json_response(await state.runner.prepare(lambda _: _tokenized(state.model, body), request))
 
 
 def _tokenized(model: ServedModel, body: TokenizeRequest) -> TokenizeResponse:
@@ -72,9 +70,7 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state = server_state(request.scope)
     body = await state.reader.struct(request, DetokenizeRequest, route="detokenize")
-    size = len(await request.body())
-    decoding = state.runner.prepare(lambda _: _detokenized(state.model, body), size=size, receive=request.receive)
-    return json_response(await decoding)
+    return json_response(await state.runner.prepare(lambda _: _detokenized(state.model, body), request))
 
 
 def _detokenized(model: ServedModel, body: DetokenizeRequest) -> DetokenizeResponse:
