@@ -244,13 +244,12 @@ class EngineConfig:
         "multiplied by weights of 8 bits; default: for FP8 weights on GPUs with kernels for it, for INT8 if the "
         "checkpoint says so; off: 16 bits everywhere",
     )
-    warmup: WarmUp | None = _option(
-        None,
+    warmup: WarmUp = _option(
+        "background",
         "compilation",
         "what is compiled before the first request is taken. background: on a CPU the three programs that every "
         "request needs, on a GPU those without which a request would wait for the compiler; the others follow while "
-        "the server is at work. full: all of them. none: nothing, each is compiled when a request first needs it. "
-        "default: background",
+        "the server is at work. full: all of them. none: nothing, each is compiled when a request first needs it",
     )
     programs: Name | None = _option(
         None,

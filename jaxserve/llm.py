@@ -264,9 +264,10 @@ def generate(
 ) -> RequestOutput | list[RequestOutput]:
     """Continue a prompt, or a list of them: print(generate("Once upon a time", max_tokens=50)).
 
-    `sampling` are fields of SamplingParams. `model` is a model directory or a built-in model's name, by default the
-    built-in one. The first call for a model starts its engine, which compiles steps as they are first needed and is
-    kept for later calls until the program ends; use `LLM` to set its options, or to close it.
+    `sampling` are fields of SamplingParams; those that are left out have the values that the model's authors recommend,
+    if they do. `model` is a model directory or a built-in model's name, by default the built-in one. The first call for
+    a model starts its engine, which compiles steps as they are first needed and is kept for later calls until the
+    program ends; use `LLM` to set its options, or to close it.
 
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
     InvalidRequest for a value out of range, StartupError when the model cannot be loaded.

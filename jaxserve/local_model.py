@@ -234,6 +234,7 @@ class LocalModel:
         check_names("chat", options, known=_CHAT_OPTIONS, kind="option")
         tools, template_kwargs = options.get("tools"), options.get("chat_template_kwargs")
         _check_mappings("messages", messages)
+        _check_contents(messages)
         _check_mappings("tools", tools or ())
         if not isinstance(template_kwargs, Mapping | None):
             raise InvalidRequest(
@@ -379,6 +380,17 @@ def _check_mesh(mesh: object) -> None:
 
     if not isinstance(mesh, Mesh) or mesh.devices.size == 0:
         raise ConfigError(f"mesh must be a jax.sharding.Mesh of at least one device, got {mesh!r:.100}")
+
+
+def _check_contents(messages: Sequence[Message]) -> None:
+    """Raise InvalidRequest for a message without a role or, unless an assistant has written it, without content: a
+    template would leave it empty.
+    """
+    for index, message in enumerate(messages):
+        for name in ("role", "content"):
+            if message.get(name) is None and (name, message.get("role")) != ("content", "assistant"):
+                param = f"messages[{index}].{name}"
+                raise InvalidRequest(f"{param} is missing in {message!r:.100}", param=param)
 
 
 def _check_mappings(param: str, values: object) -> None:

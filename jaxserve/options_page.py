@@ -1,18 +1,23 @@
 """The options in docs/api.md: `python -m jaxserve.options_page` prints them."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterable
 
 import msgspec
 
 from jaxserve.config import EngineConfig
+from jaxserve.local_model import LocalModel
 from jaxserve.sampling_params import PARAMETERS, SamplingParams
 
 
 def page() -> str:
     """Return what each option of LLM and each field of SamplingParams means, as Markdown."""
-    engine = ((field.name, field.default, field.metadata["help"]) for field in dataclasses.fields(EngineConfig))
+    given = inspect.signature(LocalModel).parameters
+    engine = (
+        (field.name, given[field.name].default, field.metadata["help"]) for field in dataclasses.fields(EngineConfig)
+    )
     sampling = (
         (field.name, field.default, PARAMETERS[field.name].meaning) for field in msgspec.structs.fields(SamplingParams)
     )

@@ -37,7 +37,7 @@ import time
 import jax
 from jaxserve import LLM, SamplingParams, inspect
 
-# The largest built-in model: 15 million parameters, trained on stories.
+# The largest built-in model: 15 million parameters, trained on old books and dialogues.
 OPTIONS = dict(max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory=2**25, warmup="none",
                progress=False)
 print(jax.devices()[0].device_kind)

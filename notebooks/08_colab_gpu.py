@@ -109,8 +109,8 @@ inspect.weights(llm)
 # %% [markdown]
 # ## Ask
 #
-# A chat goes through the model's own template; Qwen3's can leave out the thoughts. Without `temperature` and the like, the
-# values that the model's authors recommend apply.
+# A chat goes through the model's own template; Qwen3's can leave out the thoughts. Without SamplingParams, those that the
+# model's authors recommend apply; with them, their own defaults do.
 
 # %%
 [answer] = llm.chat([{"role": "user", "content": "Why is the sky blue? One sentence."}],

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "vllm_flags": "",
     "unsupported": "errors",
     "vllm_page": "vllm_flags cli",
-    "options_page": "config sampling_params",
+    "options_page": "config local_model sampling_params",
     "logs": "",
     "server": f"{PLAIN} unsupported decoding jaxserve logs answers tokenizer metrics engine structured",
     "answers": f"{PLAIN} structured tokenizer",

@@ -167,8 +167,8 @@ class Engine:
             outputs += [self._refuse(request, reason) for request, reason in failed.items()]
             self._num_steps += 1
             self._num_step_tokens += plan.num_tokens
-            if self.on_plan is not None:
-                self.on_plan(plan)
+            if (on_plan := self.on_plan) is not None:  # another thread may set it to None at any time
+                on_plan(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             outputs += self._finish(self._in_flight.popleft())
         spent = time.perf_counter() - start

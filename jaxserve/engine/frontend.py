@@ -390,8 +390,8 @@ def _with_num_logprobs(params: SamplingParams, info: EngineInfo) -> SamplingPara
         if 0 <= info.max_logprobs < wanted:
             asked = f" is {number}" if number != -1 else f"=-1 asks for all {wanted} tokens of the vocabulary"
             raise InvalidRequest(
-                f"{name}{asked}, at most {info.max_logprobs} are allowed here (max_logprobs of the engine): "
-                "logprob_token_ids names those that are wanted",
+                f"{name}{asked}, at most {info.max_logprobs} are allowed here (max_logprobs of the engine)"
+                + (": logprob_token_ids names those that are wanted" if name == "logprobs" else ""),
                 param=name,
             )
         params = msgspec.structs.replace(params, **{name: min(wanted, info.vocab_size)})

@@ -156,7 +156,7 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     if builder.model.has_kernels and logger.isEnabledFor(logging.INFO):  # it traces every size of a step
         for line in builder.describe_paths():
             logger.info("kernels of %s", line)
-    warmup: WarmUp = config.warmup or "background"
+    warmup = config.warmup
     if config.scheduler == "static" and warmup == "background":
         warmup = "full"  # its batches are as large as the engine allows, from the first one on
     return ServingPlan(

@@ -11,9 +11,10 @@ import jax
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.shapes import PLAIN_DECODE
-from jaxserve.inspect.engine import engine_of
+from jaxserve.inspect.engine import engine_of, plans_passed_to
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 
 NUM_RUNS = 5
 """Runs of a stage alone, of which the median counts."""
@@ -86,17 +87,17 @@ def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
         raise InvalidRequest(f"rows must be between {runner.num_stages} and {limit}, got {rows}", param="rows")
     part = -(-rows // runner.num_stages)
     starts: list[tuple[float, bool]] = []
-    engine.on_plan = lambda plan: starts.append(
-        (time.perf_counter(), len(plan.rows) == plan.num_tokens in (part, rows // runner.num_stages))
-    )
+
+    def see(plan: StepPlan) -> None:
+        is_part = len(plan.rows) == plan.num_tokens in (part, rows // runner.num_stages)
+        starts.append((time.perf_counter(), is_part))
+
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    try:
+    with plans_passed_to(see, engine):
         for _ in range(2):  # the first time, programs may be compiled
             starts.clear()
             prompts = [[2 + row % 97, 3] for row in range(rows)]
             llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-    finally:
-        engine.on_plan = None
     times = [
         after - before for (before, is_part), (after, is_next) in itertools.pairwise(starts) if is_part and is_next
     ]

@@ -17,7 +17,7 @@ from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.execution.runner import Runner
 from jaxserve.inspect.collectives import Collective, find_collectives
-from jaxserve.inspect.engine import engine_of
+from jaxserve.inspect.engine import engine_of, plans_passed_to
 from jaxserve.inspect.picture import html_table, size
 from jaxserve.inspect.roofline import Roofline, Speed
 from jaxserve.layers.layouts import read_whole, shard_bytes
@@ -25,11 +25,15 @@ from jaxserve.layers.weight import Weight
 from jaxserve.llm import LLM
 from jaxserve.local_model import LocalModel
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.tables import aligned
+from jaxserve.values import convert, rule
 
 NUM_MEASURED = 24
 """Steps that a measurement takes the median of."""
 
+_INTEGER = rule(int)
+_SPEED = rule(Speed | None)
 _PROGRAMS = ("program", "arguments", "of them updated in place", "temporary", "XLA counts", "reads and writes")
 _COLLECTIVES = ("collective", "at", "count", "devices", "result", "sent by a device")
 
@@ -179,6 +183,7 @@ def step(
     if runner.num_stages > 1:
         raise ConfigError("pipeline_parallel_size: steps of one stage are described; bubble times stages")
     largest = runner.model.buckets[-1]
+    speed = convert("speed", speed, _SPEED)
     num_tokens = rows if tokens is None else tokens
     limits = [("rows", rows, runner.model.max_num_seqs), ("tokens", num_tokens, largest.num_tokens)]
     if tokens is None:
@@ -186,7 +191,7 @@ def step(
     elif measure:
         raise InvalidRequest("only steps of one token a row are measured, leave tokens out", param="measure")
     for name, value, limit in limits:
-        if not 1 <= value <= limit:
+        if not 1 <= convert(name, value, _INTEGER) <= limit:
             raise InvalidRequest(f"{name} must be between 1 and {limit}, got {value}", param=name)
     found = runner.builder.shapes.step_for(num_tokens, StepNeeds(is_decode_only=tokens is None))
     what = f"{rows} rows of {context} tokens before it" if tokens is None else f"{tokens} tokens of prompts"
@@ -250,13 +255,13 @@ def _measured(llm: LocalModel, *, rows: int, context: int) -> float:
         raise ConfigError("only steps of an LLM can be measured")
     prompts = [[2 + (row + position) % 97 for position in range(context)] for row in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=NUM_MEASURED, ignore_eos=True)
-    engine = engine_of(llm)
     steps: list[tuple[float, bool]] = []
-    engine.on_plan = lambda plan: steps.append((time.perf_counter(), len(plan.rows) == rows == plan.num_tokens))
-    try:
+
+    def see(plan: StepPlan) -> None:
+        steps.append((time.perf_counter(), len(plan.rows) == rows == plan.num_tokens))
+
+    with plans_passed_to(see, engine_of(llm)):
         llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-    finally:
-        engine.on_plan = None
     times = [
         after - before for (before, is_first), (after, is_next) in itertools.pairwise(steps) if is_first and is_next
     ]

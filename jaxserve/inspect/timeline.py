@@ -1,5 +1,6 @@
 """A recording of an engine: what each step computed for which request, and what the KV blocks were used for."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple
 
 from jaxserve.engine.engine import Engine
-from jaxserve.inspect.engine import engine_of
+from jaxserve.inspect.engine import engine_of, plans_passed_to
 from jaxserve.inspect.picture import Drawing, Picture
 from jaxserve.local_model import LocalModel
 from jaxserve.scheduling.plan import StepPlan
@@ -107,17 +108,18 @@ class Timeline:
         self.steps: list[TimelineStep] = []
         self._engine = engine
         self._began = 0.0
+        self._until_exit = contextlib.ExitStack()
 
     def __enter__(self) -> "Timeline":
         self.steps.clear()
         self._began = time.perf_counter()
-        self._engine.on_plan = self._record
+        self._until_exit.enter_context(plans_passed_to(self._record, self._engine))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._engine.on_plan = None
+        self._until_exit.close()
 
     def _record(self, plan: StepPlan) -> None:
         """Add a step; the engine's thread calls this."""
@@ -320,5 +322,8 @@ def _uses(step: TimelineStep) -> tuple[int, int, int]:
 
 
 def timeline(llm: LocalModel) -> Timeline:
-    """Return what records the steps of a model while it is used in a `with` statement. One records at a time."""
+    """Return what records the steps of a model while it is used in a `with` statement. One records at a time.
+
+    Raises ConfigError for a `with` inside another one, or around a measurement.
+    """
     return Timeline(engine_of(llm))

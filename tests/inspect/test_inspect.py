@@ -155,6 +155,20 @@ def test_a_timeline_has_every_token_of_every_request(llm):
     assert len(timeline.steps) == recorded, "it records in its block only"
 
 
+def test_one_recording_at_a_time(llm):
+    with inspect.timeline(llm) as timeline:
+        for measurement in (
+            inspect.timeline(llm).__enter__,
+            lambda: inspect.step(llm, context=8, speed=SPEED, measure=True),
+        ):
+            with pytest.raises(ConfigError, match="only one runs at a time"):
+                measurement()
+        llm.generate(prompt_token_ids=[[5, 6]], sampling_params=GREEDY, use_tqdm=False)
+    assert timeline.steps
+    with inspect.timeline(llm):
+        pass
+
+
 def test_a_timeline_counts_preemptions(folder):
     with (
         LLM(folder, kv_cache_memory=2**14, enable_prefix_caching=False, **OPTIONS) as llm,

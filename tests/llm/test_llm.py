@@ -265,6 +265,15 @@ class TestChat:
                 llm.chat(messages)
         assert client.submitted == []
 
+    @pytest.mark.parametrize(
+        ("message", "name"), [({"content": "hi"}, "role"), ({"role": "user", "contents": "hi"}, "content")]
+    )
+    def test_what_a_message_lacks_is_named(self, start, message, name):
+        llm, _ = start()
+        with pytest.raises(InvalidRequest) as raised:
+            llm.chat([USER, message])
+        assert raised.value.param == f"messages[1].{name}"
+
 
 class TestLife:
     def test_the_context_manager_closes_the_engine(self, start):
