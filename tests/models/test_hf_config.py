@@ -190,10 +190,8 @@ MIXED = {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 16}
     ("model_type", "changes", "of_layers"),
     [
         ("smollm3", MIXED | {"use_sliding_window": True}, [(None, True), (16, True), (None, True)]),
-        ("cohere2", MIXED | {"sliding_window": None}, [(None, False)] * 3),
         ("exaone4", {"sliding_window_pattern": "LG"}, [(4096, True), (None, False), (4096, True)]),
         ("exaone4", {"sliding_window_pattern": 1}, [(None, False)] * 3),
-        ("exaone4", MIXED | {"sliding_window": None}, [(None, True)] * 3),
         ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, [(None, True)] * 3),
     ],
 )
@@ -226,6 +224,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 
             r"num_experts_per_tok \(5\) is more than num_local_experts \(4\)",
         ),
         ("smollm3", MIXED, "layer_types has sliding_attention, but use_sliding_window is false"),
+        ("exaone4", MIXED | {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 0 or 1 for each of 3 layers"),
         ("smollm3", {"no_rope_layers": []}, "no_rope_layers must have 0 or 1"),
         ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must have 0 or 1"),
