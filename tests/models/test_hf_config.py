@@ -246,7 +246,7 @@ LONGROPE = {"type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False is not supported"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size 8 is not supported"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list must be of 1 only"),
-        ("minimax_m2", {"rotary_dim": 13}, "head_dim must be even for rotary embedding"),
+        ("minimax_m2", {"rotary_dim": 13}, "rotary_dim must be even and at most head_dim"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
         ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name .* each of 3 layers"),
         (
