@@ -63,17 +63,18 @@ def convert(
         specs = family.param_specs(config)
         weights_dtype = resolve_dtype(dtype, fields, is_cpu=False)
     specs = stored_specs(path, specs, dtype=weights_dtype, quantization=quantization, dequantizes=dequantize)
+    describes_source = {*FIELDS, *FILES} if quantization is not None or dequantize else set()
     with tempfile.TemporaryDirectory() as folder, open_weights(path, specs) as weights:
         return write_store(
             destination,
             weights,
             dtype=np.dtype(weights_dtype),
-            config={name: value for name, value in fields.items() if name not in FIELDS}
+            config={name: value for name, value in fields.items() if name not in describes_source}
             | {"tie_word_embeddings": config.tie_word_embeddings},
             source=Source(name=_origin(source, path), sha256=_digests(path)),
             copied=_files_of_gguf(path, pathlib.Path(folder), hidden_size=config.hidden_size)
             if path.is_file()
-            else _companions(path),
+            else {name: file for name, file in _companions(path).items() if name not in describes_source},
             force=force,
             progress=progress,
         )
@@ -130,7 +131,7 @@ def _companions(directory: pathlib.Path) -> dict[str, pathlib.Path]:
         for path in sorted(directory.iterdir())
         if path.is_file()
         and path not in weights
-        and path.name not in ("config.json", *FILES)  # they describe the weights of the source
+        and path.name != "config.json"
         and not path.name.endswith(".index.json")
         and path.stat().st_size <= _LARGEST_COPIED
     }

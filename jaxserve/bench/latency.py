@@ -61,6 +61,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     per_token: float | None
     busy: float | None
     """Fraction of the second half of decoding during which the device was busy; None if it was not traced."""
+    tokens_per_step: float = 1.0
+    """Tokens of a request in a step of decoding: more than one where drafts are accepted."""
 
 
 class TimedBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +128,9 @@ def run(
     Each is run `NUM_WARMUPS` times before it is timed, so that nothing is compiled meanwhile, and short runs are
     repeated. The prefix cache should be off. Time per output token is (total - prefill) / (output_len - 1), as in
     vLLM's benchmarks. Its floor is the time in which the devices' memories, at `bandwidth` bytes per second each, can
-    deliver the weights and the KV of the contexts. With `profile`, one more run is traced from when all its requests
-    decode, to see for what fraction of its second half the device is busy.
+    deliver the weights and the KV of the contexts, divided by the tokens that a request gets in a step where drafts are
+    accepted. With `profile`, one more run is traced from when all its requests decode, to see for what fraction of its
+    second half the device is busy.
 
     Raises StartupError, InvalidRequest.
     """
@@ -146,7 +149,9 @@ def run(
             measured = _measure(client, shape, profile=profile)
             size = {"num_requests": shape.batch_size, "input_len": shape.input_len, "output_len": shape.output_len}
             batches.append(TimedBatch(**size, prefill=measured.prefill, per_token=measured.per_token))
-            floor = _floor(client, shape, bandwidth) if bandwidth and measured.per_token else None
+            floor = None
+            if bandwidth and measured.per_token:
+                floor = _floor(client, shape, bandwidth) / measured.tokens_per_step
             rows.append(_row(shape, measured, theirs.get(shape), floor))
             print(" ".join(rows[-1]), file=sys.stderr)  # progress; the table is printed at the end
         if save_json is not None:
@@ -215,7 +220,11 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
     prefill = seconds(1, f"{name}-prefill")
     if shape.output_len == 1:
         return Measurement(prefill=prefill, total=prefill, per_token=None, busy=None)
+    before = client.snapshot()
     total = seconds(shape.output_len, f"{name}-total")
+    after = client.snapshot()
+    num_decoded = (after.num_output_tokens - before.num_output_tokens) * (shape.output_len - 1) / shape.output_len
+    num_accepted = after.stats.spec_decode_num_accepted_tokens - before.stats.spec_decode_num_accepted_tokens
     busy = None
     if profile:
         room = client.info.max_model_len - shape.input_len
@@ -223,12 +232,19 @@ def _measure(client: "LocalEngineClient", shape: BatchShape, *, profile: bool) -
         jobs = longer.jobs(seed=2, vocab_size=client.info.vocab_size)
         busy = busy_fraction(traced(client, jobs, prefix=f"{name}-traced", is_decode_only=True))
     per_token = (total - prefill) / (shape.output_len - 1)
-    return Measurement(prefill=prefill, total=total, per_token=per_token, busy=busy)
+    return Measurement(
+        prefill=prefill,
+        total=total,
+        per_token=per_token,
+        busy=busy,
+        tokens_per_step=num_decoded / (num_decoded - num_accepted),
+    )
 
 
 def _floor(client: "LocalEngineClient", shape: BatchShape, bandwidth: float) -> float:
-    """Return the lower bound in seconds per token: the time to read the weights once (of the experts, the expected
-    number that the batch's tokens choose at random) and the KV of the mean context (the input and half of the output).
+    """Return the lower bound in seconds per step of decoding: the time to read the weights once (of the experts, the
+    expected number that the batch's tokens choose at random, without drafts) and the KV of the mean context (the input
+    and half of the output).
     """
     context = shape.input_len + shape.output_len / 2
     return client.info.step_bytes(shape.batch_size, context=context) / bandwidth

@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.cache import KV_DTYPES
 from jaxserve.layers.context import Kernels
 from jaxserve.layers.kv_scales import with_kv_scales
-from jaxserve.layers.layouts import why_not_held, with_divisible_codes, with_rounded_activations
+from jaxserve.layers.layouts import schemes_of, why_not_held, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.params import Params
 from jaxserve.layers.stages import stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT
@@ -148,7 +148,10 @@ def choose_weights(
         dequantizes=config.dequantize is True,
         why_not_held=by_default if config.dequantize is None else None,
     )
-    specs = with_divisible_codes(specs, of_stage)
+    wanted, specs = schemes_of(specs), with_divisible_codes(specs, of_stage)
+    if lost := wanted.keys() - schemes_of(specs).keys():
+        reason = "on this mesh a byte of two codes, or the order of inputs, would be on two devices"
+        logger.info("codes of %d matrices are held as floats: %s", len(lost), reason)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
         if config.quantize_activations or rounds_to_integers(fields):

@@ -16,6 +16,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.layouts import num_bytes, read_whole
 from jaxserve.layers.params import Params
+from jaxserve.layers.sharding import DATA, MESH_AXES_OF
 from jaxserve.loading.classifier import is_classifier
 from jaxserve.loading.reranking import read_reranker
 from jaxserve.scheduling.block_needs import BlockNeeds
@@ -68,7 +69,7 @@ def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
 def make_info(plan: ServingPlan, *, num_blocks: int, needs: BlockNeeds) -> EngineInfo:
     """Return the sizes of an engine, with which the front end validates requests."""
     checkpoint, specs, model = plan.checkpoint, plan.specs, plan.builder.model
-    weight_bytes, expert_bytes = bytes_read(specs, dtype=model.dtype)
+    weight_bytes, expert_bytes = bytes_read(specs, dtype=model.dtype, num_copies=model.mesh.shape.get(DATA, 1))
     routing = checkpoint.model_config.routing if expert_bytes else None
     return EngineInfo(
         model=checkpoint.path,
@@ -128,11 +129,16 @@ def _unread(builder: StepBuilder, group: int) -> int:
     return unread
 
 
-def bytes_read(specs: Params, *, dtype: np.dtype) -> tuple[int, int]:
+def bytes_read(specs: Params, *, dtype: np.dtype, num_copies: int = 1) -> tuple[int, int]:
     """Return the bytes of weights that every step reads, and of experts, of which it reads those that the router
-    chooses.
+    chooses. `num_copies` is the number of devices along the axis "data", each of which reads a copy of what that does
+    not split.
     """
-    used = read_whole(specs)
-    experts: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(used)) if "experts" in spec.axes}
+    used: Params = {str(i): spec for i, spec in enumerate(jax.tree.leaves(read_whole(specs)))}
+    experts = {name: spec for name, spec in used.items() if "experts" in spec.axes}
+    whole = {
+        name: spec for name, spec in used.items() if not any(DATA in MESH_AXES_OF.get(axis, ()) for axis in spec.axes)
+    }
+    copied = (num_copies - 1) * num_bytes(whole, dtype=dtype)
     expert_bytes = num_bytes(experts, dtype=dtype)
-    return num_bytes(used, dtype=dtype) - expert_bytes, expert_bytes
+    return num_bytes(used, dtype=dtype) - expert_bytes + copied, expert_bytes

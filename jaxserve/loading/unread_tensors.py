@@ -23,6 +23,8 @@ STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
 """
 STREAM_SCALE = ".altup.correct_output_scale"
 """End of the names of a Gemma 3n's weights that are of no use with `altup_correct_scale` false."""
+SHARING = {"gemma3n_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 15}}
+"""Defaults of families in which layers read the keys and values of others unless config.json says that none do."""
 FURTHER_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_")
 """Beginnings of names of tensors with which checkpoints predict further tokens, outside their list of layers."""
 
@@ -33,6 +35,8 @@ class UnreadTensors:
     """The tensors that a checkpoint with these fields of config.json may have beside those that its model reads."""
 
     def __init__(self, fields: Mapping[str, Any]):
+        given = {name: value for name, value in fields.items() if value is not None}
+        fields = SHARING.get(str(fields.get("model_type")), {}) | given
         self._names = (HEAD, f"model.{HEAD}") if is_classifier(fields) else ()
         self._ends = (
             KNOWN_EXTRAS + STATIC_SCALES + ((STREAM_SCALE,) if fields.get("altup_correct_scale") is False else ())

@@ -146,7 +146,9 @@ def _ropes(fields: dict[str, Any]) -> tuple[Rope, Rope]:
     fields = {name: value for name, value in fields.items() if name not in outside}
 
     def rope(kind: str, size: str) -> Rope:
-        return hf_rope.rope(fields | {"rope_parameters": kinds[kind]}, size=hf_config.integer(fields, size))
+        return hf_rope.rope(
+            fields | {"rope_parameters": hf_rope.of_layer_type(kinds[kind])}, size=hf_config.integer(fields, size)
+        )
 
     return rope("full_attention", "global_head_dim"), rope("sliding_attention", "head_dim")
 

@@ -163,14 +163,23 @@ def layer_kinds(
 
 
 def windows_by_type(
-    fields: Fields, window: int | None, default: Sequence[str], *, kind: str = "sliding_attention"
+    fields: Fields,
+    window: int | None,
+    default: Sequence[str],
+    *,
+    kind: str = "sliding_attention",
+    name: str = "sliding_window",
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention".
+    """Return each layer's sliding window: `window` where `layer_types` has `kind`, None at "full_attention". Raises
+    CheckpointError if some have `kind` and there is no `window`, as transformers does; `name` is the window's field.
 
     A window of 0, which `optional_integer` refuses, has no one meaning: with it transformers attends to all tokens in
     its flash attention, and averages all values, also of later tokens, elsewhere.
     """
     kinds = layer_kinds(fields, ("full_attention", kind), default)
+    if window is None and kind in kinds:
+        reason = f"{name} is null" if fields.get(name) is None else "use_sliding_window is false"
+        raise CheckpointError(f"config.json: layer_types has {kind}, but {reason}")
     return tuple(window if each == kind else None for each in kinds)
 
 
@@ -187,7 +196,7 @@ def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """
     num_layers = integer(fields, "num_hidden_layers")
     window = optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
-    num_full = min(integer(fields, "max_window_layers", minimum=0), num_layers)
+    num_full = num_layers if window is None else min(integer(fields, "max_window_layers", minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(fields, window, default)
 

@@ -92,9 +92,9 @@ def ropes_by_type(
         raise CheckpointError(f"config.json: rope_scaling must have rope_type, got type {scaling['type']!r:.100}")
     # An original context outside of the objects is not read.
     fields = {name: value for name, value in fields.items() if name != "original_max_position_embeddings"}
-    everywhere = {"rope_parameters": (kinds.get("full_attention") or {}) | scaling, "rope_scaling": None}
+    everywhere = {"rope_parameters": of_layer_type((kinds.get("full_attention") or {}) | scaling), "rope_scaling": None}
     local = {
-        "rope_parameters": kinds.get("sliding_attention"),
+        "rope_parameters": of_layer_type(kinds.get("sliding_attention") or {}),
         "rope_scaling": None,
         "rope_theta": local_theta,
     }
@@ -102,6 +102,14 @@ def ropes_by_type(
         rope(fields | everywhere, size=size, theta=theta, is_context_stretched=is_context_stretched),
         rope(fields | local, size=size),
     )
+
+
+def of_layer_type(parameters: Fields) -> Fields:
+    """Return the object of a layer type without `truncate`, which transformers reads over there. Raises CheckpointError
+    if it is false.
+    """
+    require(parameters, "truncate", True)
+    return {name: value for name, value in parameters.items() if name != "truncate"}
 
 
 def rope_parameters(fields: Fields) -> Fields:
@@ -207,6 +215,6 @@ def _yarn(parameters: Fields, context: int) -> YarnScaling:
         attention_factor=number(parameters, "attention_factor", default),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        is_truncated=flag(parameters, "truncate", True),
+        is_truncated=flag(parameters, "truncate", "truncate" not in parameters),
         score_factor=1.0 if everywhere is None else everywhere**2,
     )

@@ -38,7 +38,7 @@ def _read(fields: dict[str, Any]) -> Config:
         fields,
         **lfm2.own_fields(fields | {"full_attn_idxs": None}),
         num_dense_layers=hf_config.integer(fields, "num_dense_layers", minimum=0),
-        routing=mixture.read_routing(fields, scores="sigmoid", scale=scale),
+        routing=replace(mixture.read_routing(fields, scores="sigmoid", scale=scale), eps=1e-6),
         has_selection_bias=hf_config.flag(fields, "use_expert_bias"),
     )
 

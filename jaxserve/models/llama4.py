@@ -54,9 +54,7 @@ def _read(fields: dict[str, Any]) -> Config:
     rotates = hf_config.rotating_layers(fields | {"no_rope_layers": fields.get("no_rope_layers") or None})
     chunk_size = hf_config.optional_integer(fields, "attention_chunk_size")
     kinds = [CHUNKED if rotated and chunk_size is not None else "full_attention" for rotated in rotates]
-    chunk_sizes = hf_config.windows_by_type(fields, chunk_size, kinds, kind=CHUNKED)
-    if chunk_size is None and CHUNKED in (fields.get("layer_types") or ()):
-        raise CheckpointError(f"config.json: attention_chunk_size is null, but layer_types has {CHUNKED}")
+    chunk_sizes = hf_config.windows_by_type(fields, chunk_size, kinds, kind=CHUNKED, name="attention_chunk_size")
     name = "attn_temperature_tuning"
     has_scale = fields.get(name) == 4 or hf_config.flag(fields, name, True)  # which the first releases have
     scale = QueryScale(

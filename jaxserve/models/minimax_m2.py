@@ -33,8 +33,10 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     kinds = fields.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != FULL_ATTENTION for kind in kinds):
         raise CheckpointError(f"config.json: attn_type_list must be of {FULL_ATTENTION} only, got {kinds!r:.100}")
-    rotated = hf_config.optional_integer(fields, "rotary_dim")
     size = hf_config.head_dim(fields)
+    rotated = hf_config.integer(fields, "rotary_dim", size)
+    if rotated % 2 or rotated > size:
+        raise CheckpointError(f"config.json: rotary_dim must be even and at most head_dim ({size}), got {rotated}")
     return read_config(
         mixture.Config,
         fields,
@@ -42,7 +44,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
         head_norm="joint",
         routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=True),
         has_selection_bias=True,
-        rope=hf_rope.rope(fields, theta=5_000_000.0, partial_rotary_factor=1.0 if rotated is None else rotated / size),
+        rope=hf_rope.rope(fields, theta=5_000_000.0, partial_rotary_factor=rotated / size),
     )
 
 

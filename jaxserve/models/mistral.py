@@ -30,7 +30,8 @@ class Config(DecoderConfig):
 
 def _read(fields: dict[str, Any]) -> Config:
     window = hf_config.optional_integer(fields, "sliding_window")
-    everywhere = ["sliding_attention"] * hf_config.integer(fields, "num_hidden_layers")
+    kind = "full_attention" if window is None else "sliding_attention"
+    everywhere = [kind] * hf_config.integer(fields, "num_hidden_layers")
     return read_config(Config, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
 
 

@@ -5,6 +5,7 @@ Checkpoints count each block as a layer. Here a block that mixes tokens and the 
 """
 
 import dataclasses
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +90,17 @@ def _read(fields: dict[str, Any]) -> Config:
         "rms_norm_eps": hf_config.number(fields, "layer_norm_epsilon"),
         "hidden_act": hf_config.activation(fields, "mlp_hidden_act"),
     }
+    mixer = mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon")
+    if (mixer.min_step, mixer.max_step) != (0.0, math.inf):
+        raise CheckpointError(
+            f"config.json: time_step_limit {fields['time_step_limit']!r} is not supported: NVIDIA's code limits step "
+            "sizes by it, and transformers does not"
+        )
     return read_config(
         Config,
         fields,
         blocks=blocks,
-        mixer=mamba2.mixer(fields, MAMBA_NAMES, eps="layer_norm_epsilon"),
+        mixer=mixer,
         experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
     )
 

@@ -4,7 +4,6 @@ all.
 
 from typing import Any
 
-from jaxserve.errors import CheckpointError
 from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -33,13 +32,10 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return each layer's window; without `layer_types`, every other one of the first `max_window_layers` has it."""
     num_layers = hf_config.integer(fields, "num_hidden_layers")
-    if not hf_config.flag(fields, "use_sliding_window"):
-        kinds = hf_config.layer_kinds(fields, ("full_attention", "sliding_attention"), ["full_attention"] * num_layers)
-        if "sliding_attention" in kinds:  # transformers gives these a window of 0
-            raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
-        return (None,) * num_layers
-    window = hf_config.optional_integer(fields, "sliding_window")
-    end = hf_config.integer(fields, "max_window_layers", minimum=0)
+    window = (
+        hf_config.optional_integer(fields, "sliding_window") if hf_config.flag(fields, "use_sliding_window") else None
+    )
+    end = 0 if window is None else hf_config.integer(fields, "max_window_layers", minimum=0)
     default = ["sliding_attention" if i % 2 == 0 and i < end else "full_attention" for i in range(num_layers)]
     return hf_config.windows_by_type(fields, window, default)
 

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.errors import CheckpointError
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
@@ -26,16 +25,13 @@ class Config(llama.Config):
 
 def _read(fields: dict[str, Any]) -> Config:
     rotates, has_windows = hf_config.rotating_layers(fields), hf_config.flag(fields, "use_sliding_window")
-    window = hf_config.optional_integer(fields, "sliding_window")
-    kinds = ["sliding_attention" if has_windows and not rotated else "full_attention" for rotated in rotates]
-    windows = hf_config.windows_by_type(fields, window, kinds)
-    if not has_windows and any(windows):  # which transformers' masks have, and its flash attention has not
-        raise CheckpointError("config.json: layer_types has sliding_attention, but use_sliding_window is false")
+    window = hf_config.optional_integer(fields, "sliding_window") if has_windows else None
+    kinds = ["full_attention" if rotated or window is None else "sliding_attention" for rotated in rotates]
     return read_config(
         Config,
         fields,
         rotates=rotates,
-        sliding_windows=windows,
+        sliding_windows=hf_config.windows_by_type(fields, window, kinds),
         rope=hf_rope.rope(fields, theta=2_000_000.0),
     )
 

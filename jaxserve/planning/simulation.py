@@ -59,22 +59,20 @@ class StepTimes:
         if not chunks:
             return self._of_decoding(decoding)
         read = sum(self._info.kv_bytes_read(row.start) for row in chunks)
-        attended = sum(row.num_tokens * (row.start + row.num_tokens / 2) for row in chunks)
-        return self.mixed(plan.num_tokens, decoding, num_rows=len(plan.rows), read=read, attended=attended)
+        attention = sum(self._model.attention_products(row.start, row.num_tokens) for row in chunks)
+        return self.mixed(plan.num_tokens, decoding, num_rows=len(plan.rows), read=read, attention=attention)
 
     def mixed(
-        self, num_tokens: int, decoding: Decoding, *, num_rows: int, read: float = 0.0, attended: float = 0.0
+        self, num_tokens: int, decoding: Decoding, *, num_rows: int, read: float = 0.0, attention: float = 0.0
     ) -> float:
-        """Return the seconds of a step with prompt tokens, whose chunks read so many bytes of KV and attend to so many
-        tokens. Decoding rows in it add the reading of their contexts.
+        """Return the seconds of a step with prompt tokens, whose chunks read so many bytes of KV and need so many
+        products of attention. Decoding rows in it add the reading of their contexts.
         """
         size = self.size(num_tokens)
         model, info = self._model, self._info
         work = Work(
             num_bytes=info.expected_weight_bytes(size) + read,
-            products=2.0 * size * model.layer_parameters
-            + 2.0 * num_rows * model.head_parameters
-            + 4.0 * attended * model.attention_width,
+            products=2.0 * size * model.layer_parameters + 2.0 * num_rows * model.head_parameters + attention,
             in_8_bits=model.rounds_activations and size > MAX_ROWS_IN_16_BITS,
             sums=0,
             bytes_per_sum=0.0,

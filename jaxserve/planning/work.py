@@ -45,8 +45,10 @@ class Model(NamedTuple):
     """Those of the LM head, which multiplies the last token of each row."""
     head_bytes: int
     """Bytes of the LM head, on all devices together."""
-    attention_width: float
-    """Values of all query heads of a token, in all layers that attend together; 0 if unknown."""
+    attention_widths: tuple[tuple[int | None, float], ...]
+    """For each window, None for none, the values of all query heads of a token in the layers that attend within it; 0
+    if unknown.
+    """
     rounds_activations: bool
     """True if products of many rows are of 8-bit values."""
 
@@ -72,7 +74,10 @@ class Model(NamedTuple):
             layer_parameters=parameters(specs["layers"]),
             head_parameters=int(parameters(head)),
             head_bytes=num_bytes({"head": held.get("lm_head", held.get("embed"))}, dtype=model.dtype),
-            attention_width=_attention_width(checkpoint.fields) * sum(model.layout.layers_by_window.values()),
+            attention_widths=tuple(
+                (window, float(num_layers * _attention_width(checkpoint.fields)))
+                for window, num_layers in model.layout.layers_by_window.items()
+            ),
             rounds_activations=any(scheme.rounds_activations is not None for scheme in schemes),
         )
 
@@ -84,8 +89,13 @@ class Model(NamedTuple):
             num_layers=num_layers,
             layer_parameters=self.layer_parameters * share,
             head_parameters=self.head_parameters * stage.is_last,
-            attention_width=self.attention_width * share,
+            attention_widths=tuple((window, width * share) for window, width in self.attention_widths),
         )
+
+    def attention_products(self, start: float, length: float) -> float:
+        """Return the multiplications and additions of attention for `length` tokens of a text after `start` others."""
+        end = start + length
+        return 4.0 * sum(width * (_attended(end, w) - _attended(start, w)) for w, width in self.attention_widths)
 
     def bytes_of(self, stage: Stage, num_bytes: float) -> float:
         """Return a stage's part of the bytes that all stages read in a step."""
@@ -122,7 +132,7 @@ def decode_work(model: Model, info: EngineInfo, *, num_rows: int, context: float
     """
     part = model.part(stage)
     products = 2.0 * num_rows * (part.layer_parameters + part.head_parameters)
-    products += 4.0 * num_rows * context * part.attention_width
+    products += num_rows * part.attention_products(context, 1)
     num_bytes = model.bytes_of(stage, info.step_bytes(num_rows, context=context))
     return _work(part, num_bytes, products, num_tokens=num_rows)
 
@@ -134,7 +144,7 @@ def prefill_work(model: Model, info: EngineInfo, *, num_rows: int, length: int, 
     num_steps = num_prefill_steps(info, num_tokens)
     read = info.expected_weight_bytes(min(num_tokens, info.max_num_batched_tokens))
     products = 2.0 * num_tokens * part.layer_parameters + 2.0 * num_rows * part.head_parameters
-    products += 2.0 * num_tokens * length * part.attention_width
+    products += num_rows * part.attention_products(0, length)
     num_bytes = num_steps * model.bytes_of(stage, read)
     work = _work(part, num_bytes, products, num_tokens=min(num_tokens, info.max_num_batched_tokens))
     return work._replace(sums=work.sums * num_steps)
@@ -153,6 +163,12 @@ def _work(model: Model, num_bytes: float, products: float, *, num_tokens: int) -
         sums=SUMS_PER_LAYER * model.num_layers,
         bytes_per_sum=float(num_tokens * model.hidden_size * model.itemsize),
     )
+
+
+def _attended(num_tokens: float, window: int | None) -> float:
+    """Return how many tokens the tokens of a text attend to, all together, each to those of its window."""
+    within = num_tokens if window is None else min(num_tokens, window)
+    return within * within / 2 + (num_tokens - within) * within
 
 
 def _attention_width(fields: dict[str, Any]) -> int:

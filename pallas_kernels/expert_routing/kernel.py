@@ -259,8 +259,7 @@ def _best(problem: Problem, chooser: Chooser, at: _Thread, start) -> tuple[Any, 
     else:
         weights = jnp.where(is_choice, weigh(logit), 0.0)
     if weighs_chosen or routing.is_normalized:
-        # A sigmoid may be 0 for all of them.
-        weights = weights / (ops.warp_sum(weights) + 1e-20)
+        weights = weights / (ops.warp_sum(weights) + routing.eps)
     return chosen, weights * routing.scale
 
 

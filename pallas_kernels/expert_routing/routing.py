@@ -22,6 +22,8 @@ class Routing:
     """SparseMixer weighs a choice among logits that differ from it by at most twice this part of their size."""
     is_normalized: bool = False
     """True if the weights of a token's experts are divided by their sum."""
+    eps: float = 1e-20
+    """Is added to that sum: a sigmoid may be 0 for all of them."""
     scale: float = 1.0
     """A factor of all weights, after that."""
     num_groups: int = 1

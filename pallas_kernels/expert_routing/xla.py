@@ -66,8 +66,7 @@ def _choose(
     if routing.scores == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if routing.is_normalized:
-        # A sigmoid may be 0 for all of them.
-        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+        weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + routing.eps)
     return weights * routing.scale, chosen
 
 

@@ -134,6 +134,8 @@ def test_codes_of_a_quantized_checkpoint_are_held_or_dequantized(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     assert greedy_tokens(tmp_path, None, quantize_activations=False) == expected
     assert prompt_logprobs(tmp_path) != prompt_logprobs(tmp_path, quantize_activations=False)
+    convert(str(tmp_path), tmp_path / "store", progress=False)
+    assert prompt_logprobs(tmp_path / "store") == prompt_logprobs(tmp_path, dequantize=False)
     for num_devices in (1, 4):
         assert greedy_tokens(tmp_path, None, num_devices, dequantize=False) == expected
 

@@ -56,6 +56,9 @@ def test_weights_of_every_step_and_of_experts():
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     specs = family.param_specs(config)
     assert report.bytes_read(specs, dtype=np.dtype(np.float16)) == (2 * (attention + rest + norms), 2 * experts)
+    copied = 2 * 2 * (attention + 48 * 128 * 2048 + norms)  # the head and the experts are split
+    read = report.bytes_read(specs, dtype=np.dtype(np.float16), num_copies=3)
+    assert read == (2 * (attention + rest + norms) + copied, 2 * experts)
 
 
 def test_embeddings_of_layers_are_read_by_the_row():
