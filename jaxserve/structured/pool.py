@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -293,8 +293,10 @@ class _Process:
         assert popen.stdout is not None
         deadline = time.monotonic() + seconds
         try:
-            popen.stdin.write(len(job).to_bytes(4) + job)
-            popen.stdin.flush()
+            unwritten = memoryview(len(job).to_bytes(4) + job)
+            while unwritten:
+                self._wait(popen.stdin, select.POLLOUT, deadline, is_unwanted)
+                unwritten = unwritten[os.write(popen.stdin.fileno(), unwritten) :]
             size = int.from_bytes(self._read(popen, 4, deadline, is_unwanted))
             return msgspec.msgpack.decode(self._read(popen, size, deadline, is_unwanted), type=Result)
         except (BrokenPipeError, ValueError) as error:
@@ -320,34 +322,42 @@ class _Process:
     def _start() -> "subprocess.Popen[bytes]":
         root = str(pathlib.Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-m", "jaxserve.structured.child", str(JOB_SECONDS + 5)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
+        assert popen.stdin is not None
+        os.set_blocking(popen.stdin.fileno(), False)  # a job may be larger than a pipe holds
+        return popen
 
     @staticmethod
     def _read(popen: "subprocess.Popen[bytes]", size: int, deadline: float, is_unwanted: Callable[[], bool]) -> bytes:
         assert popen.stdout is not None
-        descriptor = popen.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
         data = bytearray()
         while len(data) < size:
-            left = max(0.0, deadline - time.monotonic())
-            if not poll.poll(min(left, WANTED_SECONDS) * 1000):
-                if left <= WANTED_SECONDS:
-                    raise _Late
-                if left > RESTART_SECONDS and is_unwanted():
-                    raise _Unwanted
-                continue
-            part = os.read(descriptor, size - len(data))
+            _Process._wait(popen.stdout, select.POLLIN, deadline, is_unwanted)
+            part = os.read(popen.stdout.fileno(), size - len(data))
             if not part:
                 code = popen.wait()
                 raise _Died(signal.Signals(-code).name if code < 0 else f"exit code {code}")
             data += part
         return bytes(data)
+
+    @staticmethod
+    def _wait(pipe: IO[bytes], event: int, deadline: float, is_unwanted: Callable[[], bool]) -> None:
+        """Wait until a pipe can be read or written."""
+        poll = select.poll()
+        poll.register(pipe.fileno(), event)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if poll.poll(min(left, WANTED_SECONDS) * 1000):
+                return
+            if left <= WANTED_SECONDS:
+                raise _Late
+            if left > RESTART_SECONDS and is_unwanted():
+                raise _Unwanted
 
 
 def _settle(ticket: _Ticket, result: Result) -> None:
