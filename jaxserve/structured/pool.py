@@ -258,6 +258,8 @@ class _Lane:
                         message = f"{ticket.param}: it is too large or too deep to be compiled"
                         result = Refused(message, ticket.param, "unsupported_grammar")
                         self._cache.put(ticket.key, result)
+                except OSError as error:
+                    result = Broken(f"no process can be started for it: {error}")
                 else:
                     if not isinstance(result, Broken):
                         self._cache.put(ticket.key, result)
@@ -286,8 +288,11 @@ class _Process:
     def ask(self, job: bytes, seconds: float, *, is_unwanted: Callable[[], bool]) -> Result:
         """Send a job and wait for its result.
 
-        Raises _Late, _Died, or _Unwanted if `is_unwanted` turns true while more is left than a new process takes.
+        Raises _Late, _Died, or _Unwanted if `is_unwanted` turns true while more is left than a new process takes, and
+        OSError if there is no process and none can be started.
         """
+        if self._popen.returncode is not None:
+            self._popen = self._start()
         popen = self._popen
         assert popen.stdin is not None
         assert popen.stdout is not None
@@ -304,7 +309,8 @@ class _Process:
 
     def restart(self) -> None:
         self.end()
-        self._popen = self._start()
+        with contextlib.suppress(OSError):  # `ask` tries it again
+            self._popen = self._start()
 
     def kill(self) -> None:
         self._popen.kill()
