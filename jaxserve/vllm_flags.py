@@ -249,7 +249,7 @@ FLAGS: Mapping[str, Row] = {
     **_each(Harmless(_COMPILED, "*"), "cudagraph-capture-sizes cuda-graph-sizes"),
     **_each(Harmless(_COMPILED), "disable-cascade-attn enable-flashinfer-autotune"),
     "--device": Harmless(
-        "the device is a GPU if jax finds one; JAX_PLATFORMS=cpu in the environment chooses the CPU", 1, ("auto", "cuda")
+        "the device is a GPU if jax finds one; with JAX_PLATFORMS=cpu in the environment, the CPU", 1, ("auto", "cuda")
     ),
     # images and the like
     **_each(
