@@ -267,21 +267,22 @@ def _run_batch(args: argparse.Namespace) -> int:
     from jaxserve.tokenizer import Tokenizer
 
     source, destination = pathlib.Path(args.input_file), pathlib.Path(args.output_file)
-    wanted = batch.check_input(source)  # before a model is loaded
-    if not wanted.num_lines:
-        batch.open_output(destination, wanted, source=source, overwrite=args.overwrite).file.close()
-        return batch.tell(batch.Summary(0, 0, 0), destination)
-    names = server_config.served_model_name or (config.model,)
-    server_config = dataclasses.replace(server_config, served_model_name=names)
-    config = resolve_names(config)
-    tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)
-    defaults = sampling_defaults(config.model)
+    wanted = batch.check_input(source)
+    with batch.open_output(destination, wanted, source=source, overwrite=args.overwrite) as output:
+        if not wanted.num_lines:  # no model is loaded for it
+            output.drop_others()
+            return batch.tell(batch.Summary(0, 0, 0), destination)
+        names = server_config.served_model_name or (config.model,)
+        server_config = dataclasses.replace(server_config, served_model_name=names)
+        config = resolve_names(config)
+        tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)
+        defaults = sampling_defaults(config.model)
 
-    from jaxserve.engine.local import LocalEngineClient
+        from jaxserve.engine.local import LocalEngineClient
 
-    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
-        frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
-        summary = batch.run(frontend, server_config, source=source, destination=destination, overwrite=args.overwrite)
+        with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+            frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
+            summary = batch.run(frontend, server_config, source=source, output=output)
     return batch.tell(summary, destination)
 
 

@@ -164,11 +164,14 @@ class Door:
         """Answer one request. If its replica dies before it answers, the answer is a 500, else the stream breaks."""
         if scope["type"] != "http":
             return
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        parts, is_whole = [], False
+        while not is_whole:
+            message = await receive()
+            if message["type"] == "http.disconnect":  # before all of the body has come
+                return
+            parts.append(message.get("body", b""))
+            is_whole = not message.get("more_body")
+        body = b"".join(parts)
         kept = {name: scope.get(name) for name in _SCOPE}
         answer = self._engine.answer.remote(prompt_bytes(body), kept, body)
         has_begun = False

@@ -248,7 +248,9 @@ FLAGS: Mapping[str, Row] = {
     ),
     **_each(Harmless(_COMPILED, "*"), "cudagraph-capture-sizes cuda-graph-sizes"),
     **_each(Harmless(_COMPILED), "disable-cascade-attn enable-flashinfer-autotune"),
-    "--device": Harmless("the device is the one that jax finds; JAX_PLATFORMS chooses", 1, ("auto", "cuda", "cpu")),
+    "--device": Harmless(
+        "the device is a GPU if jax finds one; with JAX_PLATFORMS=cpu in the environment, the CPU", 1, ("auto", "cuda")
+    ),
     # images and the like
     **_each(
         Harmless(_TEXT_ONLY, 1),

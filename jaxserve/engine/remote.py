@@ -68,6 +68,7 @@ class RemoteEngineClient(EngineClient):
         self._stats = EngineStats()
         self._silence = 0.0
         self._death: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.on_placed: Callable[[list[list[bytes]]], None] | None = None
         self.num_others = 0
 
@@ -76,14 +77,17 @@ class RemoteEngineClient(EngineClient):
         """Wait until the engine that reads in `folder` runs. `name` must be new to it. Cancel to give up."""
         client = cls(folder, name)
         client._send(wire.encode(wire.Hello(name)))
-        while not isinstance(message := wire.decode_to_client(await client._incoming.recv()), wire.Welcome):
-            pass
+        try:
+            while not isinstance(message := wire.decode_to_client(await client._incoming.recv()), wire.Welcome):
+                pass
+        except BaseException:
+            client.close()
+            raise
         client.info = message.info
         client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._count_silence())]
         return client
 
     info: EngineInfo
-    _tasks: list[asyncio.Task[None]]
 
     @override
     def submit(

@@ -36,6 +36,7 @@ class ReplicatedEngineClient(EngineClient):
         self._engines: list[RemoteEngineClient | None] = [engines.get(index) for index in range(num_engines)]
         self._router = PrefixRouter(num_engines, num_tokens=one.num_blocks * one.block_size)
         self._lock = threading.Lock()
+        self._connecting: dict[int, asyncio.Task[None]] = {}
         for index, engine in engines.items():
             engine.on_placed = self._placed(index)
 
@@ -55,8 +56,11 @@ class ReplicatedEngineClient(EngineClient):
                 )
         return cls(engines, num_engines=num_engines, name=name)
 
-    async def replace(self, index: int, folder: pathlib.Path) -> None:
-        """Connect to an engine that was started again."""
+    def replace(self, index: int, folder: pathlib.Path) -> None:
+        """Begin to connect to an engine that was started again. Call it in the event loop."""
+        self._connecting[index] = asyncio.create_task(self._connect(index, folder))
+
+    async def _connect(self, index: int, folder: pathlib.Path) -> None:
         engine = await RemoteEngineClient.connect(folder, self._name)
         engine.on_placed = self._placed(index)
         with self._lock:
@@ -65,6 +69,8 @@ class ReplicatedEngineClient(EngineClient):
 
     def engine_died(self, index: int, reason: str) -> None:
         """Notify everyone who waits for one of the engines that it has ended. Call it in the event loop."""
+        if index in self._connecting:  # it may have died before it answered
+            self._connecting.pop(index).cancel()
         engine, self._engines[index] = self._engines[index], None
         if engine is not None:
             engine.engine_died(reason)
@@ -142,6 +148,8 @@ class ReplicatedEngineClient(EngineClient):
     @override
     def close(self) -> None:
         """Disconnect from the engines, which go on. Call it in the event loop."""
+        for connecting in self._connecting.values():
+            connecting.cancel()
         for engine in self._engines:
             if engine is not None:
                 engine.close()

@@ -182,10 +182,10 @@ def check_destination(destination: str | pathlib.Path, *, force: bool) -> None:
     path = pathlib.Path(destination)
     if not path.exists() and not path.is_symlink():
         return
+    if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not is_store(path)):
+        raise CheckpointError(f"{path} exists already and is no store of jaxserve, so it is not replaced: remove it")
     if not force:
         raise CheckpointError(f"{path} exists already: --force replaces it")
-    if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not is_store(path)):
-        raise CheckpointError(f"{path} is not a store of jaxserve, so it is not replaced: remove it yourself")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

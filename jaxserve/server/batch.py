@@ -102,47 +102,60 @@ _decode_name = msgspec.json.Decoder(_Name).decode
 _decode_flags = msgspec.json.Decoder(_Flags).decode
 
 
-def run(
-    frontend: Frontend,
-    config: ServerConfig,
-    *,
-    source: pathlib.Path,
-    destination: pathlib.Path,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Summary:
-    """Answer the requests of `source` that `destination` has no final answer to; `overwrite` discards that file first.
+class Output(NamedTuple):
+    """An output file that is open for further lines.
 
-    Raises InvalidRequest if the files do not belong together, or no more can be written, EngineDead when the engine has
-    died; what was answered until then is in the file.
+    Attributes:
+        file: the output, which still has the lines that another run repeats.
+        kept: a copy of its final lines.
+        answered: the ids of these.
+        counts: their numbers by `Summary`.
+        num_lines: the number of lines that it has in the end.
     """
-    wanted = check_input(source)
-    started = open_output(destination, wanted, source=source, overwrite=overwrite)
-    lines = (text for text in _lines(source) if _custom_id(text) not in started.answered)
-    try:
-        batch = _Batch(frontend, config, started.file, started.counts, total=wanted.num_lines, progress=progress)
-        asyncio.run(batch.run(lines))
-    except BaseException:
-        with contextlib.suppress(OSError):  # of a line that could not be written, which has been told
-            started.file.close()
-        raise
-    started.file.close()
-    return Summary(*started.counts)
-
-
-class Started(NamedTuple):
-    """An output file that is open for further lines, the ids that it answers, and its numbers of lines by `Summary`."""
 
     file: BinaryIO
+    kept: BinaryIO
     answered: set[str | None]
     counts: list[int]
+    num_lines: int
+
+    def drop_others(self) -> None:
+        """Leave only the final lines in the file, and go to its end. Raises InvalidRequest if that cannot be written.
+
+        The file remains the same one, for whoever has it open.
+        """
+        try:
+            if self.kept.tell() != self.file.seek(0, os.SEEK_END):
+                self.kept.seek(0)
+                self.file.seek(0)
+                shutil.copyfileobj(self.kept, self.file)
+                self.file.truncate()
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {self.file.name}: {error.strerror}") from error
 
 
-def open_output(destination: pathlib.Path, wanted: "Input", *, source: pathlib.Path, overwrite: bool) -> Started:
-    """Open the output for what it does not answer yet; `overwrite` discards what it holds.
+def run(
+    frontend: Frontend, config: ServerConfig, *, source: pathlib.Path, output: Output, progress: bool = True
+) -> Summary:
+    """Answer the requests of `source` that `output` has no final answer to.
 
-    A file that exists remains the same file, for whoever has it open. Raises InvalidRequest if the files do not belong
-    together.
+    Raises InvalidRequest if the input cannot be read or no more can be written, EngineDead when the engine has died;
+    what was answered until then is in the file.
+    """
+    output.drop_others()
+    lines = (text for text in _lines(source) if _custom_id(text) not in output.answered)
+    batch = _Batch(frontend, config, output, progress=progress)
+    asyncio.run(batch.run(lines))
+    return Summary(*output.counts)
+
+
+@contextlib.contextmanager
+def open_output(
+    destination: pathlib.Path, wanted: "Input", *, source: pathlib.Path, overwrite: bool
+) -> Iterator[Output]:
+    """Open the output for what it does not answer yet, and change nothing in it; with `overwrite` it answers nothing.
+
+    Raises InvalidRequest if it cannot be written, or is not the output of this input.
     """
     if destination.exists():
         if not destination.is_file():  # a device would take no answers back
@@ -150,22 +163,24 @@ def open_output(destination: pathlib.Path, wanted: "Input", *, source: pathlib.P
         if destination.samefile(source):
             raise InvalidRequest(f"{destination} is the input: choose another file")
     counts, answered = [0, 0, 0], set[str | None]()
-    try:
-        # On the same disk, which thus has room for what is kept.
-        with tempfile.TemporaryFile(dir=destination.parent) as kept:
+    with contextlib.ExitStack() as files:
+        try:
+            # On the same disk, which thus has room for what is kept.
+            kept = files.enter_context(tempfile.TemporaryFile(dir=destination.parent))
             for result, text in () if overwrite else _final_lines(destination, wanted):
                 kept.write(text)
                 counts[_kind(result)] += 1
                 answered.add(result.custom_id)
             file = destination.open("r+b" if destination.exists() else "w+b")
-            if kept.tell() != file.seek(0, os.SEEK_END):
-                kept.seek(0)
-                file.seek(0)
-                shutil.copyfileobj(kept, file)
-                file.truncate()
-    except OSError as error:
-        raise InvalidRequest(f"cannot write {destination}: {error.strerror}") from error
-    return Started(file, answered, counts)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {destination}: {error.strerror}") from error
+        try:
+            yield Output(file, kept, answered, counts, wanted.num_lines)
+        except BaseException:
+            with contextlib.suppress(OSError):  # of a line that could not be written, which has been told
+                file.close()
+            raise
+        file.close()
 
 
 class Input(NamedTuple):
@@ -244,24 +259,16 @@ def _kind(result: Result) -> int:
 class _Batch:
     """The running requests, and the file for their answers."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        config: ServerConfig,
-        output: BinaryIO,
-        counts: list[int],
-        *,
-        total: int,
-        progress: bool,
-    ):
+    def __init__(self, frontend: Frontend, config: ServerConfig, output: Output, *, progress: bool):
         from tqdm import tqdm
 
         self._client = frontend.client
         self._state = make_state(frontend, config)
         self._app = create_app(self._state, config)
-        self._output = output
-        self._counts = counts
-        self._bar = tqdm(total=total, initial=sum(counts), desc="answering", unit="request", disable=not progress)
+        self._output = output.file
+        self._counts = output.counts
+        total, initial = output.num_lines, sum(output.counts)
+        self._bar = tqdm(total=total, initial=initial, desc="answering", unit="request", disable=not progress)
 
     async def run(self, lines: Iterator[bytes]) -> None:
         """Answer these lines, with enough at once to keep the engine busy."""

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -258,6 +258,8 @@ class _Lane:
                         message = f"{ticket.param}: it is too large or too deep to be compiled"
                         result = Refused(message, ticket.param, "unsupported_grammar")
                         self._cache.put(ticket.key, result)
+                except OSError as error:
+                    result = Broken(f"no process can be started for it: {error}")
                 else:
                     if not isinstance(result, Broken):
                         self._cache.put(ticket.key, result)
@@ -286,15 +288,20 @@ class _Process:
     def ask(self, job: bytes, seconds: float, *, is_unwanted: Callable[[], bool]) -> Result:
         """Send a job and wait for its result.
 
-        Raises _Late, _Died, or _Unwanted if `is_unwanted` turns true while more is left than a new process takes.
+        Raises _Late, _Died, or _Unwanted if `is_unwanted` turns true while more is left than a new process takes, and
+        OSError if there is no process and none can be started.
         """
+        if self._popen.returncode is not None:
+            self._popen = self._start()
         popen = self._popen
         assert popen.stdin is not None
         assert popen.stdout is not None
         deadline = time.monotonic() + seconds
         try:
-            popen.stdin.write(len(job).to_bytes(4) + job)
-            popen.stdin.flush()
+            unwritten = memoryview(len(job).to_bytes(4) + job)
+            while unwritten:
+                self._wait(popen.stdin, select.POLLOUT, deadline, is_unwanted)
+                unwritten = unwritten[os.write(popen.stdin.fileno(), unwritten) :]
             size = int.from_bytes(self._read(popen, 4, deadline, is_unwanted))
             return msgspec.msgpack.decode(self._read(popen, size, deadline, is_unwanted), type=Result)
         except (BrokenPipeError, ValueError) as error:
@@ -302,7 +309,8 @@ class _Process:
 
     def restart(self) -> None:
         self.end()
-        self._popen = self._start()
+        with contextlib.suppress(OSError):  # `ask` tries it again
+            self._popen = self._start()
 
     def kill(self) -> None:
         self._popen.kill()
@@ -320,34 +328,42 @@ class _Process:
     def _start() -> "subprocess.Popen[bytes]":
         root = str(pathlib.Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-m", "jaxserve.structured.child", str(JOB_SECONDS + 5)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
+        assert popen.stdin is not None
+        os.set_blocking(popen.stdin.fileno(), False)  # a job may be larger than a pipe holds
+        return popen
 
     @staticmethod
     def _read(popen: "subprocess.Popen[bytes]", size: int, deadline: float, is_unwanted: Callable[[], bool]) -> bytes:
         assert popen.stdout is not None
-        descriptor = popen.stdout.fileno()
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN | select.POLLHUP)
         data = bytearray()
         while len(data) < size:
-            left = max(0.0, deadline - time.monotonic())
-            if not poll.poll(min(left, WANTED_SECONDS) * 1000):
-                if left <= WANTED_SECONDS:
-                    raise _Late
-                if left > RESTART_SECONDS and is_unwanted():
-                    raise _Unwanted
-                continue
-            part = os.read(descriptor, size - len(data))
+            _Process._wait(popen.stdout, select.POLLIN, deadline, is_unwanted)
+            part = os.read(popen.stdout.fileno(), size - len(data))
             if not part:
                 code = popen.wait()
                 raise _Died(signal.Signals(-code).name if code < 0 else f"exit code {code}")
             data += part
         return bytes(data)
+
+    @staticmethod
+    def _wait(pipe: IO[bytes], event: int, deadline: float, is_unwanted: Callable[[], bool]) -> None:
+        """Wait until a pipe can be read or written."""
+        poll = select.poll()
+        poll.register(pipe.fileno(), event)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if poll.poll(min(left, WANTED_SECONDS) * 1000):
+                return
+            if left <= WANTED_SECONDS:
+                raise _Late
+            if left > RESTART_SECONDS and is_unwanted():
+                raise _Unwanted
 
 
 def _settle(ticket: _Ticket, result: Result) -> None:

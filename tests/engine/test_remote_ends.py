@@ -1,6 +1,7 @@
 """The wire when an engine or its process ends, is silent, or comes late."""
 
 import asyncio
+import os
 import pathlib
 import shutil
 import signal
@@ -18,6 +19,7 @@ from waiting import PATIENCE, until
 from jaxserve.engine import process, remote
 from jaxserve.engine.process import EngineServer
 from jaxserve.engine.remote import RemoteEngineClient
+from jaxserve.engine.replicas import ReplicatedEngineClient
 from jaxserve.errors import EngineDead
 
 
@@ -135,4 +137,22 @@ async def test_a_client_may_come_before_the_engine():
     client.close()
     server.stop()
     assert await running
+    shutil.rmtree(folder)
+
+
+async def test_an_engine_that_dies_before_it_answers_leaves_no_connection():
+    engines = Engine(), Engine()
+    folders = {index: engine.folder for index, engine in enumerate(engines)}
+    client = await ReplicatedEngineClient.connect(folders, "x", num_engines=2)
+    client.engine_died(0, "killed")
+    tasks, descriptors = asyncio.all_tasks(), os.listdir("/proc/self/fd")
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="js"))
+    client.replace(0, folder)
+    await asyncio.sleep(0)
+    assert len(os.listdir("/proc/self/fd")) > len(descriptors)
+    client.engine_died(0, "killed again")
+    await until(lambda: asyncio.all_tasks() <= tasks and len(os.listdir("/proc/self/fd")) <= len(descriptors))
+    client.close()
+    for engine in engines:
+        engine.close()
     shutil.rmtree(folder)

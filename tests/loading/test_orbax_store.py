@@ -223,7 +223,7 @@ def test_what_is_there_is_replaced_only_when_told_to_and_if_it_is_a_store(storie
     load_store(damaged, specs_of(damaged), dtype=np.dtype("float32"), mesh=make_mesh(1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/diary.txt").write_text("dear diary")
-    with pytest.raises(CheckpointError, match="is not a store of jaxserve"):
+    with pytest.raises(CheckpointError, match="is no store of jaxserve"):
         convert(str(stories), tmp_path / "mine", force=True, progress=False)
     with pytest.raises(CheckpointError, match="is a store already"):
         convert(str(store), tmp_path / "again", progress=False)

@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import contextlib
 import errno
 import io
 import json
@@ -39,19 +40,18 @@ class Files:
         texts = [each if isinstance(each, str) else json.dumps(each) for each in lines]
         self.source.write_text("".join(text + "\n" for text in texts))
 
-    def run(self, **options):
+    def run(self, *, overwrite=False):
+        wanted = batch.check_input(self.source)
+        with batch.open_output(self.destination, wanted, source=self.source, overwrite=overwrite) as output:
+            return self.answer(output)
+
+    def answer(self, output):
         tokenizer = byte_tokenizer()
         self.client = FakeEngineClient(lambda request: self.play(request), vocab_size=tokenizer.vocab_size)
         config = ServerConfig(served_model_name="m", access_log=False)
         try:
-            return batch.run(
-                Frontend(self.client, tokenizer, seed=0),
-                config,
-                source=self.source,
-                destination=self.destination,
-                progress=False,
-                **options,
-            )
+            frontend = Frontend(self.client, tokenizer, seed=0)
+            return batch.run(frontend, config, source=self.source, output=output, progress=False)
         finally:
             self.client.close()
 
@@ -208,6 +208,18 @@ def test_an_empty_input_has_an_empty_output(tmp_path, capsys, text):
     assert destination.read_bytes() == b""
 
 
+def test_what_cannot_be_written_is_told_before_a_model_is_loaded(files, tmp_path, capsys):
+    files.write(line("a"))
+    command = ["run-batch", "-i", str(files.source), "--model", str(tmp_path / "no model"), "-o"]
+    assert cli.main([*command, str(tmp_path / "nowhere" / "out")]) == 1
+    assert "nowhere/out: No such file" in capsys.readouterr().err
+    files.run()
+    answers = files.destination.read_text()
+    assert cli.main([*command, str(files.destination), "--overwrite"]) == 1
+    assert "no model" in capsys.readouterr().err
+    assert files.destination.read_text() == answers, "they are dropped when others can be written"
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_whoever_has_the_output_open_reads_the_answers(files, overwrite):
     """A file that exists is written to, not replaced; lines that another run repeats are removed from it."""
@@ -260,10 +272,15 @@ def test_what_was_answered_before_the_disk_was_full_is_kept(files, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(data)
 
+    @contextlib.contextmanager
     def opened(destination, *arguments, **options):
-        started = open_output(destination, *arguments, **options)
-        started.file.close()
-        return started._replace(file=io.BufferedRandom(Full(destination, "r+")))
+        with open_output(destination, *arguments, **options) as output:
+            full = io.BufferedRandom(Full(destination, "r+"))
+            try:
+                yield output._replace(file=full)
+            finally:
+                with contextlib.suppress(OSError):
+                    full.close()
 
     open_output = batch.open_output
     files.write(line("a"), line("b"), line("c"))
@@ -299,7 +316,7 @@ def test_the_command(tmp_path, capsys):
     command = ["run-batch", "-i", str(source), "-o", str(destination), "--load-format", "dummy", "--warmup", "none"]
     command += ["--model", str(tiny_model.write(tmp_path / "model")), "--served-model-name", "tiny"]
     assert cli.main(command) == 1
-    assert f"cannot read {source}" in capsys.readouterr().err, "before a model is loaded"
+    assert f"cannot read {source}" in capsys.readouterr().err
     source.write_text(json.dumps(line("a", {"model": "tiny", "prompt": "abc", "max_tokens": 3})) + "\n")
     assert cli.main(command) == 0
     assert capsys.readouterr().err.endswith("out.jsonl: 1 answered\n")

@@ -103,13 +103,33 @@ def test_a_grammar_that_crashes_the_compiler_is_refused_and_the_next_one_is_not(
         pool.answer(SLOW).result(0)  # it is not tried again
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(monkeypatch):
+def test_a_process_that_cannot_be_started_again_fails_only_what_waits_for_it(pool, monkeypatch):
+    monkeypatch.setattr(pools, "SMALL_BYTES", 0)
+
+    def fail():
+        raise OSError("too many open files")
+
+    pool.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(pools._Process, "_start", staticmethod(fail))
+        os.kill(children(pool)[1], signal.SIGKILL)
+        for error, number in ((InvalidRequest, 0), (JaxserveError, 1)):
+            with pytest.raises(error):
+                pool.answer(StructuredOutputs(json={"type": "integer", "maximum": number})).result(PATIENCE)
+    assert pool.answer(SMALL).result(PATIENCE)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(monkeypatch, reads):
     monkeypatch.setattr(pools, "JOB_SECONDS", 0.3)
     monkeypatch.setattr(pools, "SMALL_SECONDS", PATIENCE)
     pool = GrammarPool()
+    pool.start()
+    if not reads:
+        os.kill(children(pool)[1], signal.SIGSTOP)
     with pytest.raises(InvalidRequest, match="too long") as caught:
-        pool.answer(SLOW).result(PATIENCE)
-    assert caught.value.param == "structured_outputs.grammar"
+        pool.answer(SLOW if reads else large(0)).result(PATIENCE)
+    assert caught.value.param == f"structured_outputs.{'grammar' if reads else 'json'}"
     assert pool.answer(SMALL).result(PATIENCE)
     pool.close()
 

@@ -92,6 +92,7 @@ def _parent() -> int:
     parser = Parser(prog="fake_serve", usage="", description="")
     parser.add_argument("model")
     parser.add_argument("--start-error")
+    parser.add_argument("--second-start-fails", action="store_true", help="an engine of several crashes then")
     parser.add_argument("--silence-limit", type=float, default=30.0)
     parser.add_argument("--never-ends", action="store_true", help="the engine's process hangs when it is to exit")
     parser.add_argument("--late-signal", action="store_true", help="SIGTERM comes when all has been done")
@@ -106,7 +107,7 @@ def _parent() -> int:
             vocab_size=tokenizer.get_vocab_size(),
             dies=dies,
             takes_long=takes_long,
-            start_error=args.start_error,
+            start_error="crash" if args.second_start_fails and folder.name.endswith("-1") else args.start_error,
             never_ends=args.never_ends,
         )
         name = "the engine" if config.data_parallel_size == 1 else f"engine {index}"

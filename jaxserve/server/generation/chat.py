@@ -30,6 +30,7 @@ from jaxserve.server.protocol.chat import (
     ChatRequest,
     ChatResponse,
     check_chat_request,
+    check_continued,
 )
 from jaxserve.server.protocol.common import rename, sampling_params
 from jaxserve.server.protocol.messages import last_content
@@ -75,6 +76,7 @@ class Chats:
             constraint = structured_outputs(body.response_format, body.structured_outputs)
             answer = None
             if constraint is not None and not must_call(body.tool_choice):
+                check_continued(body, constraint)
                 answer = await self.grammars.answer(
                     constraint, field=body.constraint_field, is_strict=body.is_strict, receive=request.receive
                 )

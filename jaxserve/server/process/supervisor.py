@@ -5,9 +5,9 @@ request passes through it. What happens when one of the processes ends:
 
     the only engine         clients get an error, /health turns 503, the workers end, exit code 1
     one of several engines  clients of its requests get an error, the other engines take all new ones, it is started
-                            again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor if it cannot start. One that
-                            is silent for SILENCE_LIMIT seconds, but has not ended, is killed; one whose step hangs
-                            ends itself (`watchdog_timeout`)
+                            again; not after MAX_RESTARTS in RESTART_PERIOD seconds, nor after as many starts in a
+                            row that have failed. One that is silent for SILENCE_LIMIT seconds, but has not ended, is
+                            killed; one whose step hangs ends itself (`watchdog_timeout`)
     an API worker           its clients' connections break, the engine aborts its requests, a new one is started, which
                             says of its responses in the background that they have failed; after MAX_RESTARTS in
                             RESTART_PERIOD seconds the server gives up, exit code 1
@@ -116,6 +116,7 @@ class Supervisor:
     ):
         self._silence_limit = silence_limit
         self._listening: set[asyncio.Task[None]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._config = config
         self._start_engine = start_engine
         self._model_path = model_path
@@ -151,6 +152,8 @@ class Supervisor:
                 self.serving.set()
                 return await self._watch()
             finally:
+                for task in self._replacing:  # or else processes that are ended here would be started again
+                    task.cancel()
                 for worker in _children(self._workers):
                     await worker.end(timeout=0)
                 await asyncio.gather(*(engine.end(timeout=END_TIMEOUT) for engine in _children(self._engines)))
@@ -243,12 +246,11 @@ class Supervisor:
     async def _watch(self) -> int:
         """Replace workers and engines that die, until there is a reason to end. Returns the exit code."""
         signalled = asyncio.create_task(self._signalled.wait())
-        reports: set[asyncio.Task[None]] = set()  # that processes are there again, which are watched from then on
         while True:
-            reports = {task for task in reports if not task.done()}
+            self._replacing = {task for task in self._replacing if not task.done()}
             ends = {worker.child.ended: worker for worker in self._workers if worker.child is not None}
             engines = {engine.serving.ended: engine for engine in self._engines if engine.serving is not None}
-            await asyncio.wait([signalled, *engines, *ends, *reports], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([signalled, *engines, *ends, *self._replacing], return_when=asyncio.FIRST_COMPLETED)
             if len(lost := [engine for ended, engine in engines.items() if ended.done()]) == len(engines):
                 return await self._lose_engines()
             if signalled.done():
@@ -257,7 +259,7 @@ class Supervisor:
                 assert engine.child is not None
                 logger.error("%s", await how_child_ended(engine.child))
                 engine.child = engine.folder = None
-                reports.add(asyncio.create_task(self._replace(engine)))
+                self._replacing.add(asyncio.create_task(self._replace(engine)))
             for ended, worker in ends.items():
                 if not ended.done():
                     continue
@@ -271,17 +273,20 @@ class Supervisor:
                     return 1
                 await self._start_worker(worker)
                 assert worker.child is not None
-                reports.add(asyncio.create_task(self._report(worker.child)))
+                self._replacing.add(asyncio.create_task(self._report(worker.child)))
 
     async def _replace(self, engine: _Engine) -> None:
         """Start an engine again that has ended while others serve."""
         await self._tell(f"engine {engine.index} died")
-        if not engine.restarts.may_follow(time.monotonic()):
-            logger.error("engine %d has ended too often and stays away", engine.index)
-            return
-        child, folder = await self._start(engine)
-        if not await child.is_ready():
+        num_failed = 0
+        while num_failed < MAX_RESTARTS and engine.restarts.may_follow(time.monotonic()):
+            child, folder = await self._start(engine)
+            if await child.is_ready():
+                break
+            num_failed += 1
             logger.error("engine %d could not start again: %s", engine.index, child.error)
+        else:
+            logger.error("engine %d has ended too often and stays away", engine.index)
             return
         engine.folder = folder  # not before: workers that start meanwhile would wait for it
         self._listen_to(engine)

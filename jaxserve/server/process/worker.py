@@ -82,7 +82,6 @@ async def _start(
     if opened is not None:
         commands["open"] = opened.set
     loop = asyncio.get_running_loop()
-    replacing: set[asyncio.Task[None]] = set()
 
     def on_engine(index: int, event: str, engine_folder: str = "") -> None:
         if isinstance(client, RemoteEngineClient):
@@ -90,7 +89,7 @@ async def _start(
         elif event == "died":
             client.engine_died(index, ENGINE_ENDED)
         else:
-            replacing.add(asyncio.create_task(client.replace(index, pathlib.Path(engine_folder))))
+            client.replace(index, pathlib.Path(engine_folder))
 
     def on_command(command: str) -> None:
         if command.startswith("engine "):

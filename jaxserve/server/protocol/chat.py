@@ -9,6 +9,7 @@ from jaxserve.answers.message import AssistantMessage, ChatFinishReason, Delta
 from jaxserve.answers.tools.definitions import ToolChoice, ToolDefinition, check_tools
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Logprob
+from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.server.protocol.common import (
     Effort,
     GenerationRequest,
@@ -19,7 +20,7 @@ from jaxserve.server.protocol.common import (
     check_num_logprobs,
 )
 from jaxserve.server.protocol.fields import Route
-from jaxserve.server.protocol.messages import ChatMessage
+from jaxserve.server.protocol.messages import ChatMessage, last_content
 from jaxserve.server.protocol.usage import Usage
 
 
@@ -73,6 +74,21 @@ def check_chat_request(body: ChatRequest) -> None:
         check_num_logprobs("top_logprobs", body.top_logprobs)
         if not body.logprobs and body.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+def check_continued(body: ChatRequest, constraint: StructuredOutputs) -> None:
+    """Raise InvalidRequest if the answer, which is a JSON text of its own, would continue one that has begun in the
+    last message.
+    """
+    if not body.continue_final_message or not body.messages or (constraint.json is None and not constraint.json_object):
+        return
+    text = last_content(body.messages)
+    if text.count("{") > text.count("}") or text.count("[") > text.count("]"):
+        raise InvalidRequest(
+            f"{body.constraint_field}: the answer is a whole JSON text, and the last message, which it continues, has "
+            "begun one already: leave that beginning out",
+            param=body.constraint_field,
+        )
 
 
 class TopLogprob(msgspec.Struct):

@@ -26,7 +26,7 @@ HOSTED = frozenset(
 )
 """Types of tools that OpenAI's servers run, or whose calls have shapes of their own."""
 _HOSTED_BEGINNINGS = ("web_search_", "computer_")  # with a version, a date
-TOOL_ITEMS = frozenset({"tool_search_output", "additional_tools"})
+TOOL_ITEMS = ("tool_search_output", "additional_tools")
 """Types of items with further tools."""
 
 
@@ -64,7 +64,8 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def tools_of(body: ResponsesRequest, items: Sequence[Item] = (), *, num_before: int = 0) -> Tools:
-    """Return the tools of a request, and of its conversation's items. Raises InvalidRequest, naming the field.
+    """Return the tools of a request, of its instructions' items, and of its conversation's items. Raises
+    InvalidRequest, naming the field.
 
     The first `num_before` items are of earlier turns.
     """
@@ -72,9 +73,11 @@ def tools_of(body: ResponsesRequest, items: Sequence[Item] = (), *, num_before: 
     for index, tool in enumerate(body.tools or ()):
         _add(tool, f"tools[{index}]", tools)
     known = set(tools.by_name)
-    for index, item in enumerate(items):
+    instructions = body.instructions if isinstance(body.instructions, list) else []
+    sources = [(f"instructions[{index}]", item) for index, item in enumerate(instructions)]
+    sources += [(f"input[{index - num_before}]", item) for index, item in enumerate(items)]
+    for param, item in sources:
         if item.get("type") in TOOL_ITEMS:
-            param = f"input[{index - num_before}]"
             found = Tools([], [])
             for position, tool in enumerate(converted(item, ToolsItem, param).tools):
                 _add(tool, f"{param}.tools[{position}]", found)

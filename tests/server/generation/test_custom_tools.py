@@ -174,6 +174,11 @@ def test_hosted_tools_are_left_out_unless_one_is_demanded(agent, kind, caplog):
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "add"}]}, "input[0].input"),
         ({"input": [{"type": "tool_search_output", "tools": [{"type": "custom"}]}]}, "input[0].tools[0].name"),
+        (
+            {"instructions": [{"type": "additional_tools", "tools": [{"type": "custom"}]}]},
+            "instructions[0].tools[0].name",
+        ),
+        ({"instructions": [{"type": []}]}, "instructions[0].type"),
         ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
     ],
     ids=lambda value: str(value)[:60],

@@ -210,10 +210,10 @@ def test_workers_that_keep_dying_are_not_replaced_for_ever():
 @pytest.mark.parametrize("how", ["killed", "silent", "hangs"])
 async def test_engines_behind_one_server_and_the_death_of_one(start, how):
     """Both get requests; the dead one's fail, all others are answered, and it comes back for the workers that are there
-    and for one that was replaced; so does the one that took its place. One that is silent is killed, and one that is
-    dead ends, even if its exit hangs.
+    and for one that was replaced; so does the one that took its place. One that is silent is killed, one that is dead
+    ends, even if its exit hangs, and one whose start fails is started once more.
     """
-    flags = {"killed": [], "silent": ["--silence-limit", "5"], "hangs": ["--never-ends"]}[how]
+    flags = {"killed": ["--second-start-fails"], "silent": ["--silence-limit", "5"], "hangs": ["--never-ends"]}[how]
     server = start("--data-parallel-size", "2", "--api-workers", "2", *flags).wait_until_serving()
     async with client() as http:
         answers = await asyncio.gather(*(stream(http, server.url, max_tokens=3) for _ in range(16)))
