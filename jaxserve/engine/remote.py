@@ -226,7 +226,9 @@ class RemoteEngineClient(EngineClient):
             self._silence += TICK
 
     def _answer(self, number: int, value: Any, error: Exception | None) -> None:
-        call = self._calls.pop(number)
+        call = self._calls.pop(number, None)
+        if call is None:  # ended by the engine's death
+            return
         if error is None:
             call.set_result(value)
         else:
