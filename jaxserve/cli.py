@@ -287,6 +287,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> None:
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
     from jaxserve import overview
 
@@ -297,10 +298,10 @@ def _models(args: argparse.Namespace) -> None:
         found = overview.needs(config, memory=args.memory)
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
-        from jaxserve.planning.here import has_gpu, rows_here
+        from jaxserve.planning.here import rows_here, uses_gpu
 
         syntax = rows_of(resolve_model(config.model, revision=config.revision, with_weights=False))
-        here = [] if has_gpu() else rows_here(config)
+        here = [] if uses_gpu(platforms) else rows_here(config)
         print(overview.needs_text(args.model, found, memory=args.memory, here=here, more=syntax))
 
 

@@ -33,6 +33,11 @@ MAX_REPLICAS = 64
 BYTES_OF_CACHE = 2**22
 """Bytes of prompts that a replica's prefix cache is taken to hold."""
 
+MAX_MESSAGES = 16
+"""Parts of an answer, up to 256 KiB each, that wait for its reader; then the application waits, as it does for a
+connection, and limits what it holds itself.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -87,6 +92,7 @@ class Engine:
     async def answer(self, prompt: bytes, scope: dict[str, Any], body: bytes) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
         """Yield the ASGI messages of the answer; `prompt` is for the router. Ending it aborts the request."""
         sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_MESSAGES)
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -95,15 +101,20 @@ class Engine:
             await asyncio.Event().wait()  # a client that goes away ends the task
             raise AssertionError
 
+        async def send(message: Any) -> None:
+            await room.acquire()
+            sent.put_nowait(message)
+
         async def run() -> None:
             try:
-                await self._app({**scope, "state": dict(self._state)}, receive, sent.put)  # pyright: ignore[reportArgumentType]
+                await self._app({**scope, "state": dict(self._state)}, receive, send)  # pyright: ignore[reportArgumentType]
             finally:
                 sent.put_nowait(None)
 
         task = asyncio.create_task(run())
         try:
             while (message := await sent.get()) is not None:
+                room.release()
                 yield message
             await task
         finally:
@@ -156,20 +167,26 @@ class PrefixRequestRouter(RequestRouter):
 class Door:
     """An ASGI application that reads bodies and lets replicas answer."""
 
-    def __init__(self, engine: Any):
-        """`engine` is the handle of the replicas."""
+    def __init__(self, engine: Any, max_body_size: int):
+        """`engine` is the handle of the replicas. Bodies of more than `max_body_size` bytes are refused (413)."""
         self._engine = engine.options(stream=True)
+        self._max_body_size = max_body_size
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Answer one request. If its replica dies before it answers, the answer is a 500, else the stream breaks."""
         if scope["type"] != "http":
             return
-        parts, is_whole = [], False
+        parts, size, is_whole = [], 0, False
         while not is_whole:
             message = await receive()
             if message["type"] == "http.disconnect":  # before all of the body has come
                 return
             parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_size:
+                message = f"the request body is larger than {self._max_body_size} bytes"
+                await _refuse(send, 413, message, "invalid_request_error")
+                return
             is_whole = not message.get("more_body")
         body = b"".join(parts)
         kept = {name: scope.get(name) for name in _SCOPE}
@@ -187,11 +204,14 @@ class Door:
             if has_begun:
                 raise
             why = "died" if isinstance(error, RayActorError) else "failed"
-            message = f"the replica that ran this request has {why}"
-            content = json.dumps({"error": {"message": message, "type": "internal_error", "code": 500}}).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-            await send({"type": "http.response.start", "status": 500, "headers": headers})
-            await send({"type": "http.response.body", "body": content})
+            await _refuse(send, 500, f"the replica that ran this request has {why}", "internal_error")
+
+
+async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
+    content = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
 
 
 _SCOPE = (
@@ -219,7 +239,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
     }
     options = Options(**numbers)
     EngineConfig(**engine)
-    ServerConfig(**server)
+    max_body_size = ServerConfig(**server).max_body_size
     replicas = serve.deployment(
         name="engine",
         max_ongoing_requests=options.max_ongoing_requests,
@@ -235,9 +255,9 @@ def app(arguments: Mapping[str, Any]) -> Any:
         health_check_period_s=2,
     )(Engine)
     door = serve.deployment(name="door", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0})
-    return door(serve.ingress(_door)()).bind(replicas.bind(engine, server))
 
+    def application() -> Door:  # in the door's process
+        handle = serve.get_deployment_handle("engine", app_name=serve.get_replica_context().app_name)
+        return Door(handle, max_body_size)
 
-def _door() -> Door:
-    """Return the application of the door's process."""
-    return Door(serve.get_deployment_handle("engine", app_name=serve.get_replica_context().app_name))
+    return door(serve.ingress(application)()).bind(replicas.bind(engine, server))

@@ -43,7 +43,7 @@ def prompt_chunks(token_ids: Sequence[int], salt: str = "") -> list[bytes]:
 
 def prompt_bytes(body: bytes) -> bytes:
     """Return the prompt of a request as bytes: equal beginnings of prompts are equal beginnings of these."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         fields = json.loads(body)
         if isinstance(fields, Mapping):
             return b"".join(json.dumps(fields[name]).encode() for name in PROMPTS if name in fields)

@@ -14,14 +14,20 @@ from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.tables import size_text
 
 
-def has_gpu() -> bool:
-    """Return true if this machine has a driver of NVIDIA's."""
+def uses_gpu(platforms: str) -> bool:
+    """Return true if an engine would use a GPU: there is a driver of NVIDIA's, and `platforms`, the user's
+    JAX_PLATFORMS, does not choose the CPU.
+    """
+    return platforms.split(",")[0] != "cpu" and _has_gpu()
+
+
+def _has_gpu() -> bool:
     return pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def rows_here(config: EngineConfig) -> list[list[str]]:
     """Return what an engine would do on the CPU of this machine, as titles and texts."""
-    cpus = f"{num_usable_cpus()} CPU cores, no GPU"
+    cpus = f"{num_usable_cpus()} CPU cores, {'the GPU is not used' if _has_gpu() else 'no GPU'}"
     try:
         config, checkpoint = read_checkpoint(dataclasses.replace(config, load_format="dummy"), progress=False)
         devices = choose_devices(config, None)

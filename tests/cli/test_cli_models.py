@@ -45,12 +45,17 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
     ("flags", "free", "expected"),
     [
         ("", 2**30, [" CPU cores, no GPU: .* plain XLA, in float32", r"1023\.98 MiB .*: 341 requests of 1,024 tokens"]),
-        ("-tp 2 --kv-cache-dtype int8", 2**30, ["weights +9.38 MiB of 2.00 GiB", r": 1,285 requests of 1,024 tokens"]),
+        (
+            "-tp 2 --kv-cache-dtype int8",
+            2**30,
+            ["the GPU is not used: ", "weights +9.38 MiB of 2.00 GiB", r": 1,285 requests of 1,024 tokens"],
+        ),
         ("", 2**20, ["the model cannot be served here: .* but 0.0 GiB are free"]),
     ],
 )
 def test_models_begins_with_this_machine(platform, monkeypatch, capsys, flags, free, expected):
-    monkeypatch.setattr("jaxserve.planning.here.has_gpu", lambda: False)
+    monkeypatch.setattr("jaxserve.planning.here._has_gpu", lambda: bool(flags))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("jaxserve.planning.here.free_memory", lambda _: free)
     assert cli.main(["models", "scribe-2m", *flags.split()]) == 0
     shown = capsys.readouterr().out

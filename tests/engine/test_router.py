@@ -30,7 +30,8 @@ def test_chunks_tell_prompts_apart_by_all_that_comes_before():
 def test_equal_beginnings_of_prompts_are_equal_bytes():
     one, two = (prompt_bytes(b'{"temperature": %d, "prompt": "Once upon %d"}' % (n, n)) for n in (1, 2))
     assert one[:-2] == two[:-2]
-    assert prompt_bytes(b"[") == prompt_bytes(b"[]") == b""
+    deep = b'{"prompt": %b%b}' % (b"[" * 10_000, b"]" * 10_000)
+    assert prompt_bytes(b"[") == prompt_bytes(b"[]") == prompt_bytes(deep) == b""
 
 
 def test_a_prompt_follows_its_prefix_unless_the_engine_has_too_much_to_do():

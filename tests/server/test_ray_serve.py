@@ -26,6 +26,7 @@ OPTIONS = {
     "min_replicas": 2,
     "max_replicas": 2,
     "num_cpus": 0.1,
+    "max_body_size": 2**16,
 }
 
 
@@ -81,6 +82,8 @@ async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             refused = await ask(max_tokens=-1)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "max_tokens"
+            too_large = await ask(prompt="a" * 2**17)
+            assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, 413)  # the door's own answer
             streamed = await ask(stream=True)
             assert streamed.headers["content-type"].startswith("text/event-stream")
             assert streamed.text.count("data: ") > 30

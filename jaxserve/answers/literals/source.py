@@ -15,6 +15,9 @@ Pattern = Any  # of `regex`, which can say that a text is the beginning of a mat
 Match = Any
 Sink = Callable[[str], object]
 
+PIECE = 4096
+"""Most characters to add to a source at once: it copies its remaining text at each step."""
+
 _SPACE_RUN = regex.compile(r"\s*")
 
 

@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Callable, Generator, Sequence
 
+import msgspec
 import regex
 
-from jaxserve.answers.literals.source import Sink, Source, Steps, drop
+from jaxserve.answers.literals.source import PIECE, Sink, Source, Steps, drop
 from jaxserve.answers.literals.text import ValueEnds, escaped, read_text
 
 _WORD = regex.compile(r"[\w.+-]*")
@@ -275,10 +276,17 @@ def _json_word(word: str) -> str:
 
 def to_json(text: str) -> str | None:
     """Return `text`, all of which is one value as a model writes it, as JSON; None if it is not."""
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+        msgspec.json.decode(text)
+        return text.strip()
     source, pieces = Source(), []
-    source.buffer, source.is_last = text, True
+    reader = ValueReader(source, pieces.append).read()
+    start = 0
     try:
-        next(ValueReader(source, pieces.append).read())
+        while True:
+            source.buffer += text[start : start + PIECE]
+            start += PIECE
+            source.is_last = start >= len(text)
+            next(reader)
     except StopIteration as end:
-        return "".join(pieces) if end.value and not source.buffer.strip() else None
-    raise AssertionError("all of the text is there")
+        return "".join(pieces) if end.value and not (source.buffer + text[start:]).strip() else None

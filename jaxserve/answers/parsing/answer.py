@@ -5,12 +5,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.answers.literals.source import Cut, Source, Steps
+from jaxserve.answers.literals.source import PIECE, Cut, Source, Steps
 from jaxserve.answers.literals.unique import UniqueKeys
 from jaxserve.answers.parsing.events import CallArguments, CallStart, Event, joined
-
-PIECE = 4096
-"""Most characters read at once: a source copies its remaining text at each step."""
 
 
 class AnswerReader(abc.ABC):

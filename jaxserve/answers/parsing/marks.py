@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import regex
@@ -57,7 +56,7 @@ class Marks:
         self._sections = [self._calls.section, *self._calls.others]
         # Elements have a text before every tag.
         self._space = re.escape(arguments.mark) if isinstance(arguments, Elements) else ""
-        self._is_wrapped = isinstance(arguments, Wrapped)
+        self._is_wrapped, self._is_python = isinstance(arguments, Wrapped), isinstance(arguments, PythonCall)
 
     # Parts: how marks are spelled.
 
@@ -115,6 +114,7 @@ class Marks:
 
     @functools.cached_property
     def _name_pieces(self) -> tuple[str, str]:
+        """The text before a name, taken apart: marks, and an open tag, `<function=`; "" for what is not there."""
         pieces = _PIECES.findall(self._calls.name[0].strip())
         has_tag = pieces and pieces[-1].startswith("<") and not pieces[-1].endswith(">")
         return "".join(pieces[:-1]), pieces[-1] if has_tag else ""
@@ -125,6 +125,7 @@ class Marks:
 
     @functools.cached_property
     def _after_tag(self) -> str:
+        """The end of that tag, after the name: `">` or `>`, which a line break may stand for."""
         return r"[\"']?[^\S\n]{0,8}(?:>|(?=[\n<]))" if self._tag else ""
 
     @functools.cached_property
@@ -158,9 +159,49 @@ class Marks:
         marks = rf"(?:(?:{either(self._openings)}){GAP}){{{least},2}}"
         return f"{marks}{self._heads[0]}{_NAME}{self._after_tag}"
 
+    # Parts: keys between tags.
+
     @functools.cached_property
     def _key_opening(self) -> str:
+        """What begins a key: `<parameter=`, `<arg_key>`."""
         return tag_to_value(self.tags.key[0], prefix=self._prefix)
+
+    @functools.cached_property
+    def _key_end(self) -> str:
+        """What is between a key and its value, `</arg_key>`; the group `flag` says whether the value is a text."""
+        tags, prefix = self.tags, self._prefix
+        if tags.text_flag:
+            flag = rf"{flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
+            quote = r"[\"']" if tags.key[1] == '"' else flexible(tags.key[1])
+            return rf"{quote}(?:{GAP}{flag})?[^<>\n]{{0,64}}{flexible(tags.value[0].lstrip('"'), prefix=prefix)}"
+        closing = tags.key[1].strip()
+        if closing.startswith("</"):
+            return rf"(?:{end_tag(closing, prefix=prefix)}|(?={flexible(tags.value[0], prefix=prefix) or NEVER}))"
+        return r"[\"']?[^\S\n]{0,8}(?:>|(?=\n))" if closing else NEVER
+
+    # Parts: what is before a call that has no mark, and between a name and its arguments.
+
+    @functools.cached_property
+    def _bare(self) -> str:
+        r"""What a call without a mark begins with: `{`, `[` or `f\n{`; "" if there are none."""
+        if not self._calls.is_bare:
+            return ""
+        if self._calls.arguments == Object():
+            return r"[\w.-]{1,64}+\n\{"
+        return r"\[" if self._is_python else rf"(?:```(?:json)?{GAP})?[\[{{]"
+
+    @functools.cached_property
+    def _after_name(self) -> list[str]:
+        """What is between a name and its arguments: an index, marks, the head of a code block."""
+        calls = self._calls
+        marks = [group("mark", flexible(mark, prefix=self._prefix)) for mark in _MARK.findall("".join(calls.name))]
+        if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
+            marks.append(group("mark", flexible(calls.name[1])))
+        index = group("index", r":\d{1,9}+(?=\D)") if calls.name[1].startswith(":{index}") else ""
+        if calls.name[1].startswith('" '):  # further attributes of the tag
+            marks.append(group("mark", r"[\"'][^<>\n]{0,64}(?=<)"))
+        line = _ESCAPED_LINE if isinstance(calls.arguments, Tags) else ""
+        return [index, *marks, group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE, line]
 
     # Parts: marks of thoughts and of words.
 
@@ -172,10 +213,12 @@ class Marks:
 
     @functools.cached_property
     def _dropped(self) -> str:
+        """Marks of text that nobody is to read."""
         return group("dropped", any_of(self._thoughts.dropped))
 
     @functools.cached_property
     def _hidden(self) -> str:
+        """Texts that are not shown, and end nothing."""
         return group("hidden", "|".join(hidden_text(text, self._plain) for text in self._thoughts.hidden))
 
     # Patterns: words and thoughts.
@@ -185,7 +228,7 @@ class Marks:
         """What ends words: `<tool_call>` in "Let me look.<tool_call>", `</think>` in "Sure.</think>"."""
         calls, thoughts = self._calls, self._thoughts
         after_thoughts = "" if any("</think>" in closing for closing in thoughts.closing) else "|</think>"
-        line = rf"(?:\n{after_thoughts})(?={GAP}{_bare(calls)})" if calls.is_bare else ""
+        line = rf"(?:\n{after_thoughts})(?={GAP}{self._bare})" if self._bare else ""
         answer = group("answer", any_of([thoughts.answer[0], *thoughts.channels], self._plain))
         answer_end = group("answer_end", flexible(thoughts.answer[1]))
         separator = [flexible(calls.separator)] if "<" in calls.separator else []
@@ -211,7 +254,7 @@ class Marks:
     @functools.cached_property
     def bare(self) -> Any:
         r"""A call without a mark, at the beginning of an answer: `{"name"`, `[f(` or `f\n{`; None: there are none."""
-        return regex.compile(_bare(self._calls)) if self._calls.is_bare else None
+        return regex.compile(self._bare) if self._bare else None
 
     @functools.cached_property
     def opening(self) -> Any:
@@ -263,8 +306,7 @@ class Marks:
     @functools.cached_property
     def call_like(self) -> Any:
         """What a section with words only has not: `<tool_call>`, `{`, `f(`."""
-        is_python = isinstance(self._calls.arguments, PythonCall)
-        return compiled([self._call_openings, self._tag, r"\w\(" if is_python else r"\{"])
+        return compiled([self._call_openings, self._tag, r"\w\(" if self._is_python else r"\{"])
 
     # Patterns: one call.
 
@@ -276,7 +318,7 @@ class Marks:
     @functools.cached_property
     def after_name(self) -> Any:
         """What is between the name and the arguments: `[ARGS]`, `:0<|tool_call_argument_begin|>`, "```json"."""
-        return compiled(_after_name(self._calls))
+        return compiled(self._after_name)
 
     @functools.cached_property
     def nameless(self) -> Any:
@@ -304,9 +346,26 @@ class Marks:
 
     @functools.cached_property
     def value_ends(self) -> ValueEnds:
-        """What ends an incomplete JSON value: `"}}</tool_call>` at the end of an answer, a call that follows."""
-        heads = [] if self._is_wrapped else [self._head]
-        return _value_ends(self._calls, self._openings, heads, self._closings)
+        """What ends an incomplete JSON value: `"}}</tool_call>` at the end of an answer, a call that follows.
+
+        Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or
+        in the form of the syntax, with the text after the name.
+        """
+        calls, openings = self._calls, self._openings
+        is_key = isinstance(calls.arguments, Wrapped) and not calls.arguments.name
+        key = "" if is_key else rf'(?:tool_)?name"{GAP}:{GAP}"'
+        whole = rf'(?:(?:{either(openings)}){GAP}){{1,2}}\[?{GAP}\{{{GAP}"{key}(?P<name>[^"\\]{{1,128}})"'
+        after = either([*self._after_name, r"\(" if self._is_python else r"\{", "<"])
+        calls_begin = whole if self._is_wrapped else rf"{whole}|{self._head}(?={GAP}(?:{after}))"
+        last = rf"(?:(?:```{GAP})?(?:{either(self._closings)}){GAP})"
+        texts = [calls.name[0], *calls.call, *(text for pair in self._sections for text in pair)]
+        quote = calls.arguments.quote if isinstance(calls.arguments, Object) else '"'
+        first = {text.strip()[0] for text in (*texts, quote) if text.strip()}
+        return ValueEnds(
+            stop=compiled(openings) if "[" in first else None,
+            plain=regex.compile(rf"[^`{re.escape(''.join(sorted(first)))}\"'\\\x00-\x1f]*"),
+            marks=regex.compile(rf"(?P<head>{last}{{0,2}}(?:{calls_begin}))|(?P<tail>{last}{{1,3}}\Z)"),
+        )
 
     # Patterns: arguments as elements, or between tags.
 
@@ -334,7 +393,7 @@ class Marks:
         """The key with what comes before its value: `city</arg_key>`."""
         quotes = "\"'" if self.tags.key[0].endswith('"') else '"'
         key = rf"{GAP}(?P<key>[^<>{quotes}\n]{{0,199}}[^<>\"'\s])"
-        return regex.compile(rf"{key}{GAP}{_key_end(self.tags, prefix=self._prefix)}")
+        return regex.compile(rf"{key}{GAP}{self._key_end}")
 
     @functools.cached_property
     def value(self) -> Any:
@@ -353,60 +412,6 @@ class Marks:
 
 
 marks_of = functools.lru_cache(maxsize=256)(Marks)
-
-
-def _value_ends(calls: Calls, openings: Sequence[str], heads: Sequence[str], closings: Sequence[str]) -> ValueEnds:
-    """Return what ends an incomplete value: a call after it, or marks at the end of the answer.
-
-    Within a text such a call is one that is written as an object, whose quotes would have to be escaped there, or in
-    the form of the syntax (`heads`), with the text after the name.
-    """
-    is_key = isinstance(calls.arguments, Wrapped) and not calls.arguments.name
-    key = "" if is_key else rf'(?:tool_)?name"{GAP}:{GAP}"'
-    whole = rf'(?:(?:{either(openings)}){GAP}){{1,2}}\[?{GAP}\{{{GAP}"{key}(?P<name>[^"\\]{{1,128}})"'
-    after = either([*_after_name(calls), r"\(" if isinstance(calls.arguments, PythonCall) else r"\{", "<"])
-    calls_begin = "|".join([whole, *(rf"{head}(?={GAP}(?:{after}))" for head in heads)])
-    last = rf"(?:(?:```{GAP})?(?:{either(closings)}){GAP})"
-    texts = [calls.name[0], *calls.call, *(text for pair in (calls.section, *calls.others) for text in pair)]
-    quote = calls.arguments.quote if isinstance(calls.arguments, Object) else '"'
-    first = {text.strip()[0] for text in (*texts, quote) if text.strip()}
-    return ValueEnds(
-        stop=compiled(openings) if "[" in first else None,
-        plain=regex.compile(rf"[^`{re.escape(''.join(sorted(first)))}\"'\\\x00-\x1f]*"),
-        marks=regex.compile(rf"(?P<head>{last}{{0,2}}(?:{calls_begin}))|(?P<tail>{last}{{1,3}}\Z)"),
-    )
-
-
-def _bare(calls: Calls) -> str:
-    if not calls.is_bare:
-        return ""
-    if calls.arguments == Object():
-        return r"[\w.-]{1,64}+\n\{"
-    return r"\[" if isinstance(calls.arguments, PythonCall) else rf"(?:```(?:json)?{GAP})?[\[{{]"
-
-
-def _after_name(calls: Calls) -> list[str]:
-    """Return the text between a name and its arguments: an index, marks, the head of a code block."""
-    marks = [group("mark", flexible(mark, prefix=calls.tag_prefix)) for mark in _MARK.findall("".join(calls.name))]
-    if re.fullmatch(r"\s*\w[\w\s]*", calls.name[1]):  # words
-        marks.append(group("mark", flexible(calls.name[1])))
-    index = group("index", r":\d{1,9}+(?=\D)") if calls.name[1].startswith(":{index}") else ""
-    if calls.name[1].startswith('" '):  # further attributes of the tag
-        marks.append(group("mark", r"[\"'][^<>\n]{0,64}(?=<)"))
-    line = _ESCAPED_LINE if isinstance(calls.arguments, Tags) else ""
-    return [index, *marks, group("id", r"\[CALL_ID\][\w-]{1,64}+(?=[^\w-])"), _FENCE, line]
-
-
-def _key_end(tags: Tags, *, prefix: str) -> str:
-    """Return the text between a key and its value; the group `flag` says whether the value is a text."""
-    if tags.text_flag:
-        flag = rf"{flexible(tags.text_flag)}\"?(?P<flag>\w{{1,8}})\"?"
-        quote = r"[\"']" if tags.key[1] == '"' else flexible(tags.key[1])
-        return rf"{quote}(?:{GAP}{flag})?[^<>\n]{{0,64}}{flexible(tags.value[0].lstrip('"'), prefix=prefix)}"
-    closing = tags.key[1].strip()
-    if closing.startswith("</"):
-        return rf"(?:{end_tag(closing, prefix=prefix)}|(?={flexible(tags.value[0], prefix=prefix) or NEVER}))"
-    return r"[\"']?[^\S\n]{0,8}(?:>|(?=\n))" if closing else NEVER
 
 
 def is_markup(mark: str) -> bool:

@@ -14,6 +14,8 @@ from jaxserve.server.anthropic.protocol import AppliedEdit, Block, ContextManage
 
 CLEARED = "[Old tool result content cleared]"
 """The text in place of a result that was cleared."""
+MAX_EDITS = 16
+"""Edits of a request. Each of them may tokenize the whole prompt twice."""
 
 Count = Callable[[Sequence[Message]], int]
 """Returns the tokens of the whole prompt, with these messages."""
@@ -69,7 +71,7 @@ class ClearToolUses(msgspec.Struct, kw_only=True):
         trigger = self.trigger or Trigger(type="input_tokens", value=100_000)
         calls = list(_calls(messages))
         num_kept = 3 if self.keep is None else self.keep.value
-        excluded = self.exclude_tools or ()
+        excluded = frozenset(self.exclude_tools or ())
         chosen = {call["id"]: call["name"] for call in calls[: max(0, len(calls) - num_kept)]}
         chosen = {call_id: name for call_id, name in chosen.items() if name not in excluded}
         if not chosen or (trigger.type == "tool_uses" and len(calls) <= trigger.value):
@@ -145,7 +147,11 @@ class Edits(NamedTuple):
 def edits_of(management: ContextManagement | None) -> Edits:
     """Return the edits of a request. Raises InvalidRequest, naming the field."""
     edits = Edits([], [])
-    for index, given in enumerate((management and management.edits) or ()):
+    all_given = (management and management.edits) or []
+    if len(all_given) > MAX_EDITS:
+        param = "context_management.edits"
+        raise InvalidRequest(f"{param} has {len(all_given)} entries, at most {MAX_EDITS} are allowed", param=param)
+    for index, given in enumerate(all_given):
         param = f"context_management.edits[{index}]"
         name = given.get("type")
         if not isinstance(name, str):

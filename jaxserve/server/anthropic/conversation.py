@@ -131,10 +131,10 @@ def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
     """Return the chat's messages, each with the name of the field that it was made from. Several messages in a row of
     the user are one turn, and so are several of the assistant.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
     system = system_text(body.system or "")
     if system:
-        found.append(("system", {"role": "system", "content": system}))
+        turns.append(("system", [{"role": "system", "content": system}]))
     last_user = max((index for index, each in enumerate(body.messages) if each.role == "user"), default=-1)
     for index, message in enumerate(body.messages):
         param = f"messages[{index}]"
@@ -144,21 +144,24 @@ def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:
         if message.clear_at == "next_user_message" and index < last_user:
             continue
         for each in made:
-            if found and (joined := _joined(found[-1][1], each)) is not None:
-                found[-1] = (found[-1][0], joined)
+            if turns and _is_one_turn(turns[-1][1][-1], each):
+                turns[-1][1].append(each)
             else:
-                found.append((param, each))
-    return found
+                turns.append((param, [each]))
+    return [(param, _joined(turn)) for param, turn in turns]
 
 
-def _joined(message: dict[str, Any], following: dict[str, Any]) -> dict[str, Any] | None:
-    """Return two messages of one turn as one, or None if they cannot be."""
+def _is_one_turn(message: dict[str, Any], following: dict[str, Any]) -> bool:
     role = message["role"]
-    if role != following["role"] or role not in ("user", "assistant") or "tool_calls" in message:
-        return None
-    content = ("\n" if role == "user" else "").join(each["content"] or "" for each in (message, following))
-    thoughts = "\n".join(each["reasoning_content"] for each in (message, following) if "reasoning_content" in each)
-    joined = message | following | {"content": content or (None if "tool_calls" in following else "")}
+    return role == following["role"] and role in ("user", "assistant") and "tool_calls" not in message
+
+
+def _joined(turn: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the messages of one turn, of which only the last one may have calls, as one."""
+    last = turn[-1]
+    content = ("\n" if last["role"] == "user" else "").join(each["content"] or "" for each in turn)
+    thoughts = "\n".join(each["reasoning_content"] for each in turn if "reasoning_content" in each)
+    joined = last | {"content": content or (None if "tool_calls" in last else "")}
     return joined | ({"reasoning_content": thoughts} if thoughts else {})
 
 

@@ -53,7 +53,11 @@ def _in_its_shape(route: Callable[[Request], Awaitable[Response]]) -> Callable[[
     async def answer(request: Request) -> Response:
         try:
             return await route(request)
-        except JaxserveError as error:
+        except (JaxserveError, RecursionError) as caught:
+            if isinstance(caught, JaxserveError):
+                error = caught
+            else:  # blocks within blocks
+                error = InvalidRequest("the request body is nested too deeply")
             response = await errors.on_jaxserve_error(request, error)
             response.body = msgspec.json.encode(_error_body(error, request.scope["request_id"]))
             response.headers["content-length"] = str(len(response.body))

@@ -108,6 +108,13 @@ def test_thoughts_may_be_limited_or_turned_off(server):
         assert ask(server, thinking=thinking).content[-1].text == "Hello."
 
 
+def nested(depth):
+    block = {"type": "text", "text": "x"}
+    for _ in range(depth):
+        block = {"type": "search_result", "title": "", "source": "", "content": [block]}
+    return block
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -136,12 +143,14 @@ def test_thoughts_may_be_limited_or_turned_off(server):
         ({"context_management": {"edits": [EDIT_USES | {"keep": {"type": "tool_uses", "value": -1}}]}}, EDIT),
         ({"context_management": {"edits": [EDIT_USES | {"trigger": {"type": "days", "value": 1}}]}}, EDIT),
         ({"context_management": {"edits": [{}]}}, f"{EDIT}.type"),
+        ({"context_management": {"edits": [EDIT_TURNS] * 17}}, "context_management.edits"),
         ({"messages": [USER, {"role": "assistant", "content": [TOOL_USE]}]}, "messages[1]"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}]},
             "messages[1]",
         ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER | {"content": [nested(600)]}]}, ""),
         (
             {
                 "messages": [
