@@ -59,6 +59,7 @@ class DeltaNet:
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
     corrects = True
+    decays_by_channel = False
 
     heads: DeltaHeads
     activation: str
@@ -87,7 +88,7 @@ class DeltaNet:
         heads, own, E = self.heads, names.delta_net, hidden_size
         H, G, K, V = heads.num_key_heads, heads.group_size, heads.key_size, heads.value_size
         sizes = [H * K, H * K, H * G * V, H * G * V]
-        channels = _rows_by_head(H, [K, K, G * V])
+        channels = rows_by_head(H, [K, K, G * V])
 
         def projection(modules: tuple[str, ...], sizes: list[int], num_rows: int, rows: np.ndarray) -> ParamSpec:
             if len(modules) == 1:  # by key head already
@@ -115,10 +116,10 @@ class DeltaNet:
                 init_scale=0.0,
             )
 
-        wide = projection(own.qkvz, sizes, heads.num_channels + G * V, _rows_by_head(H, [K, K, G * V, G * V]))
+        wide = projection(own.qkvz, sizes, heads.num_channels + G * V, rows_by_head(H, [K, K, G * V, G * V]))
         return {
             "in": dataclasses.replace(wide, quantize=True),
-            "rates": projection(own.rates, [H * G, H * G], 2 * G, _rows_by_head(H, [G, G])),
+            "rates": projection(own.rates, [H * G, H * G], 2 * G, rows_by_head(H, [G, G])),
             "convolution": ParamSpec(
                 shape=(H, heads.num_channels, heads.width),
                 axes=("key_heads", None, None),
@@ -186,7 +187,7 @@ class DeltaNet:
         return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 
 
-def _rows_by_head(num_heads: int, sizes: list[int]) -> np.ndarray:
+def rows_by_head(num_heads: int, sizes: list[int]) -> np.ndarray:
     """Return the rows of parts, one part after the other, each of which has `size` rows for each head, by head."""
     starts = np.cumsum([0, *(num_heads * size for size in sizes)])
     parts = [

@@ -39,7 +39,8 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentHeads:
-    """The sizes of one block. A head's query and key have a part that is not rotated ("plain"), and one that is."""
+    """The sizes of one block. A head's query and key have a part that is not rotated ("plain"), and one that
+    is, unless there is no rotation at all."""
 
     num_heads: int
     query_rank: int | None
@@ -161,7 +162,7 @@ class LatentAttention:
     why_not_fused = "the attention is latent"
 
     heads: LatentHeads
-    rope: Rope
+    rope: Rope | None
     has_bias: bool = False
 
     @property
@@ -244,14 +245,14 @@ class LatentAttention:
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""
-        assert step.rotation is not None
-        rotation, heads, context = step.batch.own(step.rotation), self.heads, step.batch.context
+        heads, context = self.heads, step.batch.context
+        rotation = None if step.rotation is None else step.batch.own(step.rotation)
 
         def normed(x: Array, name: str) -> Array:
             return context.call(rms_norm, x, x, params[name], LATENT_NORM_EPS)
 
         def turned(x: Array) -> Array:
-            return context.call(rotate, x, x, *rotation)
+            return x if rotation is None else context.call(rotate, x, x, *rotation)
 
         with jax.named_scope("attention"):
             ends = [heads.query_rank or 0, (heads.query_rank or 0) + heads.latent_size]
@@ -271,7 +272,8 @@ class LatentAttention:
     @property
     def score_scale(self) -> float:
         """The factor of the scores."""
-        sharpness = self.rope.scaling.score_factor if isinstance(self.rope.scaling, YarnScaling) else 1.0
+        scaling = None if self.rope is None else self.rope.scaling
+        sharpness = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
         return sharpness * (self.heads.plain_size + self.heads.rotated_size) ** -0.5
 
 

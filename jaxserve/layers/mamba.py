@@ -47,6 +47,7 @@ class Mamba2:
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
     corrects = False  # values are added to the matrices as they are
+    decays_by_channel = False
 
     num_heads: int
     num_groups: int

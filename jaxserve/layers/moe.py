@@ -113,8 +113,9 @@ class Experts:
                 shape=(X,), axes=(None,), dtype=np.float32, source=(f"{prefix}.{own.selection_bias}",), init_scale=0.0
             )
         if self.shared is not None:
-            inputs = tuple(dict.fromkeys((own.gate, own.up)))  # one tensor may have both
-            of_shared = dataclasses.replace(names, gate_up=inputs, up=own.up, down=own.down)
+            gate, up, down = own.of_shared or (own.gate, own.up, own.down)
+            inputs = tuple(dict.fromkeys((gate, up)))  # one tensor may have both
+            of_shared = dataclasses.replace(names, gate_up=inputs, up=up, down=down)
             specs["shared"] = self.shared.specs(f"{prefix}.{own.shared}", E, of_shared)
         if self.has_shared_gate:
             specs["shared_gate"] = ParamSpec(

@@ -8,6 +8,7 @@ class ExpertNames:
     """The names of the modules of a block with experts, relative to the block.
 
     Attributes:
+        of_shared: gate, up and down of the shared expert; None if they are called as those of others.
         fused: tensors that hold all experts, of gate before up and of down; None if each expert has its own.
         is_transposed: these have inputs before outputs.
     """
@@ -19,6 +20,7 @@ class ExpertNames:
     down: str = "down_proj"
     selection_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_expert"
+    of_shared: tuple[str, str, str] | None = None
     shared_gate: str = "shared_expert_gate"
     latents: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     fused: tuple[str, str] | None = None

@@ -54,12 +54,15 @@ def gather_part(logits: Any, peers: PeerBuffers | None) -> Part:
     return Part(Kernel.ALL_GATHER) if reason is None else Part(Kernel.XLA, reason)
 
 
-def recurrence_part(key_size: int, value_size: int, *, kernels: Kernels, is_decode_only: bool) -> Part:
+def recurrence_part(
+    key_size: int, value_size: int, *, decays_by_channel: bool, kernels: Kernels, is_decode_only: bool
+) -> Part:
     """Return what advances the states of heads of these sizes. Rows that verify drafts count as decode steps here."""
-    reason = NO_KERNELS if kernels == "xla" else recurrent_step.why_not(key_size, value_size)
+    sizes: dict[str, Any] = {"decays_by_channel": decays_by_channel}
+    reason = NO_KERNELS if kernels == "xla" else recurrent_step.why_not(key_size, value_size, **sizes)
     if reason is not None:
         return Part(Kernel.XLA, reason)
     if is_decode_only:
         return Part(Kernel.RECURRENT_STEP)
-    reason = recurrent_chunks.why_not(key_size, value_size)
+    reason = recurrent_chunks.why_not(key_size, value_size, **sizes)
     return Part(Kernel.RECURRENT_CHUNKS) if reason is None else Part(Kernel.RECURRENCE, reason)

@@ -42,7 +42,7 @@ class StateSpec:
         width: number of tokens of the convolutions.
         channels: the channels of each convolution.
         matrix: the heads' matrices, as [H, G, K, V]; None if there are none.
-        corrects: the matrices follow the delta rule, see `Recurrent`.
+        corrects, decays_by_channel: see `Recurrent`.
     """
 
     sliding_window = None
@@ -52,6 +52,7 @@ class StateSpec:
     channels: tuple[tuple[Dim, ...], ...]
     matrix: tuple[Dim, ...] | None = None
     corrects: bool = False
+    decays_by_channel: bool = False
 
     def abstract(self, sizes: CacheSizes, *, dtype: jnp.dtype, mesh: Mesh | AbstractMesh) -> "States":  # noqa: ARG002
         """Return the shapes of the states of all slots, whatever the dtype of activations."""
@@ -67,8 +68,9 @@ class StateSpec:
         if self.matrix is not None:
             H, G, K, V = self.matrix
             flat = Dim(num_rows * num_columns)
-            key, value, rate = (_array(mesh, flat, *dims) for dims in ((H, K), (H, G, V), (H, G)))
-            tokens = Tokens(q=key, k=key, v=value, log_decay=rate, beta=rate)
+            decays = (H, G, K) if self.decays_by_channel else (H, G)
+            key, value, decay, beta = (_array(mesh, flat, *dims) for dims in ((H, K), (H, G, V), decays, (H, G)))
+            tokens = Tokens(q=key, k=key, v=value, log_decay=decay, beta=beta)
         inputs = tuple(_array(mesh, rows, Dim(self.width - 1 + num_columns), *dims) for dims in self.channels)
         return Unsettled(inputs, tokens, self.corrects)
 
@@ -101,7 +103,7 @@ class StateWeights(NamedTuple):
     convolutions: tuple[Float[Array, " N *channels W"], ...]
     biases: tuple[Float[Array, " N *channels"], ...] | None = None
     a_log: Float[Array, "H G"] | None = None
-    dt_bias: Float[Array, "H G"] | None = None
+    dt_bias: Float[Array, "H G *K"] | None = None
     skip: Float[Array, "H G"] | None = None
     """A factor of each value that is added to its head's output."""
 
@@ -120,6 +122,11 @@ class Recurrent(Protocol):
     @property
     def corrects(self) -> bool:
         """True for the delta rule, false if values are added to the matrices as they are."""
+        ...
+
+    @property
+    def decays_by_channel(self) -> bool:
+        """True if the channels of keys decay each in its own way."""
         ...
 
     def tokens(self, mixed: tuple[Array, ...], projected: Projected, weights: StateWeights) -> Tokens | Mixed:
@@ -163,7 +170,9 @@ class States(NamedTuple):
         part = Part(Kernel.XLA)
         if self.matrix is not None:
             K, V = self.matrix.shape[3:]
-            part = recurrence_part(K, V, kernels=context.kernels, is_decode_only=is_decode_only or verifies)
+            assert block is not None
+            kind: dict[str, Any] = {"decays_by_channel": block.decays_by_channel, "kernels": context.kernels}
+            part = recurrence_part(K, V, **kind, is_decode_only=is_decode_only or verifies)
         corrects = block is not None and block.corrects
         static: dict[str, Any] = {
             "corrects": corrects,
@@ -253,7 +262,9 @@ class States(NamedTuple):
         """
         implementation = "xla"
         if self.matrix is not None:
-            part = recurrence_part(*self.matrix.shape[3:], kernels=kernels, is_decode_only=True)
+            assert unsettled.tokens is not None
+            kind: dict[str, Any] = {"decays_by_channel": unsettled.tokens.decays_by_channel, "kernels": kernels}
+            part = recurrence_part(*self.matrix.shape[3:], **kind, is_decode_only=True)
             implementation = "xla" if part.kernel == Kernel.XLA else "sm90"
 
         def on_local_heads(state: States, unsettled: Unsettled, slots: Array, counts: Array, begins: Array) -> States:

@@ -51,7 +51,7 @@ class Config:
     shared_expert_size: int
     """Intermediate size of all shared experts of a layer together."""
     routing: Routing
-    rope: Rope
+    rope: Rope | None
 
 
 def _read(fields: dict[str, Any]) -> Config:

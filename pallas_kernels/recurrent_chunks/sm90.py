@@ -41,6 +41,7 @@ from pallas_kernels.recurrent_chunks.device import (
 )
 from pallas_kernels.recurrent_chunks.outputs import no_outputs
 from pallas_kernels.recurrent_step import Tokens
+from pallas_kernels.recurrent_step.sm90 import DECAYS_BY_CHANNEL
 
 MAX_BYTES = 2**28
 """Bytes of inverses and scores that are in memory at once, whatever the number of a step's tokens."""
@@ -97,8 +98,10 @@ _NUM_SCANNED = 3
 """The second kernel needs the first ones."""
 
 
-def why_not(key_size: int, value_size: int) -> str | None:
+def why_not(key_size: int, value_size: int, *, decays_by_channel: bool = False) -> str | None:
     """Return why the kernels cannot have heads of these sizes, or None if they can."""
+    if decays_by_channel:
+        return DECAYS_BY_CHANNEL
     if key_size in (CHUNK, 2 * CHUNK) and value_size % CHUNK == 0:
         return None
     return f"keys must be 64 or 128 and values a multiple of 64, got {key_size} and {value_size}"
@@ -127,7 +130,7 @@ def recurrent_chunks_sm90(
     """See `recurrent_chunks`; `interpret` swaps in what the interpreter of `plgpu.force_gpu_interpret_mode` lacks."""
     num_tokens, H, key_size = tokens.k.shape
     G, V = tokens.v.shape[2:]
-    if (reason := why_not(key_size, V)) is not None:
+    if (reason := why_not(key_size, V, decays_by_channel=tokens.decays_by_channel)) is not None:
         raise NotImplementedError(reason)
     problem = Problem(G, key_size, corrects, num_terms, stages, min(rows_at_once, len(slots)), interpret)
     q, k = (split_by_xla(x, num_terms) for x in (tokens.q, tokens.k))

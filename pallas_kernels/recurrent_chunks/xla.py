@@ -10,6 +10,8 @@ from pallas_kernels.recurrent_step import Tokens
 
 CHUNK_SIZE = 64
 """Number of tokens in a chunk. Work within a chunk grows with it, the number of turns of the loop falls."""
+CHUNK_SIZE_BY_CHANNEL = 32
+"""The same where each channel of keys decays in its own way: pairs of tokens have a decay for each."""
 MAX_CHUNKS_AT_ONCE = 32
 """Number of chunks that are in memory at once, whatever the number of a step's tokens."""
 
@@ -27,7 +29,7 @@ def recurrent_chunks_xla(
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """See `recurrent_chunks`."""
     T = len(tokens.q)
-    C = min(CHUNK_SIZE, T)
+    C = min(CHUNK_SIZE_BY_CHANNEL if tokens.decays_by_channel else CHUNK_SIZE, T)
     N = min(MAX_CHUNKS_AT_ONCE, -(-T // C))
     starts, ends = query_starts[:-1], query_starts[1:]
     index = jnp.arange(len(slots), dtype=jnp.int32)
@@ -52,17 +54,26 @@ def recurrent_chunks_xla(
 
         q, k = chunked(tokens.q), chunked(tokens.k)
         v, log_decay, beta = (jnp.moveaxis(chunked(x), 3, 2) for x in tokens[2:])  # [N, H, G, C, ...]
-        logarithms = decayed(log_decay)
+        if not tokens.decays_by_channel:
+            log_decay = log_decay[..., None]
+        logarithms = decayed(log_decay, axis=3)  # [N, H, G, C, K or 1]
         # Where the later token comes first, the difference may be large and positive.
-        between = sum(each[..., :, None] - each[..., None, :] for each in logarithms)
-        between = jnp.exp(jnp.where(is_causal, between, -jnp.inf))
-        since = jnp.exp(sum(logarithms))[..., None]
-        total, until = since[..., -1:, :], jnp.exp(sum(each[..., -1:] - each for each in logarithms))[..., None]
+        between = sum(each[..., :, None, :] - each[..., None, :, :] for each in logarithms)
+        between = jnp.exp(jnp.where(is_causal[..., None], between, -jnp.inf))
+        since = jnp.exp(sum(logarithms))
+        total = jnp.swapaxes(since[..., -1:, :], -1, -2)
+        until = jnp.exp(sum(each[..., -1:, :] - each for each in logarithms))
+
+        def decayed_products(x: Array) -> Array:
+            """Return the products of each token's `x` with the keys up to it, which have decayed: [N, H, G, C, C]."""
+            if not tokens.decays_by_channel:
+                return _einsum("nhik,nhjk->nhij", x, k)[:, :, None] * between[..., 0]
+            return jnp.sum(x[:, :, None, :, None] * k[:, :, None, None] * between, axis=-1)
+
         values, writing = beta[..., None] * v, until * k[:, :, None]
         corrections = None
         if corrects:
-            keys = _einsum("nhik,nhjk->nhij", k, k)[:, :, None]
-            system = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, beta[..., None] * keys * between)
+            system = jnp.where(jnp.eye(C, dtype=bool)[None, None, None], 0, beta[..., None] * decayed_products(k))
             known = jnp.concatenate([values, beta[..., None] * since * k[:, :, None]], axis=-1)
             solved = _einsum("nhgij,nhgjv->nhgiv", _inverse(system), known)
             values, corrections = jnp.split(solved, [v.shape[-1]], axis=-1)
@@ -86,7 +97,7 @@ def recurrent_chunks_xla(
         (state, states), before = jax.lax.scan(chunk, (state, states), of_chunks)
         if corrections is not None:
             values = values - _einsum("nhgck,nhgkv->nhgcv", corrections, before)
-        scores = _einsum("nhik,nhjk->nhij", q, k)[:, :, None] * between
+        scores = decayed_products(q)
         read = _einsum("nhgck,nhgkv->nhgcv", since * q[:, :, None], before)
         read = read + _einsum("nhgij,nhgjv->nhgiv", scores, values)
         return out.at[token].set(jnp.moveaxis(read, 3, 1), mode="drop"), states, state

@@ -18,8 +18,14 @@ class Tokens(NamedTuple):
     q: Float[Array, "T H K"]
     k: Float[Array, "T H K"]
     v: Float[Array, "T H G V"]
-    log_decay: Float[Array, "T H G"]
+    log_decay: Float[Array, "T H G *K"]
+    """Of a head, or of each channel of its keys."""
     beta: Float[Array, "T H G"]
+
+    @property
+    def decays_by_channel(self) -> bool:
+        """True if the channels of keys decay each in its own way."""
+        return self.log_decay.ndim > self.beta.ndim
 
 
 @no_type_check  # leaves may be of other kinds: jax makes one of shapes, too
@@ -87,7 +93,7 @@ def recurrent_step(
     slots after the first `counts` tokens of each row, or after all of them, all in float32. Without `changes` states
     stay as they are. The outputs of tokens that do not count mean nothing.
 
-    A head's state decays by exp(log_decay); beta v is added to it under the key k, where `corrects` beta times what v
+    A head's state decays by exp(log_decay), each row by its own if channels have their own; beta v is added to it under the key k, where `corrects` beta times what v
     differs from that which the state has there; the query reads the result. Rows that begin a sequence start from
     zeros, whatever their slot holds. Rows whose slot is S or more change nothing; their outputs are finite and mean
     nothing. The slots of others must differ. States are changed in place if the caller donates them.
@@ -121,7 +127,8 @@ def recurrent_step(
 
 def one_token(states: Float[Array, "B H G K V"], tokens: Tokens, *, corrects: bool) -> tuple[Array, Array]:
     """Return the outputs [B, H, G, V] of one token a row, and the rows' states after them."""
-    states = states * jnp.exp(tokens.log_decay)[..., None, None]
+    decay = jnp.exp(tokens.log_decay)[..., None]
+    states = states * (decay if tokens.decays_by_channel else decay[..., None])
     delta = tokens.v - _einsum("bhk,bhgkv->bhgv", tokens.k, states) if corrects else tokens.v
     delta = delta * tokens.beta[..., None]
     states = states + tokens.k[:, :, None, :, None] * delta[:, :, :, None, :]

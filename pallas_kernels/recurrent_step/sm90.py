@@ -15,10 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 _MAX_VALUES = 8192  # of a CTA: 64 registers of each thread
+DECAYS_BY_CHANNEL = "no kernel lets channels of keys decay each in its own way"
 
 
-def why_not(key_size: int, value_size: int) -> str | None:
+def why_not(key_size: int, value_size: int, *, decays_by_channel: bool = False) -> str | None:
     """Return why the kernel cannot have heads of these sizes, or None if it can."""
+    if decays_by_channel:
+        return DECAYS_BY_CHANNEL
     if _columns(key_size, value_size) is not None:
         return None
     return f"keys must be a multiple of 32 up to 512 and values of 16, got {key_size} and {value_size}"
@@ -67,7 +70,8 @@ def recurrent_step_sm90(
     of_mixed: OfMixed | None = None,
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
     """See `recurrent_step`; decays of `Tokens` are given as factors."""
-    if (reason := why_not(*states.shape[3:])) is not None:
+    by_channel = of_mixed is None and tokens[3].ndim > tokens[4].ndim
+    if (reason := why_not(*states.shape[3:], decays_by_channel=by_channel)) is not None:
         raise NotImplementedError(reason)
     if any(x.dtype != jnp.float32 for x in (*tokens, states)):
         raise NotImplementedError("states and what changes them must all be float32")

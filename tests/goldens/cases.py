@@ -60,6 +60,7 @@ FAMILIES = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "kimi_linear": (transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
@@ -153,7 +154,7 @@ FIELD_NAMES = {
 HAVE_NO_KV_HEADS = {"baichuan", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mamba2", "opt", "qwen"}
 
 _DECLARED = yaml.safe_load(pathlib.Path(__file__).with_name("cases.yaml").read_text())
-CASES = _DECLARED["cases"] | STATES
+CASES = _DECLARED["cases"] | STATES | _DECLARED["later"]
 """All golden models. Those of a seed depend on their order."""
 YARN = _DECLARED["shared"]["YARN"]
 MXFP4 = {"gpt_oss_mxfp4"}

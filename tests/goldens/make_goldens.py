@@ -9,6 +9,7 @@ draws dimensions, weights and tokens.
 import argparse
 import json
 import pathlib
+import re
 import shutil
 import tempfile
 
@@ -85,12 +86,19 @@ def decode_mxfp4(path):
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
 
 
+def as_published(tensors):
+    """Return tensors under the names of Kimi Linear's own files, in which a block without experts is called "mlp":
+    transformers reads it, and writes another name.
+    """
+    return {re.sub(r"block_sparse_moe(?=\.(gate|up|down)_proj)", "mlp", name): each for name, each in tensors.items()}
+
+
 def write_golden(model, golden, *, seed, sharded=False, mxfp4=False):
     """Write a model's config, and the names and shapes of its tensors as files have them."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         model.bfloat16().save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
-        declared = read_declared(folder)
+        declared = {file: as_published(tensors) for file, tensors in read_declared(folder).items()}
         fields = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
     if mxfp4:
         declared = {file: declare_mxfp4(tensors) for file, tensors in declared.items()}

@@ -31,7 +31,7 @@ MODELS = (
     *("granitemoe_multipliers", "dots1_windows", "hy_v3_biases"),
     *("seed_oss_biases", "ernie4_5_biases", "hunyuan_v1_dense_alpha", "hunyuan_v1_moe_alpha", "mellum_windows"),
     *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short", "ministral3_beyond_original"),
-    *("qwen3_next_biases", "olmo_hybrid_biases", "lfm2_tied", "lfm2_moe_biases"),
+    *("qwen3_next_biases", "olmo_hybrid_biases", "kimi_linear_latent_queries", "lfm2_tied", "lfm2_moe_biases"),
     *("nemotron_h_experts", "mamba2_limits", "granitemoehybrid_experts", "bamba_biases", "falcon_h1_multipliers"),
     *("gemma3n_shared", "gemma4_shared", "llama4_chunks"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),

@@ -34,13 +34,13 @@ def make_rows(lengths, contexts, rng):
     return Rows(jnp.asarray(slots), jnp.asarray(starts), jnp.asarray(seq_lens), *counts)
 
 
-def draw_tokens(num_tokens, rng, log_decays=()):
+def draw_tokens(num_tokens, rng, log_decays=(), channels=()):
     """Draw tokens, of which every 25th or so has one of `log_decays`."""
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=(num_tokens, H, *shape)), jnp.float32)
 
-    decay = -jnp.asarray(rng.exponential(0.3, size=(num_tokens, H, G)), jnp.float32)
+    decay = -jnp.asarray(rng.exponential(0.3, size=(num_tokens, H, G, *channels)), jnp.float32)
     for index, log_decay in enumerate(log_decays):
         decay = decay.at[4 * index :: 25].set(log_decay)
     # Keys that are much alike, and strengths up to 2, are the hard case of the triangular system.
@@ -78,16 +78,21 @@ def test_the_kernel_steps_rows_of_one_token_beside_longer_ones(capsys, num_token
     assert np.isfinite(got[0]).all()
 
 
-@pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
+RULES = {"delta rule": (True, ()), "decays by channel": (True, (K,)), "Mamba-2": (False, ())}
+
+
+@pytest.mark.parametrize("rule", quick_first(RULES, 2))
 @pytest.mark.parametrize(("num_tokens", "rows", "chunk_size", "log_decays"), CASES.values(), ids=CASES)
-def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, log_decays, corrects):
-    monkeypatch.setattr(xla, "CHUNK_SIZE", chunk_size)
+def test_chunks_equal_one_token_after_the_other(monkeypatch, num_tokens, rows, chunk_size, log_decays, rule):
+    corrects, channels = RULES[rule]
+    for size in ("CHUNK_SIZE", "CHUNK_SIZE_BY_CHANNEL"):
+        monkeypatch.setattr(xla, size, chunk_size)
     monkeypatch.setattr(delta_rule, "MAX_ROWS_AT_ONCE", 2)
     monkeypatch.setattr(xla, "MAX_CHUNKS_AT_ONCE", 2)
     rng = np.random.default_rng(0)
     lengths = [*([1, 1, 1] if 1 in rows else []), *(length for length in rows if length > 1)]
     contexts = [*([3, 0, rows[1]] if 1 in rows else []), *(rows[length] for length in rows if length > 1)]
-    batch, tokens = make_rows(lengths, contexts, rng), draw_tokens(num_tokens, rng, log_decays)
+    batch, tokens = make_rows(lengths, contexts, rng), draw_tokens(num_tokens, rng, log_decays, channels)
     states = jnp.asarray(rng.normal(size=(SLOTS, H, G, K, V)), jnp.float32)
     inputs = jnp.asarray(rng.normal(size=(num_tokens, H, K)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=(H, K, WIDTH)), jnp.float32)

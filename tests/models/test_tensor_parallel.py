@@ -19,7 +19,7 @@ GPT_FIELDS = {"n_embd": 64, "n_inner": 72, "n_layer": 1, "n_head": 8, "n_positio
 OPT_FIELDS = {"ffn_dim": 72, "word_embed_proj_dim": 20}
 
 SPLIT = ["llama", "bloom", "qwen3", "olmo2", "cohere", "gpt_neox", "phi", "deepseek_v2", "qwen2_moe", "qwen3_next"]
-SPLIT += ["gemma3n_text", "falcon_h1", "lfm2", "mamba2", "nemotron_h"]
+SPLIT += ["gemma3n_text", "falcon_h1", "lfm2", "mamba2", "nemotron_h", "kimi_linear"]
 
 
 @pytest.fixture(scope="module", params=quick_only(SPLIT, "llama"))

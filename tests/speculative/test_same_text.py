@@ -35,6 +35,7 @@ DRAFTS = {
 GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
 STATES = {
     "delta rule": ("qwen3_next_biases", {"vocab_size": 123}),
+    "decays by channel": ("kimi_linear_plain", {"vocab_size": 123}),
     "short convolutions": ("lfm2_biases", {"vocab_size": 123}),
     "Mamba-2 beside attention": ("falcon_h1_multipliers", {"vocab_size": 123}),
     "Mamba-2 alone": ("mamba2_limits", {"vocab_size": 123}),

@@ -145,6 +145,12 @@ OWN_FIELDS = {
         "mamba_d_state": 6,
         "mamba_proj_bias": True,
     },
+    "kimi_linear": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 6,
+        "linear_num_heads": 8,
+    },
     "falcon_h1": {
         "mamba_d_ssm": 80,
         "mamba_n_heads": 16,
@@ -199,7 +205,7 @@ def make_mesh(**axes):
 
 
 def fields_of(model_type, **changes):
-    names = ("deepseek", "dots1", "glm4_moe_lite", "kimi_k2")
+    names = ("deepseek", "dots1", "glm4_moe_lite", "kimi")
     latent = LATENT_FIELDS if model_type.startswith(names) else {}
     return FIELDS | latent | OWN_FIELDS.get(model_type, {}) | {"model_type": model_type} | changes
 
