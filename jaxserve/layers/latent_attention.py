@@ -40,7 +40,8 @@ LATENT_NORM_EPS = 1e-6
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentHeads:
     """The sizes of one block. A head's query and key have a part that is not rotated ("plain"), and one that
-    is, unless there is no rotation at all."""
+    is, unless there is no rotation at all.
+    """
 
     num_heads: int
     query_rank: int | None

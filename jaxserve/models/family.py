@@ -1,11 +1,13 @@
 """Family: a model as a value: its layers, and the stages below and above them, which most decoders have in common."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxserve.errors import CheckpointError
 from jaxserve.layers.batch import Batch, KVCache
 from jaxserve.layers.cache import CacheSpec
 from jaxserve.layers.context import StepContext
@@ -72,8 +74,13 @@ class Family:
         supported.
         """
         fields = fields if self.revise is None else self.revise(fields)
+        given = {new: old for old, new in self.old_names.items() if old in fields and new not in fields}
+        given |= {new: alias for alias, new in self.aliases.items() if alias in fields}
         fields = with_defaults(fields, self.defaults, old_names=self.old_names, aliases=self.aliases)
-        return read_config(self.Config, fields) if self.read is None else self.read(fields)
+        try:
+            return read_config(self.Config, fields) if self.read is None else self.read(fields)
+        except CheckpointError as error:
+            raise CheckpointError(re.sub(r"\w+", lambda word: given.get(word[0], word[0]), str(error))) from None
 
     def param_specs(self, config: Any) -> Params:
         """Declare every weight; "layers" is a list."""

@@ -93,10 +93,11 @@ def recurrent_step(
     slots after the first `counts` tokens of each row, or after all of them, all in float32. Without `changes` states
     stay as they are. The outputs of tokens that do not count mean nothing.
 
-    A head's state decays by exp(log_decay), each row by its own if channels have their own; beta v is added to it under the key k, where `corrects` beta times what v
-    differs from that which the state has there; the query reads the result. Rows that begin a sequence start from
-    zeros, whatever their slot holds. Rows whose slot is S or more change nothing; their outputs are finite and mean
-    nothing. The slots of others must differ. States are changed in place if the caller donates them.
+    A head's state decays by exp(log_decay), each of its rows by its own if channels of keys have their own; beta v is
+    added to it under the key k, where `corrects` beta times what v differs from that which the state has there; the
+    query reads the result. Rows that begin a sequence start from zeros, whatever their slot holds. Rows whose slot is S
+    or more change nothing; their outputs are finite and mean nothing. The slots of others must differ. States are
+    changed in place if the caller donates them.
 
     Heads are local: with a sharded axis, call it inside `jax.shard_map`. Raises ValueError for an unknown
     implementation; NotImplementedError with the reason of `why_not` for what "sm90", the kernel for Hopper GPUs, does

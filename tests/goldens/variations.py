@@ -18,6 +18,7 @@ IF_ABSENT = 2
 IF_THERE = (
     *("linear_", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"),
     *("vocab_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", "intermediate_size_mlp", "moe_layers"),
+    *("moe_renormalize", "num_expert_group", "num_experts_per_token"),
     *("attn_temperature_tuning", "floor_scale", "attn_scale", "altup_", "laurel_rank", "activation_sparsity_pattern"),
 )
 """Fields whose names begin like this are tried only where a config has them."""
@@ -86,8 +87,14 @@ FIELDS = OF_STATES | {
         (
             *("alibi", "apply_residual_connection_post_layernorm", "attention_bias", "bias", "do_layer_norm_before"),
             *("enable_bias", "layer_norm_elementwise_affine", "mlp_bias", "multi_query", "new_decoder_architecture"),
-            *("norm_topk_prob", "parallel_attn", "qk_layernorm", "qkv_bias", "reorder_and_upcast_attn"),
-            *("rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "slow_but_exact"),
+            *("norm_topk_prob", "moe_renormalize", "parallel_attn", "qk_layernorm", "qkv_bias"),
+            *(
+                "reorder_and_upcast_attn",
+                "rope_interleave",
+                "scale_attn_by_inverse_layer_idx",
+                "scale_attn_weights",
+                "slow_but_exact",
+            ),
             *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_cache", "use_parallel_residual"),
             *("use_qk_norm", "use_qkv_bias", "use_sliding_window", "_remove_final_layer_norm", "is_causal"),
             *("is_decoder", "is_encoder_decoder", "add_cross_attention", "output_attentions", "output_hidden_states"),
@@ -123,7 +130,7 @@ FIELDS = OF_STATES | {
         (
             *("hidden_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "n_embd", "head_dim"),
             *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"),
-            *("linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "linear_num_heads"),
             *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "intermediate_size_mlp"),
             *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "vocab_size"),
         ),
@@ -134,6 +141,7 @@ FIELDS = OF_STATES | {
             *("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"),
             *("num_heads", "n_head_kv", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
             *("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
+            *("num_expert_group", "num_experts_per_token"),
             *("decoder_sparse_step", "moe_layer_freq", "num_ln_in_parallel_attn", "pretraining_tp", "rotary_dim"),
             *("sliding_window_pattern", "_sliding_window_pattern", "num_mtp_layers", "num_nextn_predict_layers"),
             *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
