@@ -11,7 +11,7 @@ from pallas_kernels.recurrent_step import Tokens
 CHUNK_SIZE = 64
 """Number of tokens in a chunk. Work within a chunk grows with it, the number of turns of the loop falls."""
 CHUNK_SIZE_BY_CHANNEL = 32
-"""The same where each channel of keys decays in its own way: pairs of tokens have a decay for each."""
+"""Fewer, where each channel of keys decays in its own way: pairs of tokens have a decay for each."""
 MAX_CHUNKS_AT_ONCE = 32
 """Number of chunks that are in memory at once, whatever the number of a step's tokens."""
 

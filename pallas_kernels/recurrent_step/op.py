@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
     k: Float[Array, "T H K"]
     v: Float[Array, "T H G V"]
     log_decay: Float[Array, "T H G *K"]
-    """Of a head, or of each channel of its keys."""
+    """The logarithms of decays, of a head or of each channel of its keys."""
     beta: Float[Array, "T H G"]
 
     @property
