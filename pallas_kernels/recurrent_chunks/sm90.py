@@ -40,8 +40,7 @@ from pallas_kernels.recurrent_chunks.device import (
     zeros,
 )
 from pallas_kernels.recurrent_chunks.outputs import no_outputs
-from pallas_kernels.recurrent_step import Tokens
-from pallas_kernels.recurrent_step.sm90 import DECAYS_BY_CHANNEL
+from pallas_kernels.recurrent_step import DECAYS_BY_CHANNEL, Tokens
 
 MAX_BYTES = 2**28
 """Bytes of inverses and scores that are in memory at once, whatever the number of a step's tokens."""
