@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 import recall_model
-from depths import quick_first, quick_only
+from depths import quick_first
 from engine_harness import request, run
 
 from jaxserve.config import EngineConfig
@@ -46,20 +46,23 @@ def folder(tmp_path_factory):
     return recall_model.write(tmp_path_factory.mktemp("recall"))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", quick_only(OUTLIERS, "fp8"))
-def test_all_needles_of_4096_tokens(tmp_path, kv_cache_dtype):
-    folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype])
-    found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=4096, num_needles=12)
-    assert found == needles
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "length"), [("auto", 16_000), ("fp8", 32_000), ("fp8_e5m2", 16_000), ("int8", 16_000)]
+    ("kv_cache_dtype", "length", "num_needles", "budget"),
+    quick_first(
+        [
+            ("fp8", 2048, 12, 1024),
+            ("auto", 16_000, 32, 2048),
+            ("fp8", 32_000, 32, 2048),
+            ("fp8_e5m2", 16_000, 32, 2048),
+            ("int8", 16_000, 32, 2048),
+        ]
+    ),
 )
-def test_all_needles_of_long_texts(tmp_path, kv_cache_dtype, length):
+def test_all_needles_of_a_text(tmp_path, kv_cache_dtype, length, num_needles, budget):
     folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype])
-    found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=length, num_needles=32, budget=2048)
+    found, needles = recalled(
+        folder, kv_cache_dtype=kv_cache_dtype, length=length, num_needles=num_needles, budget=budget
+    )
     assert found == needles
 
 
