@@ -70,19 +70,10 @@ more than these are given back after a file, twice as many after a slow test.
 """
 
 COMPILE_FOR_LONGER = {
-    "bench",
-    "engine",
-    "extensions",
-    "inspect",
-    "layers",
-    "models",
-    "pallas_kernels",
-    "speculative",
-    "structured",
+    *("bench", "engine", "extensions", "inspect", "layers"),
+    *("models", "pallas_kernels", "speculative", "structured"),
 }
-"""Folders whose tests compile for longer than they run."""
-RUN_FOR_LONGER = {"test_recall"}
-"""Files in them whose tests do not."""
+"""Folders whose tests compile for longer than they run; of `engine` all but test_recall."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -121,7 +112,7 @@ def _quick_to_compile(request):
     """Turn LLVM's optimizations off on a CPU where there are many programs that run only a few times; elsewhere
     programs would run for longer than that saves.
     """
-    is_quick = request.path.parent.name in COMPILE_FOR_LONGER and request.path.stem not in RUN_FOR_LONGER
+    is_quick = request.path.parent.name in COMPILE_FOR_LONGER and request.path.stem != "test_recall"
     jax.config.update("jax_disable_most_optimizations", is_quick and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
