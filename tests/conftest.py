@@ -69,11 +69,11 @@ MAX_MAPS = 10_000
 more than these are given back after a file, twice as many after a slow test.
 """
 
-WITH_MANY_PROGRAMS = tuple(
-    f"test_{name}"
-    for name in ("codes_of", "embeddings", "exactness", "hybrid", "kv_head", "schemas", "quantization", "structured")
-)
-"""Beginnings of names of files in other folders whose tests compile for longer than they run."""
+COMPILE_FOR_LONGER = {
+    *("bench", "engine", "extensions", "inspect", "layers"),
+    *("models", "pallas_kernels", "speculative", "structured"),
+}
+"""Folders whose tests compile for longer than they run; of `engine` all but test_recall."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -112,9 +112,8 @@ def _quick_to_compile(request):
     """Turn LLVM's optimizations off on a CPU where there are many programs that run only a few times; elsewhere
     programs would run for longer than that saves.
     """
-    are_many = request.path.parent.name in {"extensions", "layers", "models", "pallas_kernels"}
-    are_many |= request.path.stem.startswith(WITH_MANY_PROGRAMS)
-    jax.config.update("jax_disable_most_optimizations", are_many and jax.default_backend() == "cpu")
+    is_quick = request.path.parent.name in COMPILE_FOR_LONGER and request.path.stem != "test_recall"
+    jax.config.update("jax_disable_most_optimizations", is_quick and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

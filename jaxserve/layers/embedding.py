@@ -74,9 +74,9 @@ def embed_positions(table: Float[Array, "P E"], positions: Int[Array, " T"]) -> 
         return table[positions]
 
 
-def lm_head_bias_spec(source: str, vocab_size: int) -> ParamSpec:
-    """Declare a bias [V] of the logits; `source` is the LM head's name in the checkpoint."""
-    return ParamSpec(shape=(vocab_size,), axes=("vocab",), source=(f"{source}.bias",), init_scale=0.0)
+def lm_head_bias_spec(vocab_size: int) -> ParamSpec:
+    """Declare a bias [V] of the logits."""
+    return ParamSpec(shape=(vocab_size,), axes=("vocab",), source=("lm_head.bias",), init_scale=0.0)
 
 
 def unembed(

@@ -64,7 +64,7 @@ def amend(specs: Params, config: mixture.Config) -> Params:
             layer["mlp"]["selection_bias"] = replace(bias, source_shapes=((1, *bias.shape),))
             layer["mlp"]["router"] = replace(layer["mlp"]["router"], dtype=np.float32)
     if config.mlp_bias:
-        specs["lm_head_bias"] = lm_head_bias_spec("lm_head", config.vocab_size)
+        specs["lm_head_bias"] = lm_head_bias_spec(config.vocab_size)
     return specs
 
 

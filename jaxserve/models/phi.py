@@ -55,7 +55,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 def amend(specs: Params, config: DecoderConfig) -> Params:
     """Declare the bias of the LM head, too."""
-    return specs | {"lm_head_bias": lm_head_bias_spec("lm_head", config.vocab_size)}
+    return specs | {"lm_head_bias": lm_head_bias_spec(config.vocab_size)}
 
 
 NAMES = Names(

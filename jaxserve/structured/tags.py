@@ -17,8 +17,6 @@ _MAX_RULES = 500
 _FREE = ("any_text", "triggered_tags", "regex")
 """Formats that have no end of their own before other text."""
 
-_TOKEN_FORMATS = ("token", "exclude_token", "any_tokens", "token_triggered_tags")
-
 
 class End(NamedTuple):
     """A text that ends a format, and the part of a rule for what comes after it."""

@@ -7,8 +7,6 @@ from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.sampling_params import SamplingParams
 
-CORRUPT_TOKEN = 122
-
 
 @pytest.fixture(scope="module")
 def model():

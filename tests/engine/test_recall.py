@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 import recall_model
-from depths import quick_first, quick_only
+from depths import quick_first
 from engine_harness import request, run
 
 from jaxserve.config import EngineConfig
@@ -18,7 +18,7 @@ integers.
 """
 
 
-def recalled(folder, *, kv_cache_dtype, length, num_needles, budget=1024):
+def recalled(folder, *, kv_cache_dtype, length, num_needles):
     """Return the continuations of needles by an engine, and what they are; the first request reads the text in chunks,
     the others have it as a prefix.
     """
@@ -30,7 +30,7 @@ def recalled(folder, *, kv_cache_dtype, length, num_needles, budget=1024):
         kv_cache_memory=length * 2**14 + 2**24,
         max_model_len=length + 2 * NEEDLE_LENGTH,
         max_num_seqs=8,
-        max_num_batched_tokens=budget,
+        max_num_batched_tokens=1024 if length < 4096 else 2048,
         warmup="none",
     )
     engine, _ = start_engine(config, mesh=None, progress=False)
@@ -46,20 +46,15 @@ def folder(tmp_path_factory):
     return recall_model.write(tmp_path_factory.mktemp("recall"))
 
 
-@pytest.mark.parametrize("kv_cache_dtype", quick_only(OUTLIERS, "fp8"))
-def test_all_needles_of_4096_tokens(tmp_path, kv_cache_dtype):
-    folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype])
-    found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=4096, num_needles=12)
-    assert found == needles
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "length"), [("auto", 16_000), ("fp8", 32_000), ("fp8_e5m2", 16_000), ("int8", 16_000)]
+    ("kv_cache_dtype", "length", "num_needles"),
+    quick_first(
+        [("fp8", 2048, 12), ("auto", 16_000, 32), ("fp8", 32_000, 32), ("fp8_e5m2", 16_000, 32), ("int8", 16_000, 32)]
+    ),
 )
-def test_all_needles_of_long_texts(tmp_path, kv_cache_dtype, length):
+def test_all_needles_of_a_text(tmp_path, kv_cache_dtype, length, num_needles):
     folder = recall_model.write(tmp_path, outlier=OUTLIERS[kv_cache_dtype])
-    found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=length, num_needles=32, budget=2048)
+    found, needles = recalled(folder, kv_cache_dtype=kv_cache_dtype, length=length, num_needles=num_needles)
     assert found == needles
 
 

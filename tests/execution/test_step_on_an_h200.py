@@ -253,16 +253,15 @@ def test_decode_step_with_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_states_stay_where_they_are(num_devices):
+def test_states_stay_where_they_are_on_two():
     """A layer of Qwen3-Next reads and writes the states of its rows in place."""
     fields = {"model_type": "qwen3_next", "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-    builder = make_builder(fields | {"mlp_only_layers": [0]}, num_devices)
+    builder = make_builder(fields | {"mlp_only_layers": [0]}, num_devices=2)
     program = compile_program(builder, decode_of_64_rows(builder))
     assert program.spill_bytes == 0
     assert "recurrent_step" in {kernel.name for kernel in program.kernels}
-    assert program.copies_of((256, 16 // num_devices, 2, 128, 128)) == []
-    assert program.temp_bytes < 64 * 2**21 // num_devices  # the states of the rows
+    assert program.copies_of((256, 8, 2, 128, 128)) == []
+    assert program.temp_bytes < 64 * 2**20  # the states of the rows
 
 
 @pytest.mark.slow
@@ -423,7 +422,7 @@ def test_layers_with_states_leave_nothing_to_the_end_of_a_step():
     """XLA read the windows of all layers first and updated them last, from inputs that it kept, of 40 MiB each here."""
     heads = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8}
     needed = []
-    for num_layers in (2, 6):
+    for num_layers in (1, 4):
         blocks = {"layers_block_type": ["mamba", "mlp"] * num_layers, "num_hidden_layers": num_layers}
         builder = make_builder(LLAMA_100M | {"model_type": "nemotron_h"} | heads | blocks, max_num_batched_tokens=2048)
         program = compile_program(builder, builder.shapes.largest)
@@ -439,24 +438,20 @@ def test_steps_of_few_tokens_are_expected_to_sort_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "num_layers", "num_devices"),
-    [(forward_of_512_tokens, 1, 1), (decode_of_64_rows, FEW, 2)],
-    ids=["forward", "decode on two"],
-)
-def test_a_program_lowered_by_a_worker(make, num_layers, num_devices, caplog):
+def test_a_program_lowered_by_a_worker(caplog):
     """A worker's program equals this process's, and changes KV and slots in place."""
-    builder = llama(num_layers, num_devices)
-    to_lower = make(builder)
+    num_devices = 2
+    builder = llama(FEW, num_devices)
+    to_lower = decode_of_64_rows(builder)
     with contextlib.closing(Lowering(builder, folder=None, num_workers=1)) as lowering:
         lowered = lowering.lower(to_lower, NUM_BLOCKS)
     program = compile_lowered(lambda: lowered, compiler_options=to_lower.compiler_options(builder.model))
-    expected = compile_llama(make, num_layers, num_devices)
+    expected = compile_llama(decode_of_64_rows, FEW, num_devices)
     assert "in this process" not in caplog.text
     assert program.thunks == expected.thunks
     assert program.host_outputs == expected.host_outputs
     assert program.num_launches == expected.num_launches
     assert program.temp_bytes == expected.temp_bytes
     assert program.copies_of((NUM_BLOCKS, 8 // num_devices, 16, 128)) == []
-    assert bytes_in_place(program) == bytes_in_place(expected) > num_layers * 2 * 2 * math.prod(POOL) // num_devices
+    assert bytes_in_place(program) == bytes_in_place(expected) > FEW * 2 * 2 * math.prod(POOL) // num_devices
     assert jax.tree.structure(program.compiled.out_info) == jax.tree.structure(expected.compiled.out_info)

@@ -58,7 +58,7 @@ def expected(tokens, states, slots, starts, begins, *, corrects):
 
 
 @pytest.mark.parametrize("log_decays", quick_first(LOG_DECAYS))
-@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "Mamba-2"])
+@pytest.mark.parametrize("corrects", quick_first([True, False]), ids=["delta rule", "Mamba-2"])
 @pytest.mark.parametrize(("shape", "has_turns"), quick_first([*zip(SHAPES, (True, False), strict=True)]))
 def test_chunks_equal_one_token_after_the_other(capsys, shape, has_turns, corrects, log_decays):
     case = make_case(SHAPES[shape], LOG_DECAYS[log_decays])
@@ -71,7 +71,7 @@ def test_chunks_equal_one_token_after_the_other(capsys, shape, has_turns, correc
 
 @pytest.mark.parametrize(
     ("shape", "corrects"),
-    quick_first([((16, 2, 128, 128), True), ((8, 16, 128, 64), False), ((4, 1, 64, 64), True)], 2),
+    quick_first([((16, 2, 128, 128), True), ((8, 16, 128, 64), False), ((4, 1, 64, 64), True)]),
 )
 def test_on_an_h200_states_are_changed_in_place_without_spills(shape, corrects):
     num_tokens, num_rows, (H, G, K, V) = 8192, 256, shape

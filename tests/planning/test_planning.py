@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.device import choose_kernels
 from jaxserve.errors import ConfigError, OutOfMemory
 from jaxserve.execution.programs.kinds import PlainDecode
+from jaxserve.execution.programs.shipped import MANIFEST
 from jaxserve.gpus import GPUS, find_gpu
 from jaxserve.inspect.bubble import simulate
 from jaxserve.planning import absent, times
@@ -390,15 +391,19 @@ def test_programs_are_compiled_for_an_absent_gpu(tmp_path, device, num_spills):
 @pytest.mark.slow
 @NO_COMPILER
 def test_a_folder_of_programs_is_written(tmp_path):
-    fields = SHAPES["llama-100m"] | {"num_hidden_layers": 2, "dtype": "bfloat16"}
+    fields = SHAPES["llama-100m"] | {"num_hidden_layers": 1, "dtype": "bfloat16"}
     config = EngineConfig(
-        model=str(write_config(tmp_path, fields)), max_num_batched_tokens=512, max_num_seqs=16, max_model_len=512
+        model=str(write_config(tmp_path, fields)), max_num_batched_tokens=16, max_num_seqs=4, max_model_len=512
     )
     folder = tmp_path / "programs"
-    for _ in range(2):  # one of an earlier call is replaced
-        written = compile_ahead(config, GPUS["h200"], folder, name="m")
-        assert written.num_executables >= 1
-        assert written.num_lowered > written.num_executables
+    folder.mkdir()
+    of_an_earlier_call = folder / MANIFEST, folder / "a program"
+    for path in of_an_earlier_call:
+        path.write_text("replaced")
+    written = compile_ahead(config, GPUS["h200"], folder, name="m")
+    assert written.num_executables >= 1
+    assert written.num_lowered > written.num_executables
+    assert [path.exists() for path in of_an_earlier_call] == [True, False]
     engine = declare(config, GPUS["h200"], to_compile=True)
     assert written.num_blocks == engine.num_blocks
     assert any(

@@ -3,7 +3,6 @@
 `from browser import ...`. Needs `chromium` and `chromedriver` on the PATH.
 """
 
-import base64
 import contextlib
 import os
 import pathlib
@@ -81,8 +80,9 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._command("Emulation.setEmulatedMedia", {"features": features})
 
-    def screenshot(self, path: pathlib.Path) -> None:
-        path.write_bytes(base64.b64decode(self._driver.get(f"/session/{self._session}/screenshot").json()["value"]))
+    def forget(self, url: str) -> None:
+        """Drop what pages of this origin have kept, of which none is open."""
+        self._command("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "local_storage"})
 
     def log(self) -> list[str]:
         """Return the page's messages since the last call: errors, and violations of its security policy."""
@@ -109,7 +109,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> Iterator[Browser]:
+def browsing(folder: pathlib.Path) -> Iterator[Browser]:
     """A browser from start to end, with its profile in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -122,7 +122,7 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
         "--disable-gpu",
         "--disable-dev-shm-usage",
         f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={width},{height}",
+        "--window-size=1280,800",
     ]
     options = {"binary": shutil.which("chromium"), "args": arguments}
     capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
@@ -133,9 +133,7 @@ def browsing(folder: pathlib.Path, *, width: int = 1280, height: int = 800) -> I
             session = answer.get("sessionId")
             assert session, answer
             try:
-                browser = Browser(client, session)
-                browser.resize(width, height)
-                yield browser
+                yield Browser(client, session)
             finally:
                 with contextlib.suppress(httpx.TransportError):
                     client.delete(f"/session/{session}", timeout=10)

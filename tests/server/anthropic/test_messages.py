@@ -30,7 +30,6 @@ EDIT = "context_management.edits[0]"
 EDIT_TURNS, EDIT_USES = {"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}
 TOOL_USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
-THOUGHT = {"type": "thinking", "thinking": "Hm", "signature": ""}
 DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 

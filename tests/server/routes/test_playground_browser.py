@@ -25,8 +25,8 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, server):
     """The page, as seen on a first visit."""
-    browser.open(server.url)
-    browser.run("localStorage.clear(); sessionStorage.clear()")
+    browser.open("about:blank")
+    browser.forget(server.url)
     browser.log()
     browser.resize(1280, 800)
     browser.open(server.url)
@@ -266,8 +266,6 @@ def test_an_answer_that_breaks_off_says_so_and_stays(page, server, mode):
     ("tools", "problem"),
     [
         ('[{"name": "f"', "not JSON"),
-        ("{name: 'f'}", "not JSON"),
-        ("3", "function 1"),
         ("null", "function 1"),
         ('[{"name": "f"}, {"type": "function"}]', "function 2"),
     ],
@@ -406,41 +404,43 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_markdown_stays_text(page, server, text):
-    server.says(text)
-    _say(page, "hello")
-    _answer(page)
-    elements = page.run(
-        f"return [...document.querySelectorAll('{LAST} .markdown *')].filter((e) => !e.matches('.copy'))"
-        ".map((e) => [e.tagName, ...[...e.attributes].map((a) => a.name)])"
-    )
-    names = {"href", "target", "rel", "class", "start", "display", "width"}
-    assert not {tag for tag, *_ in elements} & {"SCRIPT", "IMG", "SVG", "IFRAME", "STYLE", "DIV"}
-    assert {name for _, *attributes in elements for name in attributes} <= names
-    links = page.run(f"return [...document.querySelectorAll('{LAST} .markdown a')].map((a) => a.protocol)")
-    assert set(links) <= {"http:", "https:", "mailto:"}
+def test_hostile_markdown_stays_text(page, server):
+    for text in HOSTILE:
+        page.click("#clear")
+        server.says(text)
+        _say(page, "hello")
+        _answer(page)
+        elements = page.run(
+            f"return [...document.querySelectorAll('{LAST} .markdown *')].filter((e) => !e.matches('.copy'))"
+            ".map((e) => [e.tagName, ...[...e.attributes].map((a) => a.name)])"
+        )
+        names = {"href", "target", "rel", "class", "start", "display", "width"}
+        assert not {tag for tag, *_ in elements} & {"SCRIPT", "IMG", "SVG", "IFRAME", "STYLE", "DIV"}, text
+        assert {name for _, *attributes in elements for name in attributes} <= names, text
+        links = page.run(f"return [...document.querySelectorAll('{LAST} .markdown a')].map((a) => a.protocol)")
+        assert set(links) <= {"http:", "https:", "mailto:"}, text
+        assert page.log() == [], text
     assert page.run("return performance.getEntriesByType('resource').filter((e) => /leak/.test(e.name)).length") == 0
 
 
-@pytest.mark.parametrize("text", [">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000], ids=list(">[-*"))
-def test_markdown_nested_without_end_is_shown_all_the_same(page, text):
-    shown = page.run(
-        """return import(new URL("static/markdown.js", document.baseURI)).then(({ MarkdownView }) => {
-          const prose = document.createElement("div");
-          const box = document.createElement("div");
-          prose.textContent = arguments[0];
-          box.append(prose);
-          const start = performance.now();
-          const view = new MarkdownView(prose);
-          view.show(arguments[0]);
-          const element = prose.classList.contains("raw") ? view.element : prose;
-          return [element.hidden, performance.now() - start];
-        })""",
-        text,
-    )
-    assert shown[0] is False
-    assert shown[1] < 10_000, "milliseconds"
+def test_markdown_nested_without_end_is_shown_all_the_same(page):
+    for text in (">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000):
+        is_hidden, milliseconds = page.run(
+            """return import(new URL("static/markdown.js", document.baseURI)).then(({ MarkdownView }) => {
+              const prose = document.createElement("div");
+              const box = document.createElement("div");
+              prose.textContent = arguments[0];
+              box.append(prose);
+              const start = performance.now();
+              const view = new MarkdownView(prose);
+              view.show(arguments[0]);
+              const element = prose.classList.contains("raw") ? view.element : prose;
+              return [element.hidden, performance.now() - start];
+            })""",
+            text,
+        )
+        assert is_hidden is False, text[:9]
+        assert milliseconds < 10_000, text[:9]
 
 
 def test_markdown_grows_while_it_streams_in(page, server):
@@ -530,22 +530,23 @@ def test_exported_chats_are_imported_once(page, server):
     assert page.text(f"{LAST} .prose") == "Second answer."
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "no JSON",
-        "3",
-        '[{"name": "x"}]',
-        '[{"messages": [{"role": "tool", "text": "x"}]}]',
-        '[{"messages": [{"role": "user", "text": 3}]}]',
-        '[{"messages": [{"role": "assistant", "text": "x", "calls": [3]}]}]',
-        '[{"messages": [{"role": "user", "text": "x", "branches": {"tails": [], "at": 0}}]}]',
-    ],
-)
-def test_a_file_that_holds_no_chats_is_refused(page, content):
-    _import(page, content)
-    page.wait_until("!document.getElementById('import-error').hidden")
-    assert _names(page) == []
+NO_CHATS = [
+    "no JSON",
+    "3",
+    '[{"name": "x"}]',
+    '[{"messages": [{"role": "tool", "text": "x"}]}]',
+    '[{"messages": [{"role": "user", "text": 3}]}]',
+    '[{"messages": [{"role": "assistant", "text": "x", "calls": [3]}]}]',
+    '[{"messages": [{"role": "user", "text": "x", "branches": {"tails": [], "at": 0}}]}]',
+]
+
+
+def test_a_file_that_holds_no_chats_is_refused(page):
+    for content in NO_CHATS:
+        page.run("document.getElementById('import-error').hidden = true")
+        _import(page, content)
+        page.wait_until("!document.getElementById('import-error').hidden")
+        assert _names(page) == [], content
 
 
 def test_an_edited_question_begins_a_branch_and_the_old_one_is_kept(page, server):
