@@ -11,7 +11,6 @@ fewer. The requests that a replica had when it died fail, all others are answere
 
 import asyncio
 import dataclasses
-import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMiss
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.router import PrefixRouter, prompt_bytes, prompt_chunks
 from jaxserve.errors import ConfigError
+from jaxserve.server.wire.errors import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Door:
             size += len(parts[-1])
             if size > self._max_body_size:
                 message = f"the request body is larger than {self._max_body_size} bytes"
-                await _refuse(send, 413, message, "invalid_request_error")
+                await refusal(413, message)(scope, receive, send)
                 return
             is_whole = not message.get("more_body")
         body = b"".join(parts)
@@ -204,14 +204,8 @@ class Door:
             if has_begun:
                 raise
             why = "died" if isinstance(error, RayActorError) else "failed"
-            await _refuse(send, 500, f"the replica that ran this request has {why}", "internal_error")
-
-
-async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
-    content = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+            message = f"the replica that ran this request has {why}"
+            await refusal(500, message, kind="internal_error")(scope, receive, send)
 
 
 _SCOPE = (

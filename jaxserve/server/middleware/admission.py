@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.middleware.keys import Keys
 from jaxserve.server.state import server_state
-from jaxserve.server.wire.errors import error_body, error_response, refusal
+from jaxserve.server.wire.errors import ErrorResponse, error_body, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Faults:
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("a request failed")
-            await error_response(500, error_body(error))(scope, receive, send)
+            await ErrorResponse(500, error_body(error))(scope, receive, send)
 
 
 class Syntax:
@@ -235,7 +235,7 @@ class Door:
         life = server_state(scope).life
         closed = life.why_closed()
         if closed is not None:
-            await error_response(closed.status, error_body(closed))(scope, receive, send)
+            await ErrorResponse(closed.status, error_body(closed))(scope, receive, send)
             return
         with life.counted():
             await self._app(scope, receive, send)
