@@ -23,6 +23,7 @@ from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMiss
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.router import PrefixRouter, prompt_bytes, prompt_chunks
 from jaxserve.errors import ConfigError
+from jaxserve.flags import value_of
 from jaxserve.server.wire.errors import refusal
 
 logger = logging.getLogger(__name__)
@@ -222,16 +223,17 @@ def app(arguments: Mapping[str, Any]) -> Any:
     """
     kinds = (Options, EngineConfig, ServerConfig)
     split: list[dict[str, Any]] = [
-        {name: value for name, value in arguments.items() if name in {field.name for field in dataclasses.fields(kind)}}
+        {
+            name: value_of(kind, name, value) if isinstance(value, str) else value  # `serve run` passes texts only
+            for name, value in arguments.items()
+            if name in {field.name for field in dataclasses.fields(kind)}
+        }
         for kind in kinds
     ]
     if unknown := arguments.keys() - {name for some in split for name in some}:
         raise ConfigError(f"unknown options: {', '.join(sorted(unknown))}")
     of_application, engine, server = split
-    numbers: dict[str, Any] = {
-        name: float(value) if name.startswith("num_") else int(value) for name, value in of_application.items()
-    }
-    options = Options(**numbers)
+    options = Options(**of_application)
     EngineConfig(**engine)
     max_body_size = ServerConfig(**server).max_body_size
     replicas = serve.deployment(
