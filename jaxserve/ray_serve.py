@@ -29,7 +29,7 @@ from jaxserve.server.wire.errors import refusal
 logger = logging.getLogger(__name__)
 
 MAX_REPLICAS = 64
-"""Replicas of which the router knows what they have."""
+"""Largest `max_replicas`."""
 
 BYTES_OF_CACHE = 2**22
 """Bytes of prompts that a replica's prefix cache is taken to hold."""
@@ -134,7 +134,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         """Begin with no replicas."""
-        self._router = PrefixRouter(MAX_REPLICAS, num_tokens=BYTES_OF_CACHE)
+        self._router = PrefixRouter(num_tokens=BYTES_OF_CACHE)
         self._numbers: dict[Any, int] = {}
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
@@ -144,7 +144,7 @@ class PrefixRequestRouter(RequestRouter):
         by_number = {self._number(replica.replica_id): replica for replica in candidate_replicas}
         prompt = pending_request.args[0] if pending_request is not None and pending_request.args else b""
         chunks = prompt_chunks(list(prompt)) if isinstance(prompt, bytes) else []
-        loads: list[int | None] = [None] * MAX_REPLICAS
+        loads: list[int | None] = [None] * (max(by_number) + 1)
         for number, replica in by_number.items():
             loads[number] = self.replica_queue_len_cache.get(replica.replica_id) or 0
         best = self._router.choose(chunks, loads)
@@ -161,7 +161,8 @@ class PrefixRequestRouter(RequestRouter):
         if replica_id not in self._numbers:
             for gone in self._numbers.keys() - self.curr_replicas.keys():
                 self._router.forget(self._numbers.pop(gone))
-            self._numbers[replica_id] = min(set(range(MAX_REPLICAS)) - set(self._numbers.values()))
+            taken = set(self._numbers.values())  # more than MAX_REPLICAS while new ones replace old ones
+            self._numbers[replica_id] = min(set(range(len(taken) + 1)) - taken)
         return self._numbers[replica_id]
 
 
