@@ -113,8 +113,13 @@ def test_sizes(text, size):
 def test_texts_mean_what_they_mean_as_flags():
     """As Ray's command line passes them."""
     texts = {
-        **{"max_num_seqs": "8", "max_model_len": "2K", "gpu_memory_utilization": "0.5", "kv_cache_memory": "2MiB"},
-        **{"enable_prefix_caching": "false", "dtype": "half", "hf_overrides": '{"a": 1}'},
+        "max_num_seqs": "8",
+        "max_model_len": "2K",
+        "gpu_memory_utilization": "0.5",
+        "kv_cache_memory": "2MiB",
+        "enable_prefix_caching": "false",
+        "dtype": "half",
+        "hf_overrides": '{"a": 1}',
     }
     config = EngineConfig(**{name: value_of(EngineConfig, name, text) for name, text in texts.items()})
     assert (config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization) == (8, 2048, 0.5)
