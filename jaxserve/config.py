@@ -185,7 +185,8 @@ class EngineConfig:
     max_num_waiting: Positive | None = _option(
         None,
         "scheduling",
-        "requests that may wait, each of n one, before new ones are refused; default: 4096 in serve, else no limit",
+        "requests that may wait for an engine, each of n one, before new ones are refused; default: 4096 in serve, "
+        "else no limit",
     )
     max_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = _option(
         DEFAULT_MAX_LOGPROBS, "scheduling", "most likely tokens whose log probabilities requests may have; -1: all"

@@ -18,7 +18,7 @@ import msgspec
 
 from jaxserve import vllm_flags
 from jaxserve.arguments import Lists, Merged, Parser
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
 from jaxserve.vllm_flags import NotTaken, Row, said_of
 
@@ -91,6 +91,26 @@ def given(args: argparse.Namespace, names: Sequence[str] | Callable[..., Any]) -
     """Return the flags among `names` that have a value, with it. A function or dataclass stands for its parameters."""
     names = list(inspect.signature(names).parameters) if callable(names) else names
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def value_of(config: type[Any], name: str, text: str) -> Any:
+    """Return the value of a field of a config dataclass that a text means as the field's flag; "true" and "false" are
+    those of a switch. Raises ConfigError, naming the field.
+    """
+    metadata = config.__dataclass_fields__[name].metadata
+    options = _size_options() if metadata.get("is_size") else _options(typing.get_type_hints(config)[name])
+    words = metadata.get("words") or {}
+    if options.get("action") is argparse.BooleanOptionalAction:
+        options["type"], words = _no_switch, {"true": True, "false": False}
+    try:
+        value = _word_or(words, options["type"])(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return [value] if options.get("action") == "append" else value
+
+
+def _no_switch(text: str) -> Any:
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 def parse_size(text: str) -> int:

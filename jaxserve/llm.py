@@ -270,10 +270,11 @@ def generate(
     program ends; use `LLM` to set its options, or to close it.
 
     Returns one RequestOutput for a text, a list for a list. Raises TypeError for an unknown sampling field,
-    InvalidRequest for a value out of range, StartupError when the model cannot be loaded.
+    InvalidRequest for a value out of range and for what is no prompt, StartupError when the model cannot be loaded.
     """
-    SamplingParams(**sampling)  # checks them before an engine is started
+    SamplingParams(**sampling)  # before an engine is started
+    given = as_prompt_list(prompts)
     llm = _default_llms.get(DEFAULT_MODEL if model is None else model)
     is_single = isinstance(prompts, str)
-    outputs = llm.generate(prompts, llm.sampling_params(sampling), use_tqdm=not is_single)
+    outputs = llm.generate(given, llm.sampling_params(sampling), use_tqdm=not is_single)
     return outputs[0] if is_single else outputs

@@ -11,7 +11,6 @@ fewer. The requests that a replica had when it died fail, all others are answere
 
 import asyncio
 import dataclasses
-import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -24,11 +23,13 @@ from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMiss
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.router import PrefixRouter, prompt_bytes, prompt_chunks
 from jaxserve.errors import ConfigError
+from jaxserve.flags import value_of
+from jaxserve.server.wire.errors import refusal
 
 logger = logging.getLogger(__name__)
 
 MAX_REPLICAS = 64
-"""Replicas of which the router knows what they have."""
+"""Largest `max_replicas`."""
 
 BYTES_OF_CACHE = 2**22
 """Bytes of prompts that a replica's prefix cache is taken to hold."""
@@ -133,7 +134,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def initialize_state(self, **_: Any) -> None:
         """Begin with no replicas."""
-        self._router = PrefixRouter(MAX_REPLICAS, num_tokens=BYTES_OF_CACHE)
+        self._router = PrefixRouter(num_tokens=BYTES_OF_CACHE)
         self._numbers: dict[Any, int] = {}
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
@@ -143,7 +144,7 @@ class PrefixRequestRouter(RequestRouter):
         by_number = {self._number(replica.replica_id): replica for replica in candidate_replicas}
         prompt = pending_request.args[0] if pending_request is not None and pending_request.args else b""
         chunks = prompt_chunks(list(prompt)) if isinstance(prompt, bytes) else []
-        loads: list[int | None] = [None] * MAX_REPLICAS
+        loads: list[int | None] = [None] * (max(by_number) + 1)
         for number, replica in by_number.items():
             loads[number] = self.replica_queue_len_cache.get(replica.replica_id) or 0
         best = self._router.choose(chunks, loads)
@@ -160,7 +161,8 @@ class PrefixRequestRouter(RequestRouter):
         if replica_id not in self._numbers:
             for gone in self._numbers.keys() - self.curr_replicas.keys():
                 self._router.forget(self._numbers.pop(gone))
-            self._numbers[replica_id] = min(set(range(MAX_REPLICAS)) - set(self._numbers.values()))
+            taken = set(self._numbers.values())  # more than MAX_REPLICAS while new ones replace old ones
+            self._numbers[replica_id] = min(set(range(len(taken) + 1)) - taken)
         return self._numbers[replica_id]
 
 
@@ -185,7 +187,7 @@ class Door:
             size += len(parts[-1])
             if size > self._max_body_size:
                 message = f"the request body is larger than {self._max_body_size} bytes"
-                await _refuse(send, 413, message, "invalid_request_error")
+                await refusal(413, message)(scope, receive, send)
                 return
             is_whole = not message.get("more_body")
         body = b"".join(parts)
@@ -204,14 +206,8 @@ class Door:
             if has_begun:
                 raise
             why = "died" if isinstance(error, RayActorError) else "failed"
-            await _refuse(send, 500, f"the replica that ran this request has {why}", "internal_error")
-
-
-async def _refuse(send: Any, status: int, message: str, kind: str) -> None:
-    content = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+            message = f"the replica that ran this request has {why}"
+            await refusal(500, message, kind="internal_error")(scope, receive, send)
 
 
 _SCOPE = (
@@ -228,16 +224,17 @@ def app(arguments: Mapping[str, Any]) -> Any:
     """
     kinds = (Options, EngineConfig, ServerConfig)
     split: list[dict[str, Any]] = [
-        {name: value for name, value in arguments.items() if name in {field.name for field in dataclasses.fields(kind)}}
+        {
+            name: value_of(kind, name, value) if isinstance(value, str) else value  # `serve run` passes texts only
+            for name, value in arguments.items()
+            if name in {field.name for field in dataclasses.fields(kind)}
+        }
         for kind in kinds
     ]
     if unknown := arguments.keys() - {name for some in split for name in some}:
         raise ConfigError(f"unknown options: {', '.join(sorted(unknown))}")
     of_application, engine, server = split
-    numbers: dict[str, Any] = {
-        name: float(value) if name.startswith("num_") else int(value) for name, value in of_application.items()
-    }
-    options = Options(**numbers)
+    options = Options(**of_application)
     EngineConfig(**engine)
     max_body_size = ServerConfig(**server).max_body_size
     replicas = serve.deployment(

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "overview parse planning engine loading tokenizer",
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} decoding answers loading tokenizer",
-    "ray_serve": f"{PLAIN} jaxserve server answers engine loading tokenizer",
+    "ray_serve": f"{PLAIN} jaxserve flags server answers engine loading tokenizer",
     "inspect": f"{PLAIN} gpus tables local_model llm engine execution scheduling layers",
     "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
     "layers tokenizer",

@@ -64,12 +64,14 @@ class Truncation(NamedTuple):
 
 def as_prompt_list(prompts: Any) -> list[Any]:
     """Convert one prompt (a text, a dict, token ids) or an iterable of many to a list of prompts. Raises
-    InvalidRequest.
+    InvalidRequest for what is no prompt.
     """
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    entries = list(_iterable(prompts))
-    return [entries] if entries and _is_token_id(entries[0]) else entries
+    entries: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else list(_iterable(prompts))
+    if entries and _is_token_id(entries[0]):
+        entries = [entries]
+    for prompt in entries:
+        _parts(prompt)
+    return entries
 
 
 def tokenize_prompts(

@@ -34,7 +34,7 @@ class ReplicatedEngineClient(EngineClient):
         self._info_of_one = one
         self._name = name
         self._engines: list[RemoteEngineClient | None] = [engines.get(index) for index in range(num_engines)]
-        self._router = PrefixRouter(num_engines, num_tokens=one.num_blocks * one.block_size)
+        self._router = PrefixRouter(num_tokens=one.num_blocks * one.block_size)
         self._lock = threading.Lock()
         self._connecting: dict[int, asyncio.Task[None]] = {}
         for index, engine in engines.items():

@@ -51,13 +51,11 @@ def prompt_bytes(body: bytes) -> bytes:
 
 
 class PrefixRouter:
-    """Chooses among `num_engines`; each has a cache for `num_tokens` tokens. The caller reports what it has sent."""
+    """Chooses among engines; each has a cache for `num_tokens` tokens. The caller reports what it has sent."""
 
-    def __init__(self, num_engines: int, *, num_tokens: int):
+    def __init__(self, *, num_tokens: int):
         self._capacity = max(1, num_tokens // CHUNK_TOKENS)
-        self._known: list[collections.OrderedDict[bytes, None]] = [
-            collections.OrderedDict() for _ in range(num_engines)
-        ]
+        self._known: dict[int, collections.OrderedDict[bytes, None]] = collections.defaultdict(collections.OrderedDict)
 
     def choose(self, chunks: Sequence[bytes], loads: Sequence[int | None]) -> int:
         """Return the engine for a prompt. `loads` are the numbers of requests that each has, None for one that is not

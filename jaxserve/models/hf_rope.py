@@ -52,8 +52,9 @@ def rope(
     size = head_dim(fields) if size is None else size
     rotated = size if is_proportional else int(size * fraction)
     if rotated % 2 or not 0 < rotated <= size:
-        given = f"{size}" if fraction == 1.0 else f"{size} times partial_rotary_factor {fraction}"
-        raise CheckpointError(f"config.json: head_dim must be even for rotary embedding, got {given}")
+        given = f"{size}" if fraction == 1.0 else f"{size} times partial_rotary_factor {fraction} ({rotated})"
+        part = "head_dim" if fraction == 1.0 else "the rotated part of head_dim"
+        raise CheckpointError(f"config.json: {part} must be even for rotary embedding, got {given}")
     theta = number(parameters, "rope_theta", theta)
     if theta <= 1.0:
         raise CheckpointError(f"config.json: rope_theta must be greater than 1, got {theta:g}")

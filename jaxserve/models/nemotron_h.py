@@ -32,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
 
 ALIASES = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit",
-    "mamba_conv_bias": "use_conv_bias", "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"
+    "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias", "layer_types": "layers_block_type",
+    "num_local_experts": "n_routed_experts"
 }  # fmt: skip
 """Other names of fields, as in transformers."""
 
@@ -50,6 +51,9 @@ LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}
 """The kinds of blocks in `hybrid_override_pattern`."""
 OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
 """Names of kinds before transformers 5."""
+
+MIN_STEP = 0.001
+"""The usual `time_step_min`: states hardly change in steps as small, so that a limit there makes no difference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,12 @@ def _read(fields: dict[str, Any]) -> Config:
         raise CheckpointError(
             f"config.json: time_step_limit {fields['time_step_limit']!r} is not supported: NVIDIA's code limits step "
             "sizes by it, and transformers does not"
+        )
+    step = fields.get("time_step_min")
+    if isinstance(step, int | float) and step > MIN_STEP:
+        raise CheckpointError(
+            f"config.json: time_step_min {step:g} is not supported: transformers makes no step smaller, and NVIDIA's "
+            "code does"
         )
     return read_config(
         Config,

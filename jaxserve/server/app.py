@@ -91,6 +91,7 @@ EXCEPTION_HANDLERS = {
     HTTPException: errors.on_http_exception,
     sqlite3.Error: errors.on_store_error,
     ClientDisconnect: errors.on_disconnect,
+    RecursionError: errors.on_recursion_error,
 }
 
 

@@ -14,8 +14,8 @@ import pytest
 import jaxserve.llm
 from jaxserve import cli
 from jaxserve.config import EngineConfig, ReasoningParser, ServerConfig, ToolCallParser
-from jaxserve.errors import EngineDead, InvalidRequest
-from jaxserve.flags import parse_size
+from jaxserve.errors import ConfigError, EngineDead, InvalidRequest
+from jaxserve.flags import parse_size, value_of
 from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
 
 BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
@@ -108,6 +108,27 @@ def test_only_the_shapes_that_are_needed_are_compiled_unless_asked_for(llm, caps
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+def test_texts_mean_what_they_mean_as_flags():
+    """As Ray's command line passes them."""
+    texts = {
+        "max_num_seqs": "8",
+        "max_model_len": "2K",
+        "gpu_memory_utilization": "0.5",
+        "kv_cache_memory": "2MiB",
+        "enable_prefix_caching": "false",
+        "dtype": "half",
+        "hf_overrides": '{"a": 1}',
+    }
+    config = EngineConfig(**{name: value_of(EngineConfig, name, text) for name, text in texts.items()})
+    assert (config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization) == (8, 2048, 0.5)
+    assert (config.kv_cache_memory, config.enable_prefix_caching, config.dtype) == (2**21, False, "float16")
+    assert config.hf_overrides == {"a": 1}
+    assert ServerConfig(api_key=value_of(ServerConfig, "api_key", "a")).api_key == ("a",)
+    for name in ("max_num_seqs", "gpu_memory_utilization", "kv_cache_memory", "enable_prefix_caching", "hf_overrides"):
+        with pytest.raises(ConfigError, match=f"^{name}: "):
+            value_of(EngineConfig, name, "x")
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1.2.3MiB", "4 apples", "1e9"])

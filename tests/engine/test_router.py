@@ -36,7 +36,7 @@ def test_equal_beginnings_of_prompts_are_equal_bytes():
 
 def test_a_prompt_follows_its_prefix_unless_the_engine_has_too_much_to_do():
     rng = np.random.default_rng(1)
-    router = PrefixRouter(3, num_tokens=100 * CHUNK_TOKENS)
+    router = PrefixRouter(num_tokens=100 * CHUNK_TOKENS)
     known = tokens(rng, 10 * CHUNK_TOKENS)
     router.record(1, prompt_chunks(known))
     longer = prompt_chunks(known + tokens(rng, CHUNK_TOKENS))
@@ -52,7 +52,7 @@ def test_a_prompt_follows_its_prefix_unless_the_engine_has_too_much_to_do():
 
 def test_a_router_forgets_what_a_cache_has_no_room_for():
     rng = np.random.default_rng(2)
-    router = PrefixRouter(2, num_tokens=10 * CHUNK_TOKENS)
+    router = PrefixRouter(num_tokens=10 * CHUNK_TOKENS)
     old, new = prompt_chunks(tokens(rng, 8 * CHUNK_TOKENS)), prompt_chunks(tokens(rng, 4 * CHUNK_TOKENS))
     router.record(0, old)
     router.record(0, new)
@@ -83,7 +83,7 @@ def test_hits_and_loads_on_a_recorded_workload(test_data, num_engines):
     lines = (test_data / "workloads" / "conversation_trace.jsonl").read_text().splitlines()
     requests = [json.loads(line) for line in lines]
     one, caches = Cache(2000 * num_engines), [Cache(2000) for _ in range(num_engines)]
-    router = PrefixRouter(num_engines, num_tokens=2000 * CHUNK_TOKENS)  # a chunk stands for a block
+    router = PrefixRouter(num_tokens=2000 * CHUNK_TOKENS)  # a chunk stands for a block
     running: list[list[float]] = [[] for _ in caches]
     free_at, best, hits, numbers = [0.0] * num_engines, 0, 0, [0] * num_engines
     for request in requests:

@@ -116,6 +116,15 @@ HEADS = {
     ],
     "admin without a key": [head(404, "POST", f"/{name}") for name in ("reset_prefix_cache", "start_profile")],
     "not there at all": [head(501, "POST", path) for path in ("/sleep", "/update_weights", "/v1/load_lora_adapter")],
+    "at a path of Anthropic's API": [
+        Sent(head_of("POST", "/v1/messages", [*JSON, ("content-length", 2**40)]), 413),
+        head(431, "POST", "/v1/messages", [("x", "y" * 33_000)]),
+        head(404, "POST", "/v1/messages/batches"),
+        head(405, "GET", "/v1/messages/count_tokens"),
+        head(401, "POST", "/v1/messages?beta=true", key="x"),
+        head(400, "POST", "/v1/messages", [("host", "test")]),
+        head(400, "POST", "/v1/messages", [("x\x00", "a")]),
+    ],
     "two hosts": [head(400, "GET", "/v1/models", [("host", "test")])],
     # Any web page may make a browser send such a body; the one with the right name, only after a preflight.
     "wrong content type": [

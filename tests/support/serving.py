@@ -191,11 +191,17 @@ def response_events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def assert_error(answer: httpx.Response, status: int, param: str | None, kind: str = "invalid_request_error") -> None:
-    """Check that the answer is this refusal, in the format of all refusals."""
+    """Check that the answer is this refusal, in the format of all refusals on its path."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
-    (error,) = answer.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
+    body = answer.json()
+    error = body.pop("error")
+    if answer.url.path.startswith("/v1/messages"):
+        assert body == {"type": "error", "request_id": answer.headers["x-request-id"]}
+        assert set(error) == {"message", "type", "param"}
+    else:
+        assert not body
+        assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["type"] == kind
     assert error["param"] == param, error

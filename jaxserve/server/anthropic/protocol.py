@@ -199,19 +199,3 @@ class TokenCount(msgspec.Struct):
 
     input_tokens: int
     context_management: OriginalCount | UnsetType = UNSET
-
-
-class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong; `param` names the field of the request."""
-
-    type: str
-    message: str
-    param: str | None = None
-
-
-class ErrorBody(msgspec.Struct, kw_only=True):
-    """The body of an answer that is not a success."""
-
-    type: Literal["error"] = "error"
-    error: ErrorDetail
-    request_id: str

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.server.middleware.keys import Keys
 from jaxserve.server.state import server_state
-from jaxserve.server.wire.errors import error_body, error_response, refusal
+from jaxserve.server.wire.errors import ErrorResponse, error_body, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Faults:
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("a request failed")
-            await error_response(500, error_body(error))(scope, receive, send)
+            await ErrorResponse(500, error_body(error))(scope, receive, send)
 
 
 class Syntax:
@@ -208,8 +208,9 @@ class Authentication:
         is_admin = bool(self._admin_keys) and scope["path"] in self._admin_paths
         keys = self._admin_keys if is_admin else self._keys
         headers = dict(reversed(scope["headers"]))  # the first of several
-        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-        owner = keys.owner(given) if keys else ""
+        given = (headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b""))
+        owners = [keys.owner(each) for each in given] if keys else [""]
+        owner = next((each for each in owners if each is not None), None)
         if owner is not None:
             scope["owner"] = owner
             await self._app(scope, receive, send)
@@ -235,7 +236,7 @@ class Door:
         life = server_state(scope).life
         closed = life.why_closed()
         if closed is not None:
-            await error_response(closed.status, error_body(closed))(scope, receive, send)
+            await ErrorResponse(closed.status, error_body(closed))(scope, receive, send)
             return
         with life.counted():
             await self._app(scope, receive, send)

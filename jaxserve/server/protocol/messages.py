@@ -72,20 +72,26 @@ def _placed(messages: Sequence[dict[str, Any]], style: MessageStyle) -> list[dic
     later ones are said by the user.
     """
     placed: list[dict[str, Any]] = []
-    joins_user = False
+    contents: list[list[Any]] = []  # of each placed message, joined at the end
+    joins_user = has_others = False
     for message in messages:
         is_system = message["role"] == "system" and bool(placed)
-        is_late = is_system and any(each["role"] != "system" for each in placed)
+        is_late = is_system and has_others
         if is_late and not style.shows_late_system:
             message = {"role": "user", "content": message["content"]}
             joins_user = True
         joins = joins_user if message["role"] == "user" else is_system and not is_late and not style.shows_systems
         if joins and placed[-1]["role"] == message["role"]:
-            placed[-1] = placed[-1] | {"content": f"{placed[-1]['content']}\n\n{message['content']}"}
+            contents[-1].append(message["content"])
         else:
             placed.append(message)
+            contents.append([message["content"]])
         joins_user &= message["role"] == "user"
-    return placed
+        has_others |= message["role"] != "system"
+    return [
+        message if len(parts) == 1 else message | {"content": "\n\n".join(parts)}
+        for message, parts in zip(placed, contents, strict=True)
+    ]
 
 
 def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> dict[str, Any]:

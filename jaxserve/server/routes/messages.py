@@ -1,7 +1,7 @@
 """POST /v1/messages: a conversation in the shapes of Anthropic's API, answered by the same engine as a chat."""
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,8 +16,6 @@ from jaxserve.server.anthropic.protocol import (
     AppliedEdit,
     AppliedEdits,
     CountRequest,
-    ErrorBody,
-    ErrorDetail,
     Message,
     MessagesRequest,
     MessagesResponse,
@@ -35,38 +33,7 @@ from jaxserve.server.wire import errors
 from jaxserve.server.wire.body import json_response
 from jaxserve.server.wire.streaming import EventStream, Write, while_wanted
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
-
-def _in_its_shape(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route with its errors in Anthropic's shape."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await route(request)
-        except (JaxserveError, RecursionError) as caught:
-            if isinstance(caught, JaxserveError):
-                error = caught
-            else:  # blocks within blocks
-                error = InvalidRequest("the request body is nested too deeply")
-            response = await errors.on_jaxserve_error(request, error)
-            response.body = msgspec.json.encode(_error_body(error, request.scope["request_id"]))
-            response.headers["content-length"] = str(len(response.body))
-            return response
-
-    return answer
-
-
-@_in_its_shape
 async def create(request: Request) -> Response:
     """Answer a conversation."""
     state = server_state(request.scope)
@@ -91,8 +58,11 @@ async def create(request: Request) -> Response:
     if body.stream:
 
         async def tell_failure(error: Exception) -> bytes:
-            failure = _error_body(error, request.scope["request_id"])
-            return b"event: error\ndata: %b\n\n" % msgspec.json.encode(failure)
+            status = error.status if isinstance(error, JaxserveError) else 500
+            failure = errors.encode_error(
+                status, errors.error_body(error), path=request.scope["path"], request_id=request.scope["request_id"]
+            )
+            return b"event: error\ndata: %b\n\n" % failure
 
         return EventStream(
             answer.run,
@@ -105,7 +75,6 @@ async def create(request: Request) -> Response:
     return json_response(message)
 
 
-@_in_its_shape
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation, as the model would read them."""
     state = server_state(request.scope)
@@ -210,10 +179,3 @@ class _Answer:
         for event in self._writer.finish(self._chat.usage.total()):
             if write is not None:
                 write(frame(event))
-
-
-def _error_body(error: Exception, request_id: str) -> ErrorBody:
-    detail = errors.error_body(error).error
-    status = error.status if isinstance(error, JaxserveError) else 500
-    kind = _ERROR_TYPES.get(status, "invalid_request_error")
-    return ErrorBody(error=ErrorDetail(type=kind, message=detail.message, param=detail.param), request_id=request_id)

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from jaxserve import __version__
 from jaxserve.server.anthropic.protocol import CountRequest, MessagesRequest, MessagesResponse, TokenCount
-from jaxserve.server.anthropic.protocol import ErrorBody as MessagesError
 from jaxserve.server.engine_view import EngineState
 from jaxserve.server.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from jaxserve.server.protocol.completions import CompletionRequest, CompletionResponse
@@ -37,7 +36,7 @@ from jaxserve.server.protocol.utility import (
 from jaxserve.server.routes.admin import Done
 from jaxserve.server.routes.models import Model, ModelList
 from jaxserve.server.routes.open_paths import OPEN_PATHS
-from jaxserve.server.wire.errors import ErrorBody
+from jaxserve.server.wire.errors import ErrorBody, MessagesErrorBody
 
 
 class _Operation(NamedTuple):
@@ -73,7 +72,7 @@ _OPERATIONS = (
         MessagesRequest,
         MessagesResponse,
         streams=True,
-        error=MessagesError,
+        error=MessagesErrorBody,
     ),
     _Operation(
         "post",
@@ -81,7 +80,7 @@ _OPERATIONS = (
         "Count the tokens of a conversation",
         CountRequest,
         TokenCount,
-        error=MessagesError,
+        error=MessagesErrorBody,
     ),
     _Operation("post", "/classify", "Probabilities of labels", ClassifyRequest, ClassifyResponse),
     *(

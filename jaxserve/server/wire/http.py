@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, override
 
 import httptools
-import msgspec
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from jaxserve.server.wire.errors import ErrorBody, ErrorDetail
+from jaxserve.server.wire.errors import ErrorBody, ErrorDetail, encode_error
 
 MAX_HEAD_BYTES = 256 * 1024
 """Maximum bytes of the request line and headers together, before the limits of `middleware` apply."""
@@ -273,7 +272,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         detail = ErrorDetail(message=message, type="invalid_request_error")
-        body = msgspec.json.encode(ErrorBody(detail))
+        body = encode_error(status, ErrorBody(detail), path=self.url.partition(b"?")[0].decode("latin-1"))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
         self._refusal = STATUS_LINE[status] + head + self._cors_header() + b"\r\n" + body
         if not self._is_answering or (self._answering is self.cycle and is_request):

@@ -58,6 +58,8 @@ def test_no_entry_without_the_key(locked, path, headers):
 def test_entry_with_the_key(locked):
     assert locked.get("/v1/models", headers=bearer(KEY)).status_code == 200
     assert locked.get("/v1/models", headers={"authorization": b"bearer  " + KEY.encode()}).status_code == 200
+    for_a_proxy = {"authorization": b"Basic YTpi", "x-api-key": KEY.encode()}
+    assert locked.get("/v1/models", headers=for_a_proxy).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/live", "/health", "/ping"])
