@@ -26,7 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_msca
 SEQUENCE_LENGTH = 41
 PROMPT_LENGTH = 24
 NUM_GREEDY = 10
-POSITIONS = np.arange(1, SEQUENCE_LENGTH, 3)  # with the last; layers spread what is wrong at others
+POSITIONS = np.arange(4, SEQUENCE_LENGTH, 6)  # with the last; layers spread what is wrong at others
 MIN_MARGIN = 1e-3  # of the largest logit, between the best two: else rounding could decide a greedy token
 
 
