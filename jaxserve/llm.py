@@ -27,6 +27,7 @@ from jaxserve.values import convert, rule
 logger = logging.getLogger(__name__)
 
 _CONCURRENCY = rule(int | None)
+_TEXTS = rule(str | Sequence[str])
 
 
 class LLM(LocalModel):
@@ -174,12 +175,15 @@ class LLM(LocalModel):
         for; all other models compare the vectors of both texts, by the cosine unless their files name another function.
         Raises as `embed` does, and InvalidRequest for a classification head of several labels.
         """
-        first, second = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
+        first, second = (
+            [each] if isinstance(each, str) else each
+            for each in (convert("text_1", text_1, _TEXTS), convert("text_2", text_2, _TEXTS))
+        )
         if len(first) not in (1, len(second)):
             raise InvalidRequest(
                 f"text_1 must have one text, or as many as text_2: {len(first)} and {len(second)}", param="text_1"
             )
-        first *= len(second) if len(first) == 1 else 1
+        first = first * len(second) if len(first) == 1 else first
         if (scorer := pair_scorer(self._frontend)) is not None:
             check_pair_options(scorer, pooling=pooling)
             groups = [

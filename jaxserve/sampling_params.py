@@ -115,12 +115,12 @@ class StructuredOutputs(msgspec.Struct, metaclass=FieldNames, frozen=True, kw_on
 
     def __post_init__(self) -> None:
         _convert_fields(self, _STRUCTURED_RULES, prefix="structured_outputs.")
-        given = [self.json, self.regex, self.choice, self.grammar, self.structural_tag, self.json_object or None]
-        num_given = sum(field is not None for field in given)
-        if num_given != 1:
+        names = ("json", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None] + ["json_object"] * self.json_object
+        if len(given) != 1:
             raise InvalidRequest(
                 "structured_outputs takes one of json, json_object, regex, choice, grammar and structural_tag, got "
-                f"{num_given}",
+                f"{' and '.join(given) or 'none'}",
                 param="structured_outputs",
             )
 

@@ -161,6 +161,8 @@ class _Number(Rule):
             words = f"in {low}, {self._high}]"
             if self._high == math.inf:
                 words = f"at least {self._low}" if self._excluded is None else f"more than {self._excluded:g}"
+            elif self._low == self._high:
+                words = f"{self._low:g}"
             raise ValueError(f"{path} must be {words}, got {value!r:.100}")
 
 

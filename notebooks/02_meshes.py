@@ -113,7 +113,7 @@ weights[2]["down"].visualize()
 # and reads the answer off the program.
 
 # %%
-speed = inspect.Speed.measure(DEVICES[0], num_bytes=weights[1].bytes_per_device)
+speed = inspect.Speed.of("h200")
 step = inspect.step(two, rows=8, context=32, speed=speed)
 for collective in step.collectives:
     print(collective)
@@ -132,8 +132,7 @@ for collective in step.collectives:
 # There are four KV heads. What happens with eight devices?
 
 # %%
-steps = {1: inspect.step(one, rows=8, context=32, speed=speed, measure=True),
-         2: inspect.step(two, rows=8, context=32, speed=speed, measure=True)}
+steps = {1: inspect.step(one, rows=8, context=32, speed=speed), 2: inspect.step(two, rows=8, context=32, speed=speed)}
 caches = {1: inspect.kv_cache(one), 2: inspect.kv_cache(two)}
 one.close()
 two.close()
@@ -141,18 +140,18 @@ for count in (4, 8):
     with start((count,)) as llm:
         tokens[count] = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
         weights[count], caches[count] = inspect.weights(llm), inspect.kv_cache(llm)
-        steps[count] = inspect.step(llm, rows=8, context=32, speed=speed, measure=True)
+        steps[count] = inspect.step(llm, rows=8, context=32, speed=speed)
 
-print("devices  weights on each  KV of a token on each  collectives  a device sends  floor of a step  measured")
+print("devices  weights on each  KV of a token on each  collectives  a device sends  floor on H200s")
 for count in (1, 2, 4, 8):
     kv = caches[count].bytes_per_device / caches[count].groups[0].shape[0] / 16
     number = sum(each.count for each in steps[count].collectives)
     print(f"{count:7} {weights[count].bytes_per_device / 2**20:12.2f} MiB {kv:16.0f} bytes {number:12} "
-          f"{steps[count].sent_bytes / 1024:11.1f} KiB {steps[count].roofline.floor * 1e3:12.2f} ms {steps[count].roofline.measured * 1e3:11.2f} ms")
+          f"{steps[count].sent_bytes / 1024:11.1f} KiB {steps[count].roofline.floor * 1e6:10.2f} us")
 
 # %% [markdown]
-# The devices that a CPU seems to have share its cores, so measured times say little here, and least on a busy machine:
-# only on real devices does the measured time follow the floor. With eight devices the weights of a device are halved once
+# The floor is counted: what a device reads, at the speed of an H200. `measure=True` times steps, which says little where
+# devices share the cores of a CPU. With eight devices the weights of a device are halved once
 # more, but not the KV: two devices hold a copy of each KV head, each with half of its queries.
 
 # %%
@@ -264,21 +263,26 @@ print("copies of attention's weights:", spread["qkv"].num_copies, "- of experts:
 #
 # Along an axis named `pipe` each device has whole layers: a stage. Between stages only the vectors of tokens are
 # sent. But one request's next token needs all stages, one after the other. What do the others do meanwhile? The engine
-# has as many steps in flight as there are stages, each with a part of the requests. `inspect.bubble` measures how long
-# stages wait all the same, and simulates it.
+# has as many steps in flight as there are stages, each with a part of the requests. How long do stages wait
+# all the same? A stage takes about as long as it reads its weights, except the embedding, of which it reads a row a token.
 
 # %%
+from jaxserve.inspect.bubble import simulate
+
 with start((2,), ("pipe",)) as llm:
     assert llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == tokens[1]
-    print(inspect.weights(llm), "\n")
-    print(inspect.bubble(llm, rows=8))
+    first, last = inspect.weights(llm), inspect.weights(llm, stage=1)
+    print(first)
+
+read = first.bytes_per_device - first["embed"].bytes_per_device, last.bytes_per_device
+print(f"\nstages read {read[0] / 2**20:.2f} and {read[1] / 2**20:.2f} MiB a step")
+for count in (1, 2):
+    print(f"{count} in flight: stages wait {simulate(read, num_in_flight=count):.0%} of the time")
 
 # %% [markdown]
-# The weights are those of the first stage; `stage=1` shows the other, which has a copy of the embedding as its LM head.
-# The simulation knows only the time of each stage alone: with two steps in flight the faster stage waits for the slower one,
-# with one in flight each waits for the other. The stage with the LM head takes longer, since its matrix is the largest.
-# The measured part needs real devices: those of a CPU share its cores, and on a busy machine, as here, it may even be below
-# zero.
+# The weights are those of the first stage; the other has a copy of the embedding as its LM head. With two steps in flight
+# the faster stage waits for the slower one, with one in flight each waits for the other. On real devices
+# `inspect.bubble(llm, rows=8)` times the stages, and measures how long they wait.
 
 # %% [markdown]
 # ## A mesh of your own

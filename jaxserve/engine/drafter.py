@@ -10,7 +10,7 @@ import msgspec
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import CheckpointError, ConfigError
-from jaxserve.loading.builtin import resolve_model
+from jaxserve.loading.builtin import naming, resolve_model
 from jaxserve.loading.eagle3 import is_head, published_drafts, read_head
 from jaxserve.loading.json_files import read_object
 from jaxserve.loading.weights import load_config, naming_config
@@ -45,7 +45,8 @@ def read_drafter(config: EngineConfig, path: str, fields: dict[str, Any], *, pro
         )
     if speculation.model is None:
         return DraftCheckpoint(speculation)
-    own = resolve_model(speculation.model, with_weights=config.load_format != "dummy", progress=progress)
+    with naming("speculative_config"):
+        own = resolve_model(speculation.model, with_weights=config.load_format != "dummy", progress=progress)
     if speculation.method == "mtp":
         if own != path:
             raise ConfigError(

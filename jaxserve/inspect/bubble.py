@@ -1,7 +1,6 @@
 """The bubble of a pipeline: the part of the time in which its stages wait, simulated and measured."""
 
 import dataclasses
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 
-NUM_RUNS = 5
-"""Runs of a stage alone, of which the median counts."""
+NUM_RUNS = 20
+"""Runs of a stage alone, of which the fastest counts: whatever else the machine does only makes one slower."""
 
 NUM_PLANS = 200
 """Simulated plans, of which the second half is in a steady state."""
@@ -28,8 +27,9 @@ class Bubble:
     """Decode steps of `rows` requests in as many parts as there are stages.
 
     Attributes:
-        stage_seconds: the time of each stage for one part, alone.
-        plan_seconds: the time from one plan to the next.
+        stage_seconds: the time of each stage for one part, alone: the fastest of several runs.
+        plan_seconds: the time from one plan to the next: the median over as many plans as there are stages, since plans
+            of different parts may start close together.
     """
 
     rows: int
@@ -48,7 +48,9 @@ class Bubble:
 
     @property
     def measured(self) -> float:
-        """The fraction of the measured time; below 0 if stages are faster together than alone."""
+        """The fraction of the measured time. It is slightly below 0 where stages never wait, since a stage alone also
+        waits for the host.
+        """
         return _waiting(self.stage_seconds, self.plan_seconds)
 
     def __repr__(self) -> str:
@@ -98,9 +100,9 @@ def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
             starts.clear()
             prompts = [[2 + row % 97, 3] for row in range(rows)]
             llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False)
-    times = [
-        after - before for (before, is_part), (after, is_next) in itertools.pairwise(starts) if is_part and is_next
-    ]
+    count = runner.num_stages
+    windows = (starts[first : first + count + 1] for first in range(len(starts) - count))
+    times = [(window[-1][0] - window[0][0]) / count for window in windows if all(is_part for _, is_part in window)]
     if not times:
         raise InvalidRequest(f"num_tokens is {num_tokens}, of which no step is alike", param="num_tokens")
     step = runner.builder.shapes.step_for(part, PLAIN_DECODE)
@@ -112,7 +114,7 @@ def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
         return time.perf_counter() - start
 
     stages: list[list[Program]] = [*([program] for program in step.stages), step.of_last_stage]
-    alone = [statistics.median([seconds(programs) for _ in range(1 + NUM_RUNS)][1:]) for programs in stages]
+    alone = [min(seconds(programs) for _ in range(NUM_RUNS)) for programs in stages]
     return Bubble(rows=rows, stage_seconds=tuple(alone), plan_seconds=statistics.median(times))
 
 

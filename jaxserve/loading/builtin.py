@@ -73,11 +73,23 @@ def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
 
     Raises as `resolve_model` does.
     """
-    with _explained(name):
-        directory = pathlib.Path(name).expanduser()
-        if name not in BUILTIN_MODELS and directory.is_dir():
-            return str(directory)
-    return resolve_model(name, with_weights=False, is_offline=is_offline)
+    if not name:
+        raise ConfigError("tokenizer must not be empty")
+    with naming("tokenizer"):
+        with _explained(name):
+            directory = pathlib.Path(name).expanduser()
+            if name not in BUILTIN_MODELS and directory.is_dir():
+                return str(directory)
+        return resolve_model(name, with_weights=False, is_offline=is_offline)
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Put the name of the option that names a checkpoint beside the model's before CheckpointErrors about it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}") from error
 
 
 def _local(name: str) -> pathlib.Path:

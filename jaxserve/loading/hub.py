@@ -105,7 +105,7 @@ def _add_weights(commit: HubName, folder: pathlib.Path, *, progress: bool, is_of
         return
     if is_offline:
         raise CheckpointError(
-            f"the cache has not all of {commit.repo}: {', '.join(missing)} would have to be downloaded"
+            f"the cache does not hold all of {commit.repo}: {', '.join(missing)} would have to be downloaded"
         )
     _fetch(commit, files, progress=progress)
     _snapshot(commit, files)
@@ -204,16 +204,16 @@ def _explained(name: HubName) -> Iterator[None]:
         raise CheckpointError(f"{name.repo} is gated: ask for access at {where}, and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"no model {name.repo!r}: nothing lies at this path, and {where} is not there, or private and without an "
-            "HF_TOKEN that may read it"
+            f"no model {name.repo!r}: there is no such path, and {where} does not exist, or is private and HF_TOKEN is "
+            "not set to a token that may read it"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{name.repo} has no revision {name.revision!r}") from error
     except errors.LocalEntryNotFoundError as error:
-        absent = f"nothing lies at the path {name}, the cache has not all of such a model"
+        absent = f"there is no path {name}, and no whole model of that name in the cache"
         if constants.HF_HUB_OFFLINE or error.__cause__ is None:
-            raise CheckpointError(f"{absent}, and HF_HUB_OFFLINE forbids to look for it") from error
-        raise CheckpointError(f"{absent}, and {where} is out of reach: {_first_line(error.__cause__)}") from error
+            raise CheckpointError(f"{absent}; HF_HUB_OFFLINE forbids a download") from error
+        raise CheckpointError(f"{absent}; {where} cannot be reached: {_first_line(error.__cause__)}") from error
     except errors.HFValidationError as error:
         raise CheckpointError(f"{name.repo!r} is no id of the hub: {_first_line(error)}") from error
     except (OSError, errors.HTTPError) as error:

@@ -51,6 +51,8 @@ def test_what_is_not_a_model_is_said_in_one_line(tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             resolve_model(name)
         assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"^tokenizer: no model 'gpt-17'"):
+        resolve_tokenizer("gpt-17")
 
 
 BROKEN_JSON = {

@@ -146,10 +146,10 @@ def test_offline(server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert resolve_model("org/sharded") == folder
     assert resolve_model(f"org/sharded@{NEW}") == folder
-    with pytest.raises(CheckpointError, match=r"path org/other, the cache has not all .*, and HF_HUB_OFFLINE"):
+    with pytest.raises(CheckpointError, match=r"path org/other, and no whole model .*; HF_HUB_OFFLINE"):
         resolve_model("org/other")
     (pathlib.Path(folder) / "model-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"path org/sharded, the cache has not all .*, and HF_HUB_OFFLINE"):
+    with pytest.raises(CheckpointError, match=r"path org/sharded, and no whole model .*; HF_HUB_OFFLINE"):
         resolve_model("org/sharded")
 
 
@@ -157,14 +157,14 @@ def test_without_a_network(server, monkeypatch):
     folder = resolve_model("org/sharded")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert resolve_model("org/sharded") == folder
-    with pytest.raises(CheckpointError, match=r"path org/other, .* and \S+:9/org/other is out of reach: "):
+    with pytest.raises(CheckpointError, match=r"path org/other, .*; \S+:9/org/other cannot be reached: "):
         resolve_model("org/other")
 
 
 def test_tokens_and_gates(server, monkeypatch):
     server.repos["org/private"] = Repo({NEW: FILES}, {"main": NEW}, token="secret")
     server.repos["org/gated"] = Repo({NEW: FILES}, {"main": NEW}, token="secret", is_gated=True)
-    with pytest.raises(CheckpointError, match=r"no model 'org/private': .* or private and without an HF_TOKEN"):
+    with pytest.raises(CheckpointError, match=r"no model 'org/private': .* or is private and HF_TOKEN is not set"):
         resolve_model("org/private")
     with pytest.raises(
         CheckpointError, match=r"org/gated is gated: ask for access at http.*/org/gated, and set HF_TOKEN"
@@ -235,12 +235,14 @@ def test_no_weights_where_none_are_read(server):
     assert names(resolve_tokenizer("org/sharded")) == SMALL
     assert names(resolve_names(EngineConfig(model="org/sharded", load_format="dummy")).model) == SMALL
     server.requests.clear()
-    with pytest.raises(CheckpointError, match=r"the cache has not all of org/sharded: model-1\.safetensors, model-2"):
+    with pytest.raises(
+        CheckpointError, match=r"the cache does not hold all of org/sharded: model-1\.safetensors, model-2"
+    ):
         resolve_model("org/sharded", is_offline=True)
     assert not server.requests
     config = resolve_names(EngineConfig(model="org/sharded", revision="main", tokenizer="org/sharded@v1"))
     assert (config.revision, pathlib.Path(config.tokenizer).name) == (None, OLD)
-    with pytest.raises(CheckpointError, match="path org/unknown, the cache has not all"):
+    with pytest.raises(CheckpointError, match="path org/unknown, and no whole model"):
         resolve_tokenizer("org/unknown", is_offline=True)
 
 
@@ -256,5 +258,5 @@ def test_on_the_command_line(server, test_data, capsys):
     assert f"from karpathy/stories@{NEW}" in capsys.readouterr().out
     assert main(["serve", "karpathy/nothing"]) == 1
     refusal = capsys.readouterr().err
-    assert refusal.startswith("jaxserve: error: no model 'karpathy/nothing': nothing lies at this path")
+    assert refusal.startswith("jaxserve: error: no model 'karpathy/nothing': there is no such path")
     assert refusal.count("\n") == 1
