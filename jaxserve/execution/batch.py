@@ -239,7 +239,7 @@ def make_batch(
     slot_ids = pieces["slots"]
     starts = slots.num_computed.at[slot_ids].get(mode="fill", fill_value=0)
     if num_columns:
-        tokens = _columns(pieces, slots, num_columns)
+        tokens = _columns(pieces, slots, num_columns, block_size=block_size)
     else:
         tokens = _ragged(pieces, slots, starts, is_decode_only=is_decode_only)
     index = jnp.arange(tokens.positions.shape[0], dtype=jnp.int32)
@@ -247,6 +247,11 @@ def make_batch(
 
     def of_group(group: int) -> Tables:
         tables = slots.block_tables[group].at[slot_ids].get(mode="fill", fill_value=0)
+        if num_columns:
+            # Padding behind the last block that is written is in the context, too: others may have left NaN there.
+            last = (starts + jnp.maximum(tokens.num_valid, 1) - 1)[:, None] // block_size
+            block = jnp.minimum(jnp.arange(tables.shape[1], dtype=jnp.int32)[None], last)
+            tables = jnp.take_along_axis(tables, block, axis=1)
         write_index = tables[row, positions // block_size] * block_size + positions % block_size
         return Tables(jnp.where(tokens.is_written, write_index, num_blocks * block_size + index), tables)
 
@@ -328,9 +333,10 @@ def read_columns(pieces: dict[str, jax.Array], slots: Slots) -> ColumnRows:
     return ColumnRows(is_row, starts, last, jnp.where(is_row, num_valid, 0))
 
 
-def _columns(pieces: dict[str, jax.Array], slots: Slots, num_columns: int) -> _Tokens:
+def _columns(pieces: dict[str, jax.Array], slots: Slots, num_columns: int, *, block_size: int) -> _Tokens:
     """Return the tokens of rows that verify drafts: each has `num_columns`, the last token of its sequence, its drafts,
-    and padding, which is computed for nothing.
+    and padding, which repeats the first of them. It is written, too, as far as their last block reaches: a weight of 0
+    would not remove NaN that others have left there.
     """
     assert slots.drafts is not None
     slot_ids = pieces["slots"]
@@ -341,12 +347,14 @@ def _columns(pieces: dict[str, jax.Array], slots: Slots, num_columns: int) -> _T
     num_valid = jnp.minimum(num_valid, jnp.where(is_row, 1 + num_drafts, 0))
     column = jnp.arange(num_columns, dtype=jnp.int32)[None]
     positions = jnp.where(is_row[:, None], starts[:, None] + column, 0)
+    is_valid = column < num_valid[:, None]
+    is_in_last_block = positions // block_size == (starts + num_valid - 1)[:, None] // block_size
     query_starts = num_columns * jnp.minimum(jnp.arange(num_rows + 1, dtype=jnp.int32), pieces["header"][0])
     return _Tokens(
-        token_ids=jnp.concatenate([last[:, None], drafts], axis=1).reshape(-1),
+        token_ids=jnp.where(is_valid, jnp.concatenate([last[:, None], drafts], axis=1), last[:, None]).reshape(-1),
         row=jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), num_columns),
         positions=positions.reshape(-1),
-        is_written=(column < num_valid[:, None]).reshape(-1),
+        is_written=(is_valid | (is_in_last_block & (num_valid > 0)[:, None])).reshape(-1),
         query_starts=query_starts,
         num_valid=num_valid,
     )

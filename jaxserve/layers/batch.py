@@ -75,8 +75,8 @@ class Batch:
     """
     num_columns: int = flax.struct.field(pytree_node=False, default=0)
     """Static: if not 0, each row has so many tokens, one row after the other, but padding rows at the end, which have
-    none. Those behind a row's drafts are padding, too: they write nowhere and are at positions up to `num_columns` - 1
-    behind the sequence, for which there are entries in the block tables.
+    none. Those behind a row's drafts are padding, too: they write at most into the row's last block and are at
+    positions up to `num_columns` - 1 behind the sequence, for which there are entries in the block tables.
     """
     kernels: Kernels = flax.struct.field(pytree_node=False, default="xla")
     """Static: what layers run where they have a choice."""

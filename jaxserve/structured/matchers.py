@@ -284,8 +284,10 @@ class Matchers:
         indices: list[int] = []
         for request in requests:
             constraint = self._constraints[request.request_id]
-            first = request.num_prompt_tokens + constraint.num_seen
-            news = [*request.token_ids[first:], *pending.get(request.request_id, ())]
+            known, first = request.token_ids, request.num_prompt_tokens + constraint.num_seen
+            drawn = pending.get(request.request_id, ())
+            # With several stages some of those that are drawn have been consumed while they were pending.
+            news = [*known[first:], *drawn[max(0, first - len(known)) :]]
             is_followed = True
             if not request.request.stop_token_ids.isdisjoint(news):
                 is_followed = None  # with speculation, more tokens may have been drawn behind the last

@@ -6,6 +6,7 @@ from depths import quick_first
 from engine_harness import MAX_MODEL_LEN, Model, request, run
 
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.speculation import parse_speculation
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +134,15 @@ def assert_entry(entry, token, row, num_top):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_corrupted_request_fails_alone(overlap):
+def test_a_corrupted_request_fails_alone(overlap, drafts):
     """A token whose embedding is NaN fails its request; its blocks, with NaN in them, are then used by others
     unharmed.
     """
-    model = Model("llama_untied", corrupt_token=5)
+    if drafts is not None:
+        drafts = drafts | {"num_speculative_tokens_per_batch_size": [[1, 8, 7]]}
+    model = Model("llama_untied", corrupt_token=5, speculation=parse_speculation(drafts))
     healthy = [token for token in range(model.vocab_size) if token != 5]
     random = np.random.default_rng(4)
     good = {f"g{i}": random.choice(healthy, 6 + 5 * i).tolist() for i in range(5)}

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from engine_harness import GREEDY, Model, Result, assert_naive, drain, prompts, request, run
 from meshes import make_mesh
+from tiny_model import ascii_tokenizer
 
 from jaxserve.errors import ConfigError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.sampling_params import SamplingParams, StructuredOutputs
+from jaxserve.structured.grammar import make_grammar
+from jaxserve.structured.matchers import Matchers
 
 NAME = "llama_tied_llama3_rope"  # the embedding is needed by both stages
 
@@ -61,6 +64,15 @@ def test_preemption_and_cached_prefixes(model, one_device):
     results |= run(engine, [request("again", *asked["again"])])
     assert results["again"].num_cached_tokens == 32
     assert_naive(one_device, results, asked)
+
+
+def test_a_grammar_follows_a_request_with_several_rows_in_flight(model, one_device):
+    matchers = Matchers(ascii_tokenizer, vocab_size=one_device.vocab_size)
+    asked = [request("r", [5, 6, 7], 9, grammar=make_grammar(StructuredOutputs(regex="(ab|cd){2,9}-[0-9]{3}")))]
+    results = [run(each.engine(matchers=matchers), asked)["r"] for each in (model, one_device)]
+    matchers.close()
+    assert results[0].error is None
+    assert results[0].token_ids == results[1].token_ids
 
 
 def test_slots_of_aborted_requests_are_used_again_while_their_rows_are_in_flight(model, one_device):
