@@ -111,7 +111,7 @@ def test_sizes(text, size):
 
 
 def test_texts_mean_what_they_mean_as_flags():
-    """As Ray's command line passes them."""
+    """Ray's command line passes texts."""
     texts = {
         "max_num_seqs": "8",
         "max_model_len": "2K",
