@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.layers.layouts import rounded_to, with_schemes
 from jaxserve.layers.params import Params, ParamSpec, path_name
-from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store, store_manifest
+from jaxserve.loading import gguf_config, gguf_model, huggingface, orbax_store, overrides, store_manifest
 from jaxserve.loading.expected_weights import expected_weights
 from jaxserve.quantization.scheme import SCHEMES, Scheme
 
@@ -41,8 +41,11 @@ def naming_config(path: str | pathlib.Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        where = f"{path}, as " if pathlib.Path(path).is_file() else f"{pathlib.Path(path)}/"
-        raise CheckpointError(f"{where}{error}") from error
+        given, said = overrides.origin(str(path)), str(error)
+        if given != str(path):
+            said = said.replace("config.json:", "config.json with hf_overrides:", 1)
+        where = f"{given}, as " if pathlib.Path(path).is_file() else f"{pathlib.Path(given)}/"
+        raise CheckpointError(f"{where}{said}") from error
 
 
 WhyNotHeld = Callable[[ParamSpec, Scheme], str | None]
