@@ -101,9 +101,9 @@ def _read(fields: dict[str, Any]) -> Config:
             "sizes by it, and transformers does not"
         )
     step = fields.get("time_step_min")
-    if isinstance(step, int | float) and step > MIN_STEP:
+    if isinstance(step, int | float) and step > 1.01 * MIN_STEP:  # it may have been rounded
         raise CheckpointError(
-            f"config.json: time_step_min {step:g} is not supported: transformers makes no step smaller, and NVIDIA's "
+            f"config.json: time_step_min {step!r:.100} is not supported: transformers makes no step smaller, and NVIDIA's "
             "code does"
         )
     return read_config(

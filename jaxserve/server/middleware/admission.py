@@ -208,9 +208,10 @@ class Authentication:
         is_admin = bool(self._admin_keys) and scope["path"] in self._admin_paths
         keys = self._admin_keys if is_admin else self._keys
         headers = dict(reversed(scope["headers"]))  # the first of several
-        given = (headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b""))
-        owners = [keys.owner(each) for each in given] if keys else [""]
-        owner = next((each for each in owners if each is not None), None)
+        given = headers.get(b"authorization", b"")
+        if given[:7].lower() != b"bearer ":
+            given = b"Bearer " + headers.get(b"x-api-key", b"")
+        owner = keys.owner(given) if keys else ""
         if owner is not None:
             scope["owner"] = owner
             await self._app(scope, receive, send)
