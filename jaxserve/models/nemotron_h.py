@@ -103,8 +103,8 @@ def _read(fields: dict[str, Any]) -> Config:
     step = fields.get("time_step_min")
     if isinstance(step, int | float) and step > 1.01 * MIN_STEP:  # it may have been rounded
         raise CheckpointError(
-            f"config.json: time_step_min {step!r:.100} is not supported: transformers makes no step smaller, and NVIDIA's "
-            "code does"
+            f"config.json: time_step_min {step!r:.100} is not supported: transformers makes no step smaller, and "
+            "NVIDIA's code does"
         )
     return read_config(
         Config,
