@@ -182,7 +182,7 @@ def test_tensors_that_predict_further_tokens_outside_the_layers(tmp_path, name):
     "changes",
     [
         {"model_type": "jamba", "time_step_limit": [0.0, float("inf")]},
-        {"model_type": "kimi_linear", "layer_types": "linear", "rope_scaling": []},
+        {"model_type": "zamba2", "layer_types": "linear", "rope_scaling": []},
         {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp4"}},
         {"model_type": "jamba", "num_labels": "two", "load_in_4bit": True},
         {"model_type": "qwen3_omni_moe", "text_config": {"quantization_config": {"quant_method": "fp8"}}},
