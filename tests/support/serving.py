@@ -94,7 +94,7 @@ class Running:
             for data in response.iter_bytes():
                 content += data
                 on_data(content)
-        return httpx.Response(response.status_code, headers=response.headers, content=content)
+        return httpx.Response(response.status_code, headers=response.headers, content=content, request=response.request)
 
 
 class RunningFake(Running):
