@@ -191,7 +191,7 @@ def verified(model, monkeypatch, prompt=PROMPT, num_tokens=10, **limits):
         for output in engine.step():
             result.add(output)
         if len(seen) > num_seen:
-            steps.append((before, seen[-1][: len(prompt) + num_tokens - len(before)]))
+            steps.append((before, seen[-1][: len(prompt) + num_tokens - len(before) - 1]))
     monkeypatch.undo()
     assert len(steps) >= 4
     return steps
