@@ -6,14 +6,18 @@ make_goldens.py imports this as the tests do, so it needs numpy only.
 """
 
 import hashlib
+import itertools
 import json
 import math
+import re
 import shutil
 
 import numpy as np
 
 WEIGHTS = "weights.json"
-"""A golden's file: the seed, and of each file of weights each tensor's dtype and shape."""
+"""A golden's file: the seed, and of each file of weights each tensor's shape, or dtype and shape if that is not BF16.
+Tensors that differ in an index alone have one name with all indices, as "layers.{0-3}.norm.weight".
+"""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 """Families whose checkpoints hold the gains of norms less 1."""
 STORED_WHOLE = "linear_attn.norm.weight"
@@ -88,19 +92,62 @@ def read_declared(folder):
     return declared
 
 
+def folded(tensors):
+    """Return tensors with one name for those that differ in an index alone, the innermost indices first."""
+    for place in reversed(range(max(name.count(".") for name in tensors))):
+        groups = {}
+        for name, tensor in tensors.items():
+            parts = name.split(".")
+            is_indexed = parts[place : place + 1] != [] and parts[place].isdigit()
+            index = int(parts[place]) if is_indexed else None
+            before, after = ".".join(parts[:place]), ".".join(parts[place + 1 :])
+            key = (f"{before}.%s.{after}" if is_indexed else name), str(tensor)
+            groups.setdefault(key, []).append((index, tensor))
+        tensors = {}
+        for (name, _), found in groups.items():
+            [*indices], tensor = (index for index, _ in found), found[0][1]
+            if indices == [None]:
+                tensors[name] = tensor
+                continue
+            runs = itertools.groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0])
+            for first, *others in ([index for _, index in run] for _, run in runs):
+                tensors[name % (f"{{{first}-{others[-1]}}}" if others else first)] = tensor
+    return tensors
+
+
+def unfolded(name):
+    """Return the names that one of `folded` stands for."""
+    found = re.search(r"{(\d+)-(\d+)}", name)
+    if found is None:
+        return [name]
+    indices = range(int(found[1]), int(found[2]) + 1)
+    return [each for index in indices for each in unfolded(name.replace(found[0], str(index), 1))]
+
+
 def declared_as_json(declared, seed):
-    """Return weights.json with a line for each tensor."""
+    """Return weights.json with a line for each folded name."""
     files = [f' "seed": {seed}']
     for file, tensors in declared.items():
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in tensors.items())
+        short = {name: shape if dtype == "BF16" else [dtype, shape] for name, (dtype, shape) in tensors.items()}
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in folded(short).items())
         files.append(f" {json.dumps(file)}: {{\n{lines}\n }}")
     return "{\n" + ",\n".join(files) + "\n}\n"
 
 
+def read_weights(golden):
+    """Return a golden's seed, and what `read_declared` said."""
+    declared = json.loads((golden / WEIGHTS).read_text())
+    seed = declared.pop("seed")
+    for file, tensors in declared.items():
+        full = {name: each if each and isinstance(each[0], str) else ["BF16", each] for name, each in tensors.items()}
+        declared[file] = dict(sorted((each, tensor) for name, tensor in full.items() for each in unfolded(name)))
+    return seed, declared
+
+
 def write_weights(golden, folder):
     """Write the files of a golden's weights to a folder, with an index if they are several."""
-    declared = json.loads((golden / WEIGHTS).read_text())
-    seed = f"{declared.pop('seed')}/{golden.name}"
+    seed, declared = read_weights(golden)
+    seed = f"{seed}/{golden.name}"
     gain = 0.0 if json.loads((golden / "config.json").read_text())["model_type"] in STORED_LESS_ONE else 1.0
     for file, tensors in declared.items():
         header, data = {"__metadata__": {"format": "pt"}}, b""
