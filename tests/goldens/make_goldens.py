@@ -2,8 +2,8 @@
 
 Runs in a Python with torch (see make.sh), not in jaxserve's. Each golden is a directory with config.json, the names and
 shapes of the tensors as save_pretrained writes them (weights.json, see golden_weights.py), and golden.npz: token_ids
-[T], float32 logits [P, V] at `positions` [P], and the greedy continuation of the first `prompt_length` tokens. The seed
-draws dimensions, weights and tokens.
+[T], float32 logits [P, V] at POSITIONS, and the greedy continuation of the first ones. The seed draws dimensions,
+weights and tokens.
 """
 
 import argparse
@@ -18,16 +18,21 @@ import safetensors.torch
 import torch
 import transformers
 from cases import CASES, FAMILIES, FIELD_NAMES, HAVE_HEAD_DIM, HAVE_NO_KV_HEADS, MXFP4, NUMBERS, ROPES, SHARDED
-from golden_weights import WEIGHTS, declared_as_json, read_declared, write_weights
+from golden_weights import (
+    POSITIONS,
+    PROMPT_LENGTH,
+    SEQUENCE_LENGTH,
+    WEIGHTS,
+    declared_as_json,
+    read_declared,
+    write_weights,
+)
 from transformers import CONFIG_MAPPING
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-SEQUENCE_LENGTH = 41
-PROMPT_LENGTH = 24
 NUM_GREEDY = 10
-POSITIONS = np.arange(4, SEQUENCE_LENGTH, 6)  # with the last; layers spread what is wrong at others
 MIN_MARGIN = 1e-3  # of the largest logit, between the best two: else rounding could decide a greedy token
 
 
@@ -177,10 +182,7 @@ def make_golden(directory, name, seed):
         directory / name / "golden.npz",
         token_ids=token_ids.astype(np.int32),
         logits=logits[POSITIONS],
-        positions=POSITIONS.astype(np.int32),
         greedy=greedy.astype(np.int32),
-        prompt_length=PROMPT_LENGTH,
-        seed=seed,
     )
     print(f"{name}: max |logit| {np.abs(logits).max():.1f}, smallest greedy margin {margin:.1e}")
 

@@ -15,6 +15,7 @@ from golden_models import (
     load_golden,
     paged_chunk_logits,
 )
+from golden_weights import PROMPT_LENGTH
 from naive import naive_logits
 
 from jaxserve.layers.layouts import layouts, put
@@ -45,7 +46,7 @@ def assert_close(logits, golden):
 
 def assert_greedy(logits, golden):
     """Check the tokens that follow the prompt, each of which sees the same ones before it as in transformers."""
-    begin, expected = int(golden[3]["prompt_length"]) - 1, golden[3]["greedy"]
+    begin, expected = PROMPT_LENGTH - 1, golden[3]["greedy"]
     assert np.asarray(logits)[begin : begin + len(expected)].argmax(axis=-1).tolist() == expected.tolist()
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from depths import quick_only
 from golden_folder import GOLDENS as FOLDER
+from golden_weights import POSITIONS, PROMPT_LENGTH
 from naive import naive_logits
 from paged import chunked_logits
 
@@ -57,7 +58,7 @@ def continued(golden):
     share its compiled programs; causal attention does not see padding.
     """
     expected = golden[3]
-    tokens = [*expected["token_ids"][: int(expected["prompt_length"])], *expected["greedy"]]
+    tokens = [*expected["token_ids"][:PROMPT_LENGTH], *expected["greedy"]]
     return np.pad(tokens, (0, len(expected["token_ids"]) - len(tokens)))
 
 
@@ -81,9 +82,9 @@ def relative_error(logits, expected):
 
 def golden_error(logits, golden):
     """Return the error of logits [T, V], at the positions whose logits a golden has."""
-    positions, expected = golden[3]["positions"], golden[3]["logits"]
+    expected = golden[3]["logits"]
     assert logits.shape[1] == expected.shape[1]
-    return relative_error(logits[positions], expected)
+    return relative_error(logits[POSITIONS], expected)
 
 
 def print_table():

@@ -18,6 +18,12 @@ WEIGHTS = "weights.json"
 """A golden's file: the seed, and of each file of weights each tensor's shape, or dtype and shape if that is not BF16.
 Tensors that differ in an index alone have one name with all indices, as "layers.{0-3}.norm.weight".
 """
+SEQUENCE_LENGTH = 41
+"""Number of tokens of golden.npz."""
+PROMPT_LENGTH = 24
+"""How many of them precede the greedy continuation."""
+POSITIONS = np.arange(4, SEQUENCE_LENGTH, 6)
+"""The positions of the logits of golden.npz, with the last one; layers spread what is wrong at others."""
 STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 """Families whose checkpoints hold the gains of norms less 1."""
 STORED_WHOLE = "linear_attn.norm.weight"
