@@ -159,6 +159,21 @@ GLM_45_AIR: dict[str, Any] = QWEN3_30B_A3B | {
 a shared one are active per token.
 """
 
+KIMI_LINEAR_48B_A3B: dict[str, Any] = {
+    "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+    "moe_intermediate_size": 1024, "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
+    "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "linear_attn_config": {
+        "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4, "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+    },
+    "model_max_length": 1048576, "rms_norm_eps": 1e-5, "dtype": "bfloat16", "eos_token_id": 163586,
+}
+"""The shape of Kimi Linear 48B A3B: the delta rule with decays by channel in three of four layers, 256 experts a layer,
+8 of which and a shared one are active per token.
+"""
+
 LFM2_8B_A1B: dict[str, Any] = {
     "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 7168,
     "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -184,7 +199,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE, "qwen2.5-7b": QWEN25_7B, "phi-4": PHI_4, "olmo-2-7b": OLMO_2_7B,
     "command-r7b": COMMAND_R7B, "gemma-3-4b": GEMMA_3_4B, "smollm3-3b": SMOLLM3_3B,
     "qwen3-next-80b-a3b": QWEN3_NEXT_80B_A3B, "qwen3.5-27b": QWEN35_27B, "glm-4.5-air": GLM_45_AIR,
-    "lfm2-8b-a1b": LFM2_8B_A1B, "nemotron-h-8b": NEMOTRON_H_8B,
+    "kimi-linear-48b-a3b": KIMI_LINEAR_48B_A3B, "lfm2-8b-a1b": LFM2_8B_A1B, "nemotron-h-8b": NEMOTRON_H_8B,
 }
 """Shapes to run with random weights, by name."""
 # fmt: on
