@@ -66,6 +66,7 @@ FAMILIES = {
     "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
     "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
+    "olmo": (transformers.OlmoConfig, transformers.OlmoForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
@@ -111,6 +112,7 @@ HAVE_HEAD_DIM = {
     *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
+    *("nemotron", "cwm", "jais2", "iquestcoder", "hyperclovax", "vaultgemma"),
     *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
