@@ -67,6 +67,7 @@ FAMILIES = {
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
     "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
     "olmo": (transformers.OlmoConfig, transformers.OlmoForCausalLM),
+    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
@@ -127,6 +128,7 @@ GPT_NAMES = {
 FIELD_NAMES = {
     "starcoder2": {"rms_norm_eps": "norm_epsilon"},
     "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "nemotron": {"rms_norm_eps": "norm_eps"},
     "cohere2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt2": GPT_NAMES,
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
