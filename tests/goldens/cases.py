@@ -68,6 +68,9 @@ FAMILIES = {
     "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
     "olmo": (transformers.OlmoConfig, transformers.OlmoForCausalLM),
     "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
+    "granitemoeshared": (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM),
+    "granite_swa": (transformers.GraniteSWAConfig, transformers.GraniteSWAForCausalLM),
+    "granitemoe_swa": (transformers.GraniteMoeSWAConfig, transformers.GraniteMoeSWAForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
