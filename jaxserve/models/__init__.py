@@ -87,6 +87,7 @@ from jaxserve.models import (
     smollm3,
     stablelm,
     starcoder2,
+    youtu,
 )
 from jaxserve.models.family import Family
 
@@ -169,6 +170,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": smollm3.FAMILY,
     "stablelm": stablelm.FAMILY,
     "starcoder2": starcoder2.FAMILY,
+    "youtu": youtu.FAMILY,
 }
 
 

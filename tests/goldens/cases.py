@@ -71,6 +71,7 @@ FAMILIES = {
     "granitemoeshared": (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM),
     "granite_swa": (transformers.GraniteSWAConfig, transformers.GraniteSWAForCausalLM),
     "granitemoe_swa": (transformers.GraniteMoeSWAConfig, transformers.GraniteMoeSWAForCausalLM),
+    "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
