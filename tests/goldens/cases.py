@@ -72,6 +72,7 @@ FAMILIES = {
     "granite_swa": (transformers.GraniteSWAConfig, transformers.GraniteSWAForCausalLM),
     "granitemoe_swa": (transformers.GraniteMoeSWAConfig, transformers.GraniteMoeSWAForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
+    "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
