@@ -73,6 +73,7 @@ FAMILIES = {
     "granitemoe_swa": (transformers.GraniteMoeSWAConfig, transformers.GraniteMoeSWAForCausalLM),
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
     "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
+    "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
@@ -134,6 +135,7 @@ FIELD_NAMES = {
     "starcoder2": {"rms_norm_eps": "norm_epsilon"},
     "cohere": {"rms_norm_eps": "layer_norm_eps"},
     "nemotron": {"rms_norm_eps": "norm_eps"},
+    "jais2": {"rms_norm_eps": "layer_norm_eps"},
     "cohere2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt2": GPT_NAMES,
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
