@@ -74,6 +74,7 @@ FAMILIES = {
     "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
     "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
+    "iquestcoder": (transformers.IQuestCoderConfig, transformers.LlamaForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
