@@ -75,6 +75,7 @@ FAMILIES = {
     "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
     "iquestcoder": (transformers.IQuestCoderConfig, transformers.LlamaForCausalLM),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
