@@ -16,7 +16,7 @@ MODEL_TYPES = {
     *("mimo", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2"),
     *("olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "seed_oss", "smollm3"),
-    *("stablelm", "starcoder2", "youtu"),
+    *("stablelm", "starcoder2", "vaultgemma", "youtu"),
 }
 """The keys of `models.FAMILIES`. A config of another model type is refused as such before any of its fields is judged,
 as these may mean something else there.

@@ -91,6 +91,7 @@ from jaxserve.models import (
     smollm3,
     stablelm,
     starcoder2,
+    vaultgemma,
     youtu,
 )
 from jaxserve.models.family import Family
@@ -178,6 +179,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": smollm3.FAMILY,
     "stablelm": stablelm.FAMILY,
     "starcoder2": starcoder2.FAMILY,
+    "vaultgemma": vaultgemma.FAMILY,
     "youtu": youtu.FAMILY,
 }
 

@@ -76,6 +76,7 @@ FAMILIES = {
     "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
     "iquestcoder": (transformers.IQuestCoderConfig, transformers.LlamaForCausalLM),
     "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM),
+    "vaultgemma": (transformers.VaultGemmaConfig, transformers.VaultGemmaForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
