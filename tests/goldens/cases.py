@@ -77,6 +77,7 @@ FAMILIES = {
     "iquestcoder": (transformers.IQuestCoderConfig, transformers.LlamaForCausalLM),
     "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM),
     "vaultgemma": (transformers.VaultGemmaConfig, transformers.VaultGemmaForCausalLM),
+    "helium": (transformers.HeliumConfig, transformers.HeliumForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
