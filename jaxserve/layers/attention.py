@@ -106,6 +106,8 @@ class Attention:
         query_scale: a factor of queries by position; None if there is none.
         has_gate: the output of each head is multiplied by the sigmoid of a projection of the input. Checkpoints have
             the rows of a head's gate behind those of its query.
+        clip: limit of the absolute values of queries, keys and values, before norms and the rotation; None if there is
+            none.
         value_norm: the norm of each value, without a gain; None if there is none.
         keys_are_values: one projection makes both, before norms and the rotation.
         source: the earlier layer, with equal KV heads, whose keys and values this one reads; None if it has its own.
@@ -126,6 +128,7 @@ class Attention:
     has_sinks: bool = False
     query_scale: QueryScale | None = None
     has_gate: bool = False
+    clip: float | None = None
     value_norm: Norm | None = None
     keys_are_values: bool = False
     source: int | None = None
@@ -230,6 +233,8 @@ class Attention:
     ) -> tuple[Float[Array, "T H D"], Any]:
         """Compute what is between the block's two projections."""
         batch, cache, rotation = step
+        if self.clip is not None:
+            qkv = jnp.clip(qkv, -self.clip, self.clip)
         slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
         scores = Scores(
             scale=self.score_scale,
@@ -300,6 +305,7 @@ class Attention:
             "capped scores": self.soft_cap,
             "ALiBi": self.alibi_slopes,
             "a scale of queries": self.query_scale,
+            "clipped queries, keys and values": self.clip,
             "a norm of values": self.value_norm,
         }
         if found := [name for name, value in more.items() if value is not None]:

@@ -50,7 +50,7 @@ class Norm:
             return {}
         if self.kind == "rms":
             return norm_spec(source, size, offset=self.offset)
-        return layer_norm_specs(source, size, bias=self.has_bias)
+        return layer_norm_specs(source, size, offset=self.offset, bias=self.has_bias)
 
     def __call__(self, x: Float[Array, "*batch N"], weights: Any) -> Float[Array, "*batch N"]:
         """Normalise the vectors of the last axis with the weights of `specs`."""
@@ -131,8 +131,8 @@ def add_update(x: Float[Array, "T E"], update: Any, context: StepContext) -> Flo
 def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
     """Declare the gain of one RMS norm; `source` is its module's name in the checkpoint.
 
-    `offset` is added to the checkpoint's values: Gemma stores gain - 1. Such gains stay in float32, since a narrow type
-    is more precise near 0 than near 1.
+    `offset` is added to the checkpoint's values: Gemma and Nemotron store gain - 1. Such gains stay in float32, since a
+    narrow type is more precise near 0 than near 1.
     """
     name = f"{source}.weight"
     if offset == 0.0:
@@ -147,9 +147,9 @@ def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
     )
 
 
-def layer_norm_specs(source: str, size: int, *, bias: bool = True) -> Params:
-    """Gain and bias of one layer norm; `source` is its module's name in the checkpoint."""
-    specs: Params = {"gain": norm_spec(source, size)}
+def layer_norm_specs(source: str, size: int, *, offset: float = 0.0, bias: bool = True) -> Params:
+    """Gain and bias of one layer norm; `source` is its module's name in the checkpoint, `offset` as in `norm_spec`."""
+    specs: Params = {"gain": norm_spec(source, size, offset=offset)}
     if bias:
         specs["bias"] = ParamSpec(shape=(size,), axes=(None,), source=(f"{source}.bias",), init_scale=0.0)
     return specs

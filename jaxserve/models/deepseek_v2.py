@@ -29,8 +29,8 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The shape of one DeepSeek V2 or V3; `intermediate_size` is that of layers without experts."""
+class DenseConfig:
+    """The shape of a decoder with latent attention and no experts, and the layer that follows from it."""
 
     vocab_size: int
     hidden_size: int
@@ -46,12 +46,34 @@ class Config:
     """Biases in layers without experts and in the shared experts."""
     is_interleaved: bool
     """True if the checkpoint stores the two dimensions of a rotated pair next to each other."""
+    rope: Rope | None
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The feed-forward block."""
+        return FeedForward(size=self.intermediate_size, activation=self.activation, has_bias=self.mlp_bias)
+
+    @property
+    def layer(self) -> Layer:
+        """The layer."""
+        attention = LatentAttention(heads=self.latent_heads, rope=self.rope, has_bias=self.attention_bias)
+        return Layer(
+            hidden_size=self.hidden_size,
+            mixer=attention,
+            feed_forward=self.feed_forward,
+            norm=Norm(eps=self.norm_eps),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DenseConfig):
+    """The shape of one DeepSeek V2 or V3; `intermediate_size` is that of layers without experts."""
+
     sparse_layers: tuple[bool, ...]
     expert_size: int
     shared_expert_size: int
     """Intermediate size of all shared experts of a layer together."""
     routing: Routing
-    rope: Rope | None
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -62,18 +84,17 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def read(fields: dict[str, Any], **own: Any) -> Config:
     """Read the Config of V2 or of one of its relatives, which read `own`."""
+    shared_expert_size = mixture.shared_size(fields, "n_shared_experts", 0, minimum=0)
+    return read_config(Config, fields, shared_expert_size=shared_expert_size, **read_latents(fields), **own)
+
+
+def read_latents(fields: dict[str, Any]) -> dict[str, Any]:
+    """Read the latent attention and its rotation."""
     heads = hf_config.latent_heads(fields)
     rope = hf_rope.rope(fields, size=heads.rotated_size)
     if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling):  # transformers sharpens any of them
         hf_config.require(hf_rope.rope_object(fields), "mscale_all_dim", 0)
-    return read_config(
-        Config,
-        fields,
-        latent_heads=heads,
-        shared_expert_size=mixture.shared_size(fields, "n_shared_experts", 0, minimum=0),
-        rope=rope,
-        **own,
-    )
+    return {"latent_heads": heads, "rope": rope}
 
 
 def _routing(fields: dict[str, Any]) -> Routing:
@@ -94,20 +115,18 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 def layers(config: Config, *, has_selection_bias: bool = False) -> tuple[Layer, ...]:
     """Return the layers; V3 has a bias for choosing experts."""
-    dense = FeedForward(size=config.intermediate_size, activation=config.activation, has_bias=config.mlp_bias)
     experts = Experts(
         routing=config.routing,
         size=config.expert_size,
         activation=config.activation,
         has_selection_bias=has_selection_bias,
-        shared=replace(dense, size=config.shared_expert_size) if config.shared_expert_size else None,
+        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
     )
-    attention = LatentAttention(heads=config.latent_heads, rope=config.rope, has_bias=config.attention_bias)
-    layer = Layer(hidden_size=config.hidden_size, mixer=attention, feed_forward=dense, norm=Norm(eps=config.norm_eps))
+    layer = config.layer
     return tuple(replace(layer, feed_forward=experts) if is_sparse else layer for is_sparse in config.sparse_layers)
 
 
-def names(config: Config) -> Names:
+def names(config: DenseConfig) -> Names:
     """Return the names of weights; V3 says how pairs are stored."""
     return Names(experts=ExpertNames(shared="shared_experts"), is_interleaved=config.is_interleaved)
 

@@ -10,8 +10,8 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.moe import Experts, Routing
-from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import granite, hf_config, hf_rope, mamba2, mixture
+from jaxserve.layers.names import Names
+from jaxserve.models import granite, granitemoe, hf_config, hf_rope, mamba2, mixture
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = (
@@ -74,18 +74,10 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 
 def names(config: Config) -> Names:
-    """Return the names of modules: what a layer with experts has for its feed-forward are two."""
+    """Return the names of modules."""
     if config.routing is None:
         return Names(mlp="shared_mlp", gate_up=("input_linear",), down="output_linear")
-    experts = ExpertNames(
-        router="block_sparse_moe.router.layer",
-        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        gate="input_linear",
-        up="input_linear",
-        down="output_linear",
-        shared="shared_mlp",
-    )
-    return Names(mlp="", experts=experts)
+    return granitemoe.NAMES
 
 
 FAMILY = replace(

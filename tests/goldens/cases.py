@@ -67,6 +67,18 @@ FAMILIES = {
     "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
     "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
+    "olmo": (transformers.OlmoConfig, transformers.OlmoForCausalLM),
+    "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM),
+    "granitemoeshared": (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM),
+    "granite_swa": (transformers.GraniteSWAConfig, transformers.GraniteSWAForCausalLM),
+    "granitemoe_swa": (transformers.GraniteMoeSWAConfig, transformers.GraniteMoeSWAForCausalLM),
+    "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
+    "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
+    "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
+    "iquestcoder": (transformers.IQuestCoderConfig, transformers.LlamaForCausalLM),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM),
+    "vaultgemma": (transformers.VaultGemmaConfig, transformers.VaultGemmaForCausalLM),
+    "helium": (transformers.HeliumConfig, transformers.HeliumForCausalLM),
     # Multimodal models, of which the text is tried.
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
@@ -112,6 +124,7 @@ HAVE_HEAD_DIM = {
     *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
+    *("nemotron", "cwm", "jais2", "iquestcoder", "hyperclovax", "vaultgemma"),
     *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
@@ -126,6 +139,8 @@ GPT_NAMES = {
 FIELD_NAMES = {
     "starcoder2": {"rms_norm_eps": "norm_epsilon"},
     "cohere": {"rms_norm_eps": "layer_norm_eps"},
+    "nemotron": {"rms_norm_eps": "norm_eps"},
+    "jais2": {"rms_norm_eps": "layer_norm_eps"},
     "cohere2": {"rms_norm_eps": "layer_norm_eps"},
     "gpt2": GPT_NAMES,
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},

@@ -34,6 +34,9 @@ MODELS = (
     *("qwen3_next_biases", "olmo_hybrid_biases", "kimi_linear_latent_queries", "lfm2_tied", "lfm2_moe_biases"),
     *("nemotron_h_experts", "mamba2_limits", "granitemoehybrid_experts", "bamba_biases", "falcon_h1_multipliers"),
     *("gemma3n_shared", "gemma4_shared", "llama4_chunks"),
+    *("olmo_clipped", "nemotron_half_rotated", "granite_swa_thetas"),
+    *("granitemoe_swa_shared", "cwm_windows", "jais2_biases"),
+    *("hyperclovax_multipliers", "helium_biases"),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""

@@ -20,6 +20,7 @@ IF_THERE = (
     *("vocab_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", "intermediate_size_mlp", "moe_layers"),
     *("moe_renormalize", "num_expert_group", "num_experts_per_token"),
     *("attn_temperature_tuning", "floor_scale", "attn_scale", "altup_", "laurel_rank", "activation_sparsity_pattern"),
+    *("layer_rope_theta", "use_post_norm"),
 )
 """Fields whose names begin like this are tried only where a config has them."""
 SIZES = (0.5, 2)
@@ -101,7 +102,7 @@ FIELDS = OF_STATES | {
             *("output_router_logits", "return_dict", "gradient_checkpointing", "use_mrope", "no_bias", "qkv_clip"),
             *("enable_moe_fp32_combine", "attention_out_bias", "lm_head_bias"),
             *("linear_allow_neg_eigval", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
-            *("attn_temperature_tuning", "altup_correct_scale"),
+            *("attn_temperature_tuning", "altup_correct_scale", "use_post_norm"),
         ),
         FLAGS,
     ),
@@ -181,6 +182,7 @@ FIELDS = OF_STATES | {
     "laurel_rank": (("times", 2), None),
     "activation_sparsity_pattern": (("by layer", 0.5, 0.0), [0.5], 0.5, None),
     "no_rope_layers": (("by layer", 0, 1), None),
+    "layer_rope_theta": (("by layer", 77.0, 0), ("by layer", 0, 0), [77.0], None),
     "moe_layers": ([0], [1], [], None),
     "mlp_only_layers": ([0], [1], [], None),
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc", None),

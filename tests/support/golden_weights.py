@@ -24,7 +24,9 @@ PROMPT_LENGTH = 24
 """How many of them precede the greedy continuation."""
 POSITIONS = np.arange(4, SEQUENCE_LENGTH, 6)
 """The positions of the logits of golden.npz, with the last one; layers spread what is wrong at others."""
-STORED_LESS_ONE = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+STORED_LESS_ONE = {
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron", "qwen3_5", "qwen3_5_moe", "qwen3_next", "vaultgemma"),
+}
 """Families whose checkpoints hold the gains of norms less 1."""
 STORED_WHOLE = "linear_attn.norm.weight"
 """The end of the name of a norm's gain that these families do not store less 1."""

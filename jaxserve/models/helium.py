@@ -1,0 +1,32 @@
+"""Helium 1 (Kyutai 2025, huggingface.co/kyutai/helium-1-preview-2b): Llama that rotates pairs of neighbouring
+dimensions, and has no bias of the attention's output.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import Names
+from jaxserve.models import hf_rope, llama
+from jaxserve.models.family import Family
+from jaxserve.models.reading import LLAMA, read_config
+
+DEFAULTS: dict[str, Any] = LLAMA | {
+    "vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-08
+}  # fmt: skip
+
+
+def _read(fields: dict[str, Any]) -> llama.Config:
+    return read_config(llama.Config, fields, rope=hf_rope.rope(fields, theta=100_000.0))
+
+
+def layers(config: llama.Config) -> tuple[Layer, ...]:
+    """Return the layers."""
+    attention: Attention = replace(llama.attention(config), out_bias=False)
+    return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
+
+
+FAMILY = Family(llama.Config, DEFAULTS, _read, layers=layers, names=Names(is_interleaved=True), doc=__doc__)
