@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import QueryScale
 from jaxserve.layers.latent_attention import LatentAttention, LatentHeads
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
@@ -52,6 +53,7 @@ class Config:
     """Intermediate size of all shared experts of a layer together."""
     routing: Routing
     rope: Rope
+    query_scale: QueryScale | None = None
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -102,7 +104,9 @@ def layers(config: Config, *, has_selection_bias: bool = False) -> tuple[Layer, 
         has_selection_bias=has_selection_bias,
         shared=replace(dense, size=config.shared_expert_size) if config.shared_expert_size else None,
     )
-    attention = LatentAttention(heads=config.latent_heads, rope=config.rope, has_bias=config.attention_bias)
+    attention = LatentAttention(
+        heads=config.latent_heads, rope=config.rope, has_bias=config.attention_bias, query_scale=config.query_scale
+    )
     layer = Layer(hidden_size=config.hidden_size, mixer=attention, feed_forward=dense, norm=Norm(eps=config.norm_eps))
     return tuple(replace(layer, feed_forward=experts) if is_sparse else layer for is_sparse in config.sparse_layers)
 
