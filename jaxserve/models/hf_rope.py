@@ -118,6 +118,9 @@ def ropes_of_objects(
         raise CheckpointError(
             f"config.json: rope_parameters must have an object for each of {', '.join(default)}, got {kinds!r:.100}"
         )
+    name = "partial_rotary_factor"
+    if partial_rotary_factor is not None and not all(name in kind for kind in kinds.values()):
+        require(fields, name, partial_rotary_factor)  # which transformers reads with some scalings only
     outside = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
     fields = {name: value for name, value in fields.items() if name not in outside}
     full, local = (

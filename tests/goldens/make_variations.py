@@ -33,7 +33,9 @@ MODELS = (
     *("apertus_llama3_rope", "internlm3_dynamic", "phimoe_short", "ministral3_beyond_original"),
     *("qwen3_next_biases", "olmo_hybrid_biases", "lfm2_tied", "lfm2_moe_biases"),
     *("nemotron_h_experts", "mamba2_limits", "granitemoehybrid_experts", "bamba_biases", "falcon_h1_multipliers"),
-    *("gemma3n_shared", "gemma4_shared", "llama4_chunks"),
+    *("gemma3n_shared", "gemma4_shared", "llama4_chunks", "afmoe_windows"),
+    *("cohere2_moe_average", "mimo_v2_flash_windows", "laguna_windows", "solar_open_biases"),
+    *("exaone_moe_windows",),
     *("qwen3_moe_biases_window_some_dense", "gpt_oss_clamped", "deepseek_v2_groups", "deepseek_v3_groups"),
 )
 """Golden models whose configs are varied: of each family those that use its options."""
