@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, norm_spec
 from jaxserve.layers.paged_kv import KVSpec
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import NO_ROW, Params, ParamSpec
 from jaxserve.layers.rope import Rope, Rotation, half_split_order
 from jaxserve.layers.weight import Weight
 from pallas_kernels.kv_write import HeadNorms, rotate
@@ -82,14 +83,26 @@ class QueryScale:
     original_context: int
     offset: int = 0
 
-    def __call__(
-        self, qkv: Float[Array, "T K members D"], positions: Int[Array, " T"]
-    ) -> Float[Array, "T K members D"]:
-        """Return qkv with scaled queries. A rotation may come before or after that, a norm only before it."""
+    def __call__(self, q: Float[Array, " T *heads"], positions: Int[Array, " T"]) -> Float[Array, " T *heads"]:
+        """Return scaled queries. A rotation may come before or after that, a norm only before it."""
         spans = ((positions + self.offset) // self.original_context).astype(jnp.float32)
-        factors = (1.0 + self.beta * jnp.log1p(spans))[:, None, None, None]
-        q = qkv[:, :, :-2].astype(jnp.float32) * factors
-        return jnp.concatenate([q.astype(qkv.dtype), qkv[:, :, -2:]], axis=2)
+        factors = (1.0 + self.beta * jnp.log1p(spans)).reshape(-1, *(1,) * (q.ndim - 1))
+        return (q.astype(jnp.float32) * factors).astype(q.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputGate:
+    """A gate of the attention's output: a factor of each head, or of each of its values, that is a projection of the
+    block's input after an activation. `Names.gate` says where a checkpoint has the projection.
+    """
+
+    activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    is_per_head: bool = False
+
+    def __call__(self, heads: Float[Array, "T H D"], gate: Float[Array, " T H *D"]) -> Float[Array, "T H D"]:
+        """Return the gated heads; the activation is computed in float32."""
+        activated = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.activation](gate.astype(jnp.float32))
+        return heads * activated.reshape(*gate.shape, *(1,) * (heads.ndim - gate.ndim)).astype(heads.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +117,11 @@ class Attention:
         soft_cap, alibi_slopes: as in `Scores`.
         has_sinks: each head has a logit that joins the softmax's denominator and nothing else.
         query_scale: a factor of queries by position; None if there is none.
-        has_gate: the output of each head is multiplied by the sigmoid of a projection of the input. Checkpoints have
-            the rows of a head's gate behind those of its query.
         clip: limit of the absolute values of queries, keys and values, before norms and the rotation; None if there is
             none.
+        gate: the gate of the output; None if there is none.
+        value_dim: the size of a head's values, if that is less than `head_dim`. Pages hold them padded with zeros.
+        value_scale: a factor of the values.
         value_norm: the norm of each value, without a gain; None if there is none.
         keys_are_values: one projection makes both, before norms and the rotation.
         source: the earlier layer, with equal KV heads, whose keys and values this one reads; None if it has its own.
@@ -127,8 +141,10 @@ class Attention:
     head_norm: HeadNorm | None = None
     has_sinks: bool = False
     query_scale: QueryScale | None = None
-    has_gate: bool = False
     clip: float | None = None
+    gate: OutputGate | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     value_norm: Norm | None = None
     keys_are_values: bool = False
     source: int | None = None
@@ -149,13 +165,15 @@ class Attention:
         queries alone, [K, G, D, E].
         """
         E, H, K, D = hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
-        G = H // K
-        num_query_rows = (2 if self.has_gate else 1) * H * D
-        sizes = (num_query_rows, K * D, K * D) if len(names.qkv) == 3 else (num_query_rows + 2 * K * D,)
+        G, V = H // K, self.value_dim or D
+        q_has_gates = self.gate is not None and not names.gate
+        num_query_rows = (2 if q_has_gates else 1) * H * D
+        sizes = (num_query_rows, K * D, K * V) if len(names.qkv) == 3 else (num_query_rows + 2 * K * D,)
         num_interleaved = self.rope.head_dim if names.is_interleaved and self.rope is not None else 0
         assert not (names.is_by_kv_head and num_interleaved), "no family has both"
-        assert not (self.has_gate and (names.is_by_kv_head or num_interleaved)), "no family has both"
-        rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved, has_gate=self.has_gate)
+        assert not (q_has_gates and (names.is_by_kv_head or num_interleaved)), "no family has both"
+        assert V == D or len(names.qkv) == 3, "other families have values of the size of keys"
+        rows = None if names.is_by_kv_head else _rows_by_kv_head(H, K, D, num_interleaved, V, q_has_gates=q_has_gates)
         projections, members, kind = names.qkv, G + 2, "members"
         if self.source is not None or self.keys_are_values:
             assert rows is not None
@@ -177,25 +195,26 @@ class Attention:
                 quantize=True,
             ),
             "out": ParamSpec(
-                shape=(E, H, D),
+                shape=(E, H, V),
                 axes=("embed", "heads", None),
                 num_inputs=2,
                 source=(f"{prefix}.{names.out}.weight",),
-                source_shapes=((E, H * D),),
+                source_shapes=((E, H * V),),
                 quantize=True,
             ),
         }
-        if self.has_gate:
+        if self.gate is not None:
+            outputs = (H,) if self.gate.is_per_head else (H, V)
             specs["gate"] = ParamSpec(
-                shape=(H, D, E),
-                axes=("heads", None, "embed"),
+                shape=(*outputs, E),
+                axes=("heads", *(None,) * (len(outputs) - 1), "embed"),
                 num_inputs=1,
-                source=(f"{prefix}.{names.qkv[0]}.weight",),
-                source_shapes=((2 * H * D, E),),
-                rows=_rows_of_gates(H, D),
-                quantize=True,
+                source=(f"{prefix}.{names.gate or names.qkv[0]}.weight",),
+                source_shapes=((2 * H * D if q_has_gates else math.prod(outputs), E),),
+                rows=_rows_of_gates(H, D) if q_has_gates else None,
+                quantize=not self.gate.is_per_head,
             )
-            if self.qkv_bias:
+            if q_has_gates and self.qkv_bias:
                 specs["gate_bias"] = specs["gate"].bias
         if self.qkv_bias:
             specs["qkv_bias"] = specs["qkv"].bias
@@ -208,12 +227,13 @@ class Attention:
                 of_keys: dict[str, Any] = {"num_heads": K, "axis": "kv_heads"} | of_head
                 specs["k_norm"] = self.head_norm.specs(f"{prefix}.{names.k_norm}", **of_keys)
         if self.has_sinks:  # in float32, like the scores
-            specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=(f"{prefix}.sinks",))
+            source = (f"{prefix}.{names.sinks}",)
+            specs["sinks"] = ParamSpec(shape=(H,), axes=("heads",), dtype=np.float32, source=source)
         return specs
 
     def reader(self, params: Params) -> Weight | None:
         """Return the only weight that is multiplied by the block's input as it is; None with gates."""
-        return None if self.has_gate else params["qkv"]
+        return None if self.gate is not None else params["qkv"]
 
     def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
@@ -223,9 +243,11 @@ class Attention:
         with jax.named_scope("attention"):
             qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=context, name="qkv")
             heads, cache = self.attend(params, qkv, step)
-            if self.has_gate:
-                gate = linear(x, params["gate"], params.get("gate_bias"), context=context, name="gate")
-                heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
+            heads = scaled(heads[:, :, : self.value_dim], self.value_scale)
+            if self.gate is not None:
+                heads = self.gate(
+                    heads, linear(x, params["gate"], params.get("gate_bias"), context=context, name="gate")
+                )
             return residual_update(heads, params, "out", context, consumer), cache
 
     def attend(
@@ -257,7 +279,8 @@ class Attention:
             qkv = _norm_heads(qkv, params["q_norm"], params["k_norm"], self.head_norm, turned)
         if self.query_scale is not None:
             assert self.head_norm is None, "a norm after the scale would undo it"
-            qkv = self.query_scale(qkv, batch.own(batch.positions))
+            q = self.query_scale(qkv[:, :, :-2], batch.own(batch.positions))
+            qkv = jnp.concatenate([q, qkv[:, :, -2:]], axis=2)
         return cache.attend(
             qkv,
             batch,
@@ -286,8 +309,10 @@ class Attention:
     @property
     def why_not_fused(self) -> str | None:
         """Why no kernel multiplies by both projections and what is around them, or None if some do."""
-        if self.has_gate:
+        if self.gate is not None:
             return "the attention's output is gated"
+        if self.value_dim is not None or self.value_scale != 1.0:
+            return "the attention's values are smaller than its keys, or scaled"
         if self.source is not None:
             return "the attention reads the keys and values of another layer"
         return "the attention has an output bias" if self.out_bias else None
@@ -315,15 +340,17 @@ class Attention:
 
 @functools.cache  # one array for all layers
 def _rows_by_kv_head(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int, *, has_gate: bool
+    num_heads: int, num_kv_heads: int, head_dim: int, num_interleaved: int, value_dim: int, *, q_has_gates: bool
 ) -> np.ndarray:
     """Return the rows of q, then k, then v, in the order of `Attention.specs`: each KV head's queries, its key, its
-    value. With gates, q has the rows of each head and of its gate.
+    value, padded with rows that are none. With gates, q has the rows of each head and of its gate.
     """
-    num_of_q = num_heads * (2 if has_gate else 1)
-    rows = np.arange((num_of_q + 2 * num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
-    q, k, v = np.split(rows, (num_of_q, num_of_q + num_kv_heads))
-    q = q[::2] if has_gate else q
+    num_of_q = num_heads * (2 if q_has_gates else 1)
+    rows = np.arange((num_of_q + num_kv_heads) * head_dim, dtype=np.int32).reshape(-1, head_dim)
+    q, k = np.split(rows, (num_of_q,))
+    v = rows.size + np.arange(num_kv_heads * value_dim, dtype=np.int32).reshape(-1, value_dim)
+    v = np.pad(v, ((0, 0), (0, head_dim - value_dim)), constant_values=NO_ROW)
+    q = q[::2] if q_has_gates else q
     order = half_split_order(head_dim, num_interleaved)
     q, k = q[:, order].reshape(num_kv_heads, -1, head_dim), k[:, order]
     return np.concatenate([q, k[:, None], v[:, None]], axis=1).ravel()

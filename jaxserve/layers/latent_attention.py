@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxserve.layers.attention import QueryScale
 from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
@@ -158,13 +159,16 @@ class PagedLatent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """The latent attention block of a layer, with or without biases of "down" and "out"."""
+    """The latent attention block of a layer, with or without biases of "down" and "out", and a factor of queries by
+    position.
+    """
 
     why_not_fused = "the attention is latent"
 
     heads: LatentHeads
     rope: Rope | None
     has_bias: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def cache_spec(self) -> LatentSpec:
@@ -263,6 +267,8 @@ class LatentAttention:
             queries = linear(source, params["q"], context=context, name="q")
             plain, rotated = jnp.split(queries, [heads.plain_size], axis=-1)
             q = jnp.concatenate([_by_head("thn,hnr->thr", plain, params, "k_up", context), turned(rotated)], axis=-1)
+            if self.query_scale is not None:
+                q = context.call(self.query_scale, q, q, step.batch.own(step.batch.positions))
             latent = normed(latent, "latent_norm")
             stored = jnp.concatenate([latent, turned(key[:, None])[:, 0]], axis=-1)
             sizes: dict[str, Any] = {"latent_size": heads.latent_size, "scale": self.score_scale}

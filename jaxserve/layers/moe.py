@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.activations import ACTIVATIONS, Gate
+from jaxserve.layers.activations import ACTIVATIONS, Gate, scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
+from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.linear import Consumer, linear, norm_adds_partial_sums
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
@@ -41,8 +42,10 @@ class Experts:
         activation: as for `activations.gate_of`.
         has_router_bias: a bias is part of the router's logits.
         has_selection_bias: a bias is added to scores for the choice among experts, and to nothing else.
+        router_cap: the router's logits are bent to stay within it, as by `soft_cap`; None if they are not.
         shared: a feed-forward that serves every token, or None.
         has_shared_gate: the shared one is multiplied by a gate of its own.
+        shared_scale: a factor of the shared one.
         weighs_inputs: an expert's weight is a factor of its input, instead of its output.
         is_gated: as for a FeedForward; without a gate the activation is a key of ACTIVATIONS.
         latent_size: the size of the vectors to which tokens are projected for the experts, and theirs are before they
@@ -57,8 +60,10 @@ class Experts:
     activation: str | Gate
     has_router_bias: bool = False
     has_selection_bias: bool = False
+    router_cap: float | None = None
     shared: FeedForward | None = None
     has_shared_gate: bool = False
+    shared_scale: float = 1.0
     weighs_inputs: bool = False
     is_gated: bool = True
     latent_size: int | None = None
@@ -137,7 +142,9 @@ class Experts:
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
         num_tokens = batch.query_starts[batch.num_rows]
-        options: dict[str, Any] = {"weighs_inputs": self.weighs_inputs}
+        options: dict[str, Any] = {
+            name: getattr(self, name) for name in ("router_cap", "shared_scale", "weighs_inputs")
+        }
         return moe(params, x, num_tokens, self.routing, self.activation, batch.context, consumer, **options)
 
 
@@ -165,19 +172,22 @@ def moe(
     consumer: Consumer = "stream",
     *,
     router_input: Float[Array, "T E"] | None = None,
+    router_cap: float | None = None,
+    shared_scale: float = 1.0,
     weighs_inputs: bool = False,
 ) -> Float[Array, "T E"]:
     """Return the weighted sum of each token's experts, and of the shared one if there is one.
 
     Tokens from `num_tokens` on are padding, for which no expert runs; `activation` is as for `activations.gate_of`,
-    `consumer` as for `residual_update`. `router_input` is by default x; with `weighs_inputs` an expert's input is
-    weighted instead of its output. Raises NotImplementedError for experts that kernels cannot multiply by; if they
-    do not support the routing, XLA does it.
+    `consumer` as for `residual_update`. `router_input` is by default x; the other options are those of `Experts`.
+    Raises NotImplementedError for experts that kernels cannot multiply by; if they do not support the routing, XLA does
+    it.
     """
     has_peers = context.peers is not None
-    leaves_sums = consumer == "norm" and norm_adds_partial_sums(x.shape, x.dtype, context) and _has_partial_sums(params)
+    is_one_sum = _has_partial_sums(params) and shared_scale == 1.0
+    leaves_sums = consumer == "norm" and norm_adds_partial_sums(x.shape, x.dtype, context) and is_one_sum
     # The experts and the shared one are in one sum over devices if possible.
-    together = has_peers and _has_partial_sums(params)
+    together = has_peers and is_one_sum
     alone = has_peers and not together and len(_axes_of_partial_sums(params["experts"])) == 1
     with jax.named_scope("moe"):
         by_xla = dataclasses.replace(context, kernels="xla")
@@ -187,6 +197,7 @@ def moe(
         logits = linear(routed.astype(router.dtype), router, context=by_xla, name="router", output_dtype=float32)
         if "router_bias" in params:
             logits = logits + params["router_bias"].astype(jnp.float32)[None]
+        logits = soft_cap(logits, router_cap)
         run = functools.partial(
             _run_experts,
             run=functools.partial(
@@ -213,7 +224,7 @@ def moe(
             if "shared_gate" in params:
                 gate = linear(x, params["shared_gate"], context=by_xla, name="shared_gate")
                 shared = jax.nn.sigmoid(gate) * shared
-            y = y + shared
+            y = y + scaled(shared, shared_scale)
         return y if leaves_sums else summed(y, context)
 
 

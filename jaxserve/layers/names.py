@@ -53,7 +53,9 @@ class Names:
         layers: the list of layers; the names of norms, `attention` and `mlp` are relative to a layer. An empty `mlp`
             means that a layer holds the matrices of its feed-forward itself.
         qkv: three tensors, or one that has the rows of q, k and v. Relative to `attention`, as `out`, `q_norm` and
-            `k_norm` are.
+            `k_norm`, `gate` and `sinks` are.
+        gate: the projection to gates of the attention's output; empty if q has each head's rows of it behind the
+            head's own.
         is_by_kv_head: the one tensor of `qkv` has for each KV head its queries, its key and its value.
         is_interleaved: heads rotate the pairs of dimensions (2i, 2i + 1) instead of the two halves of a head.
         gate_up: two tensors, or one of both; relative to `mlp`, as `up`, `down` and those of `experts` are.
@@ -74,6 +76,8 @@ class Names:
     out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    gate: str = ""
+    sinks: str = "sinks"
     is_by_kv_head: bool = False
     is_interleaved: bool = False
     delta_net: DeltaNames = DeltaNames()

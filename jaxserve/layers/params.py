@@ -21,6 +21,9 @@ from jaxserve.layers.quantized import Quantized
 from jaxserve.layers.weight import Dense, Weight
 from jaxserve.quantization.scheme import Init, Parts, Scheme, dtype_of
 
+NO_ROW = -1
+"""A row of a weight that no tensor has: zeros. For weights of several tensors."""
+
 Params = dict[str, Any]
 """A tree of dicts and lists, with a ParamSpec for each weight, a `Weight` or an array, or what else there is of it."""
 
@@ -69,7 +72,8 @@ class ParamSpec:
         source: names of the Hugging Face tensors that the weight is composed of.
         source_shapes: their shapes; by default the one tensor has the weight's shape.
         rows: for each row of the weight, in row-major order of its outputs, its index among the rows of all sources,
-            one source after the other; None if they are in order already. A row has all inputs of one output.
+            one source after the other, or NO_ROW; None if they are in order already. A row has all inputs of one
+            output.
         is_transposed: the sources have inputs before outputs; their last two axes are swapped first.
         offset: added to the checkpoint's values, in float32.
         unit_axis: vectors along this axis of a checkpoint's values are divided by their lengths, in float32.
@@ -157,7 +161,8 @@ class ParamSpec:
             found = _as_integers(part.reshape(count, -1))
             if arranged is None:
                 num_rows = starts[-1] if self.rows is None else len(self.rows)
-                arranged = np.empty((num_rows, found.shape[1]), part.dtype)
+                make = np.empty if self.rows is None or NO_ROW not in self.rows else np.zeros
+                arranged = make((num_rows, found.shape[1]), part.dtype)
             into = _as_integers(arranged)
             if self.rows is None:
                 into[start : start + count] = found

@@ -61,7 +61,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     return (layer,) * config.num_layers
 
 
-def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
+def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return scaled logits in float32."""
     return logits(params, config, hidden, context) * config.logit_scale
 

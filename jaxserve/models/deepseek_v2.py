@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import QueryScale
 from jaxserve.layers.latent_attention import LatentAttention, LatentHeads
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
@@ -47,6 +48,7 @@ class DenseConfig:
     is_interleaved: bool
     """True if the checkpoint stores the two dimensions of a rotated pair next to each other."""
     rope: Rope | None
+    query_scale: QueryScale | None = None
 
     @property
     def feed_forward(self) -> FeedForward:
@@ -56,7 +58,9 @@ class DenseConfig:
     @property
     def layer(self) -> Layer:
         """The layer."""
-        attention = LatentAttention(heads=self.latent_heads, rope=self.rope, has_bias=self.attention_bias)
+        attention = LatentAttention(
+            heads=self.latent_heads, rope=self.rope, has_bias=self.attention_bias, query_scale=self.query_scale
+        )
         return Layer(
             hidden_size=self.hidden_size,
             mixer=attention,

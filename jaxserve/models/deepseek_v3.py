@@ -5,7 +5,7 @@ The layer after the last one, which predicts further tokens, is loaded if it is 
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.moe import Routing
@@ -31,10 +31,11 @@ def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
     )
 
 
-def routing(fields: dict[str, Any]) -> Routing:
-    """Read how experts are chosen: by groups, sigmoid scores and a bias."""
-    hf_config.require(fields, "scoring_func", "sigmoid")
-    hf_config.require(fields, "topk_method", "noaux_tc")
+def routing(fields: dict[str, Any], scores: Literal["sigmoid", "softmax"] = "sigmoid") -> Routing:
+    """Read how experts are chosen: by groups and scores, and if these are sigmoid ones, by a bias."""
+    hf_config.require(fields, "scoring_func", scores)
+    if scores == "sigmoid":
+        hf_config.require(fields, "topk_method", "noaux_tc")
     num_experts = hf_config.num_experts(fields)
     num_groups, num_chosen_groups = hf_config.expert_groups(fields, 8, 4)
     if num_experts < 2 * num_groups:
@@ -44,7 +45,7 @@ def routing(fields: dict[str, Any]) -> Routing:
     return Routing(
         num_experts=num_experts,
         num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-        scores="sigmoid",
+        scores=scores,
         is_normalized=hf_config.flag(fields, "norm_topk_prob"),
         scale=hf_config.number(fields, "routed_scaling_factor"),
         num_groups=num_groups,

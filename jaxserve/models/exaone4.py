@@ -27,17 +27,22 @@ class Config(DecoderConfig):
     sliding_windows: tuple[int | None, ...]
 
 
-def _read(fields: dict[str, Any]) -> Config:
+def read_windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return each layer's sliding window."""
     pattern = fields.get("sliding_window_pattern")  # a number or, as in "LLLG", letters of which the last is "G"
     if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
         fields["sliding_window_pattern"] = len(pattern)
     window = hf_config.optional_integer(fields, "sliding_window")
     period = 1 if window is None else hf_config.integer(fields, "sliding_window_pattern", 4)
-    windows = hf_config.periodic_windows(fields, window, period=period)
+    return hf_config.periodic_windows(fields, window, period=period)
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    windows, has_none = read_windows(fields), fields.get("sliding_window") is None
     return read_config(
         Config,
         fields,
-        rotates=tuple(window is None or of_layer is not None for of_layer in windows),
+        rotates=tuple(has_none or window is not None for window in windows),
         sliding_windows=windows,
     )
 

@@ -84,7 +84,8 @@ def _read(fields: dict[str, Any]) -> Config:
     keys_are_values = hf_config.flag(fields, "attention_k_eq_v")
     fields |= _full_heads(fields, fields.get(OVERRIDES), windows, keys_are_values=keys_are_values)
     full_heads = hf_config.num_kv_heads(fields | {"num_key_value_heads": fields["num_global_key_value_heads"]})
-    rope, local_rope = _ropes(fields)
+    sizes = hf_config.integer(fields, "global_head_dim"), hf_config.integer(fields, "head_dim")
+    rope, local_rope = hf_rope.ropes_of_objects(fields, ROPES, sizes=sizes)
     has_experts = hf_config.flag(fields, "enable_moe_block")
     input_size = hf_config.integer(fields, "hidden_size_per_layer_input", minimum=0)
     input_vocab_size = hf_config.integer(fields, "vocab_size_per_layer_input")
@@ -132,25 +133,6 @@ def _full_heads(
             f"full_attention ({', '.join(map(str, full))}), got {overrides!r:.100}"
         )
     return {new: of_first.get(name, fields[name]) for name, new in names.items()}
-
-
-def _ropes(fields: dict[str, Any]) -> tuple[Rope, Rope]:
-    """Return the rotary embedding of full layers, and of those with a window."""
-    kinds = ROPES if fields.get("rope_parameters") is None else fields["rope_parameters"]
-    is_by_type = isinstance(kinds, dict) and kinds.keys() == ROPES.keys()
-    if not is_by_type or not all(isinstance(kind, dict) for kind in kinds.values()):
-        raise CheckpointError(
-            f"config.json: rope_parameters must have an object for each of {', '.join(ROPES)}, got {kinds!r:.100}"
-        )
-    outside = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
-    fields = {name: value for name, value in fields.items() if name not in outside}
-
-    def rope(kind: str, size: str) -> Rope:
-        return hf_rope.rope(
-            fields | {"rope_parameters": hf_rope.of_layer_type(kinds[kind])}, size=hf_config.integer(fields, size)
-        )
-
-    return rope("full_attention", "global_head_dim"), rope("sliding_attention", "head_dim")
 
 
 def _routing(fields: dict[str, Any]) -> Routing:

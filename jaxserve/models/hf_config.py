@@ -13,8 +13,8 @@ Fields = dict[str, Any]
 
 NULL_SAYS_SOMETHING = {
     *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "n_shared_experts", "num_key_value_heads"),
-    *("attention_chunk_size", "mamba_d_ssm", "mamba_norm_before_gate", "moe_renormalize", "norm_topk_prob"),
-    *("q_lora_rank", "rope_interleave", "sliding_window"),
+    *("attention_chunk_size", "attention_value_scale", "mamba_d_ssm", "mamba_norm_before_gate", "moe_renormalize"),
+    *("norm_topk_prob", "q_lora_rank", "rope_interleave", "sliding_window"),
 }
 """Fields in which null is a value: the feature is absent, a flag is false, or the value follows from others."""
 

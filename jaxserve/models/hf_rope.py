@@ -105,6 +105,36 @@ def ropes_by_type(
     )
 
 
+def ropes_of_objects(
+    fields: Fields, default: Fields, *, sizes: tuple[int, int], partial_rotary_factor: float | None = None
+) -> tuple[Rope, Rope]:
+    """Read the rotary embedding of full layers, and of those with a window, from objects in `rope_parameters`.
+
+    `sizes` are those of their heads; `default` is what a config says that has no `rope_parameters`. The last argument
+    is that of `rope`. Raises CheckpointError unless there is an object for each.
+    """
+    kinds = default if fields.get("rope_parameters") is None else fields["rope_parameters"]
+    is_by_type = isinstance(kinds, dict) and kinds.keys() == default.keys()
+    if not is_by_type or not all(isinstance(kind, dict) for kind in kinds.values()):
+        raise CheckpointError(
+            f"config.json: rope_parameters must have an object for each of {', '.join(default)}, got {kinds!r:.100}"
+        )
+    name = "partial_rotary_factor"
+    if partial_rotary_factor is not None and not all(name in kind for kind in kinds.values()):
+        require(fields, name, partial_rotary_factor)  # which transformers reads with some scalings only
+    outside = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
+    fields = {name: value for name, value in fields.items() if name not in outside}
+    full, local = (
+        rope(
+            fields | {"rope_parameters": of_layer_type(kinds[kind])},
+            size=size,
+            partial_rotary_factor=partial_rotary_factor,
+        )
+        for kind, size in zip(("full_attention", "sliding_attention"), sizes, strict=True)
+    )
+    return full, local
+
+
 def of_layer_type(parameters: Fields) -> Fields:
     """Return the object of a layer type without `truncate`, which transformers reads over there. Raises CheckpointError
     if it is false.

@@ -3,10 +3,8 @@ and two rotations.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, mixture
@@ -49,12 +47,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-
-    def of_window(layer: Layer, window: int | None) -> Layer:
-        assert isinstance(layer.mixer, Attention)
-        return layer if window is None else replace(layer, mixer=replace(layer.mixer, rope=config.local_rope))
-
-    return tuple(map(of_window, mixture.layers(config), config.sliding_windows))
+    return mixture.by_window(mixture.layers(config), local={"rope": config.local_rope}, full={})
 
 
 FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm",))

@@ -3,10 +3,11 @@ the layers that follow from it.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.attention import Attention, HeadNorm, OutputGate
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
@@ -22,6 +23,7 @@ class Config(DecoderConfig):
         expert_size: inner size of one expert.
         shared_expert_size: inner size of all shared experts of a layer together; 0 if there are none.
         head_norm: the gains of norms of q and k, as in `HeadNorm`; None if there are no norms.
+        gate: the gate of the attention's output; None if there is none.
         mlp_bias: biases in layers without experts and in the shared expert.
     """
 
@@ -33,6 +35,7 @@ class Config(DecoderConfig):
     out_bias: bool = False
     mlp_bias: bool = False
     head_norm: Literal["shared", "joint"] | None = None
+    gate: OutputGate | None = None
     shared_expert_size: int = 0
     has_shared_gate: bool = False
     has_selection_bias: bool = False
@@ -78,6 +81,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
         head_norm=None if gains is None else HeadNorm(norm=config.norm, gains=gains),
+        gate=config.gate,
     )
     feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
     experts = Experts(
@@ -96,3 +100,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
         )
         for window, is_sparse in zip(config.sliding_windows, config.sparse_layers, strict=True)
     )
+
+
+def by_window(layers: tuple[Layer, ...], *, local: Mapping[str, Any], full: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the layers with the fields `local` of `Attention` where they have a window, and `full` where not."""
+
+    def of_kind(layer: Layer) -> Layer:
+        assert isinstance(layer.mixer, Attention)
+        return replace(layer, mixer=replace(layer.mixer, **(full if layer.mixer.sliding_window is None else local)))
+
+    return tuple(map(of_kind, layers))

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
+from jaxserve.layers.attention import HeadNorm, OutputGate
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
 from jaxserve.layers.layer import Layer
@@ -69,7 +69,7 @@ class HybridConfig(DecoderConfig):
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             head_norm=HeadNorm(norm=self.norm),
-            has_gate=True,
+            gate=OutputGate(),
         )
         attending, recurrent = (
             replace(self.layer, mixer=attention),

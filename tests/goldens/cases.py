@@ -118,6 +118,13 @@ FAMILIES = {
     "gemma3n_text": (transformers.Gemma3nTextConfig, transformers.Gemma3nForCausalLM),
     "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
     "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "afmoe": (transformers.AfmoeConfig, transformers.AfmoeForCausalLM),
+    "mistral4": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM),
+    "mimo_v2_flash": (transformers.MiMoV2FlashConfig, transformers.MiMoV2FlashForCausalLM),
+    "laguna": (transformers.LagunaConfig, transformers.LagunaForCausalLM),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM),
+    "exaone_moe": (transformers.ExaoneMoeConfig, transformers.ExaoneMoeForCausalLM),
+    "cohere2_moe": (transformers.Cohere2MoeConfig, transformers.Cohere2MoeForCausalLM),
 }
 HAVE_HEAD_DIM = {
     *("llama", "ministral", "mistral", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "mixtral"),
@@ -125,7 +132,8 @@ HAVE_HEAD_DIM = {
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
     *("nemotron", "cwm", "jais2", "iquestcoder", "hyperclovax", "vaultgemma"),
-    *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text"),
+    *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text", "afmoe"),
+    *("mimo_v2_flash", "laguna", "solar_open", "exaone_moe", "cohere2_moe"),
 }
 """Families with a head_dim of their own; in others hidden_size is the heads' dimensions together."""
 GPT_NAMES = {
@@ -142,6 +150,7 @@ FIELD_NAMES = {
     "nemotron": {"rms_norm_eps": "norm_eps"},
     "jais2": {"rms_norm_eps": "layer_norm_eps"},
     "cohere2": {"rms_norm_eps": "layer_norm_eps"},
+    "cohere2_moe": {"rms_norm_eps": "layer_norm_eps"},
     "gpt2": GPT_NAMES,
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
     "phi": {"rms_norm_eps": "layer_norm_eps"},

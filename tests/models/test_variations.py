@@ -37,12 +37,12 @@ would take half an hour of processor time. Raise it when a reader that they shar
 """
 NOT_VARIED = {
     *("kimi_k2", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "qwen", "chatglm", "baichuan"),
-    *("bailing_moe", "bailing_moe_v2", "youtu", "granitemoeshared", "iquestcoder", "vaultgemma"),
+    *("bailing_moe", "bailing_moe_v2", "mistral4", "youtu", "granitemoeshared", "iquestcoder", "vaultgemma"),
 }
 """Families that transformers' AutoModelForCausalLM does not have under these names: the first two are DeepSeek V3 and
-Qwen 3 with experts, Qwen 3.5 has the layers of Qwen 3 Next, MiMo is Qwen 2, and the others have goldens of an
-implementation of our own. Transformers changes the embedding of Youtu's padding token; the last
-three are read as Granite MoE, Llama and Gemma 2.
+Qwen 3 with experts, Qwen 3.5 has the layers of Qwen 3 Next, MiMo is Qwen 2, Mistral 4 is in Mistral 3 only, and the
+others have goldens of an implementation of our own. Transformers changes the embedding of Youtu's padding token; the
+last three are read as Granite MoE, Llama and Gemma 2.
 """
 
 
