@@ -1,7 +1,7 @@
 """Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692): Gated DeltaNet in which each channel of a key has a decay.
 
-Decays and the gates of outputs are projected through vectors of the size of a head. What a request keeps is that of
-`layers.delta_net`.
+Decays and the gates of outputs are projected through vectors of the size of a head, in Ling 3 at once. What a request
+keeps is that of `layers.delta_net`.
 """
 
 import dataclasses
@@ -34,6 +34,8 @@ class KimiDelta:
         width: number of tokens of the convolutions.
         activation: that of the convolutions.
         norm_eps: of the norm of a head's output.
+        has_low_rank: projections of decays and gates are products of two.
+        min_log_decay: a bound, below 0, that the logarithm of a decay approaches; None if there is none.
     """
 
     rope = None  # the order of tokens is in the state
@@ -46,6 +48,8 @@ class KimiDelta:
     width: int
     activation: str
     norm_eps: float
+    has_low_rank: bool = True
+    min_log_decay: float | None = None
 
     @property
     def cache_spec(self) -> StateSpec:
@@ -63,15 +67,15 @@ class KimiDelta:
         """Declare the weights; `prefix` names the block in the checkpoint.
 
         "in" has of each head its query, its key and its value. "low" makes the small vectors that "decay" and "gate"
-        are multiplied by; it is whole on every device.
+        are multiplied by, if there are any; it is whole on every device.
         """
         H, K, E = self.num_heads, self.head_size, hidden_size
         by_head = rows_by_head(H, [K, K, K])
 
-        def of_heads(module: str, size: int, inputs: int, input_axis: str | None) -> ParamSpec:
+        def of_heads(module: str, size: int, inputs: int) -> ParamSpec:
             return ParamSpec(
                 shape=(H, size, inputs),
-                axes=("key_heads", None, input_axis),
+                axes=("key_heads", None, "embed" if inputs == E else None),
                 num_inputs=1,
                 source=(f"{prefix}.{module}.weight",),
                 source_shapes=((H * size, inputs),),
@@ -87,7 +91,18 @@ class KimiDelta:
                 init_scale=0.0,
             )
 
-        return {
+        if self.has_low_rank:
+            low = ParamSpec(
+                shape=(2 * K, E),
+                axes=(None, "embed"),
+                num_inputs=1,
+                source=tuple(f"{prefix}.{name}.weight" for name in ("f_a_proj", "g_a_proj")),
+                source_shapes=((K, E),) * 2,
+            )
+            projections = {"low": low, "decay": of_heads("f_b_proj", K, K), "gate": of_heads("g_b_proj", K, K)}
+        else:
+            projections = {"decay": of_heads("f_proj", K, E), "gate": of_heads("g_proj", K, E)}
+        return projections | {
             "in": ParamSpec(
                 shape=(H, 3 * K, E),
                 axes=("key_heads", None, "embed"),
@@ -97,16 +112,7 @@ class KimiDelta:
                 rows=by_head,
                 quantize=True,
             ),
-            "low": ParamSpec(
-                shape=(2 * K, E),
-                axes=(None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in ("f_a_proj", "g_a_proj")),
-                source_shapes=((K, E),) * 2,
-            ),
-            "decay": of_heads("f_b_proj", K, K, None),
-            "gate": of_heads("g_b_proj", K, K, None),
-            "strength": of_heads("b_proj", 1, E, "embed"),
+            "strength": of_heads("b_proj", 1, E),
             "convolution": ParamSpec(
                 shape=(H, 3 * K, self.width),
                 axes=("key_heads", None, None),
@@ -118,7 +124,7 @@ class KimiDelta:
                 is_absorbed=True,
                 init_scale=0.5,
             ),
-            "a_log": in_float32("A_log", (1, 1, H, 1), 1),
+            "a_log": in_float32("A_log", (1, 1, H, 1) if self.has_low_rank else (H,), 1),
             "dt_bias": in_float32("dt_bias", (H * K,), 1, K),
             "norm": norm_spec(f"{prefix}.o_norm", K),
             "out": ParamSpec(
@@ -140,7 +146,9 @@ class KimiDelta:
         context, in_float32 = step.batch.context, jnp.dtype(jnp.float32)
         with jax.named_scope("kimi_delta"):
             mixed = linear(x, params["in"], context=context, name="in")
-            for_decay, for_gate = jnp.split(linear(x, params["low"], context=context, name="low"), 2, axis=-1)
+            for_decay = for_gate = x
+            if self.has_low_rank:
+                for_decay, for_gate = jnp.split(linear(x, params["low"], context=context, name="low"), 2, axis=-1)
             strength = linear(x, params["strength"], context=context, name="strength", output_dtype=in_float32)
             decay = linear(for_decay, params["decay"], context=context, name="decay", output_dtype=in_float32)
             gate = linear(for_gate, params["gate"], context=context, name="gate")
@@ -157,12 +165,16 @@ class KimiDelta:
         assert weights.dt_bias is not None
         q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed[0]), 3, axis=-1)
         strength, decay = jnp.split(projected.rates, [1], axis=-1)
-        step = jax.nn.softplus(decay[:, :, None] + weights.dt_bias[None])
+        step, rate = decay[:, :, None] + weights.dt_bias[None], jnp.exp(weights.a_log)[None, ..., None]
+        if self.min_log_decay is None:
+            log_decay = -rate * jax.nn.softplus(step)
+        else:
+            log_decay = self.min_log_decay * jax.nn.sigmoid(rate * step)
         return Tokens(
             q=unit(q) * self.head_size**-0.5,
             k=unit(k),
             v=v[:, :, None],
-            log_decay=-jnp.exp(weights.a_log)[None, ..., None] * step,
+            log_decay=log_decay,
             beta=jax.nn.sigmoid(strength),
         )
 

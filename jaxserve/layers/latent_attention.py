@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import QueryScale
+from jaxserve.layers.attention import OutputGate, QueryScale
 from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
@@ -159,8 +159,8 @@ class PagedLatent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """The latent attention block of a layer, with or without biases of "down" and "out", and a factor of queries by
-    position.
+    """The latent attention block of a layer, with or without biases of "down" and "out", a factor of queries by
+    position, and a gate of each head's output.
     """
 
     why_not_fused = "the attention is latent"
@@ -169,6 +169,7 @@ class LatentAttention:
     rope: Rope | None
     has_bias: bool = False
     query_scale: QueryScale | None = None
+    gate: OutputGate | None = None
 
     @property
     def cache_spec(self) -> LatentSpec:
@@ -240,6 +241,11 @@ class LatentAttention:
         }
         if heads.query_rank is not None:
             specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
+        if self.gate is not None:
+            assert self.gate.is_per_head, "no family has gates of values"
+            specs["gate"] = ParamSpec(
+                shape=(H, E), axes=("heads", "embed"), num_inputs=1, source=(f"{prefix}.{names.gate}.weight",)
+            )
         if self.has_bias:
             specs |= {f"{name}_bias": specs[name].bias for name in ("down", "out")}
         return specs
@@ -274,6 +280,8 @@ class LatentAttention:
             sizes: dict[str, Any] = {"latent_size": heads.latent_size, "scale": self.score_scale}
             out, cache = step.cache.attend(q, stored, step.batch, **sizes, scales=params.get("kv_scales"))
             values = _by_head("thr,hvr->thv", out, params, "v_up", context)
+            if self.gate is not None:
+                values = self.gate(values, linear(x, params["gate"], context=context, name="gate"))
             return residual_update(values, params, "out", context, consumer), cache
 
     @property

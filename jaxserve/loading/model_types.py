@@ -7,15 +7,15 @@ from jaxserve.errors import CheckpointError
 from jaxserve.loading.multimodal import REFUSED, TEXT_OF, WRAPPERS
 
 MODEL_TYPES = {
-    *("afmoe", "apertus", "arcee", "baichuan", "bailing_moe", "bailing_moe_v2", "bamba", "bloom", "chatglm", "cohere"),
-    *("cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4"),
-    *("exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm"),
-    *("glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa"),
-    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense"),
-    *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kimi_k2", "kimi_linear"),
-    *("laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minimax_m2"),
-    *("ministral", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3"),
-    *("olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen", "qwen2", "qwen2_moe", "qwen3"),
+    *("afmoe", "apertus", "arcee", "baichuan", "bailing_hybrid", "bailing_moe", "bailing_moe_v2", "bamba", "bloom"),
+    *("chatglm", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text"),
+    *("gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite"),
+    *("granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kimi_k2"),
+    *("kimi_linear", "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mamba2", "mellum", "mimo", "mimo_v2_flash"),
+    *("minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "olmo"),
+    *("olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "seed_oss", "smollm3"),
     *("solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
 }

@@ -60,6 +60,7 @@ FAMILIES = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "kimi_k2": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "bailing_hybrid": (transformers.BailingHybridConfig, transformers.BailingHybridForCausalLM),
     "kimi_linear": (transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
@@ -131,7 +132,7 @@ HAVE_HEAD_DIM = {
     *("qwen3_moe", "gpt_oss", "arcee", "gemma3", "llama4_text", "gemma4", "gemma4_text", "glm4_moe", "hy_v3"),
     *("minimax_m2", "mistral3", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "internlm3", "mellum", "qwen", "chatglm", "bailing_moe", "bailing_moe_v2", "ministral3"),
-    *("nemotron", "cwm", "jais2", "iquestcoder", "hyperclovax", "vaultgemma"),
+    *("nemotron", "cwm", "jais2", "bailing_hybrid", "iquestcoder", "hyperclovax", "vaultgemma"),
     *("falcon_h1", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3n_text", "afmoe"),
     *("mimo_v2_flash", "laguna", "solar_open", "exaone_moe", "cohere2_moe"),
 }

@@ -18,7 +18,7 @@ IF_ABSENT = 2
 IF_THERE = (
     *("linear_", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input"),
     *("vocab_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", "intermediate_size_mlp", "moe_layers"),
-    *("moe_renormalize", "num_expert_group", "num_experts_per_token"),
+    *("short_conv_", "layer_group_size", "kda_", "moe_renormalize", "num_expert_group", "num_experts_per_token"),
     *("attn_temperature_tuning", "floor_scale", "attn_scale", "altup_", "laurel_rank", "activation_sparsity_pattern"),
     *("layer_rope_theta", "use_post_norm"),
     *(
@@ -94,6 +94,7 @@ OF_STATES = {
 """Fields of families with states, tried only where a config has them."""
 
 FIELDS = OF_STATES | {
+    "kda_lower_bound": (-1.5, None),
     **dict.fromkeys(
         (
             *("alibi", "apply_residual_connection_post_layernorm", "attention_bias", "bias", "do_layer_norm_before"),
@@ -113,7 +114,7 @@ FIELDS = OF_STATES | {
             *("enable_moe_fp32_combine", "attention_out_bias", "lm_head_bias"),
             *("linear_allow_neg_eigval", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
             *("attn_temperature_tuning", "altup_correct_scale", "mup_enabled", "moe_apply_router_weight_on_input"),
-            *("use_post_norm",),
+            *("use_post_norm", "kda_safe_gate"),
         ),
         FLAGS,
     ),
@@ -158,6 +159,7 @@ FIELDS = OF_STATES | {
             *("decoder_sparse_step", "moe_layer_freq", "num_ln_in_parallel_attn", "pretraining_tp", "rotary_dim"),
             *("sliding_window_pattern", "_sliding_window_pattern", "num_mtp_layers", "num_nextn_predict_layers"),
             *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+            *("short_conv_kernel_size", "layer_group_size"),
             *("no_rope_layer_interval", "chunk_size_feed_forward", "num_labels", "interleave_moe_layer_step"),
             *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_num_shared_experts"),
             *("num_shared_experts", "moe_topk", "num_kv_shared_layers", "top_k_experts", "floor_scale"),

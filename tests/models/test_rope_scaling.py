@@ -143,7 +143,7 @@ def test_what_cannot_be_scaled_is_refused(changes, message):
 
 
 WITHOUT_ROPE = {"bloom", "gpt2", "gptj", "kimi_linear", "mamba2", "nemotron_h", "opt"}
-ROPES_BY_TYPE = {"gemma3_text", "gemma3n_text", "gemma4_text", "mellum", "olmo3"}
+ROPES_BY_TYPE = {"gemma3_text", "gemma3n_text", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "olmo3"}
 ONE_OF_EACH = {fields["model_type"]: fields for fields in map(load_config, GOLDENS)}
 
 

@@ -145,6 +145,9 @@ OWN_FIELDS = {
         "mamba_d_state": 6,
         "mamba_proj_bias": True,
     },
+    "mimo_v2_flash": {"use_qk_norm": False, "v_head_dim": 8},
+    "solar_open": {"use_qk_norm": False},
+    "bailing_hybrid": {"q_lora_rank": None},
     "kimi_linear": {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
@@ -205,7 +208,7 @@ def make_mesh(**axes):
 
 
 def fields_of(model_type, **changes):
-    names = ("deepseek", "dots1", "glm4_moe_lite", "kimi")
+    names = ("bailing_hybrid", "deepseek", "dots1", "glm4_moe_lite", "kimi", "mistral4", "youtu")
     latent = LATENT_FIELDS if model_type.startswith(names) else {}
     return FIELDS | latent | OWN_FIELDS.get(model_type, {}) | {"model_type": model_type} | changes
 
