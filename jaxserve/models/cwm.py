@@ -27,7 +27,8 @@ class Config(mistral.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    window, num_layers = hf_config.optional_integer(fields, "sliding_window"), fields["num_hidden_layers"]
+    window = hf_config.optional_integer(fields, "sliding_window")
+    num_layers = hf_config.integer(fields, "num_hidden_layers")
     default = ["sliding_attention" if index % 4 else "full_attention" for index in range(num_layers)]
     windows = hf_config.windows_by_type(fields, window, default)
     return read_config(Config, fields, sliding_windows=windows, rope=hf_rope.rope(fields, theta=1_000_000.0))
