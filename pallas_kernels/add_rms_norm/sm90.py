@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.rows import THREADS, norm, row_layout, why_not_row
+from pallas_kernels.device.rows import THREADS, RowParts, why_not_row_in_parts
 
 MAX_HELD_GAINS = 48 * THREADS
 """Most values of a row whose gains are loaded before its update is normalised: a load behind the sum of squares would
@@ -30,7 +30,7 @@ def add_rms_norm_sm90(
     eps: float,
     update_scale: float,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """See `add_rms_norm`. Raises NotImplementedError with the reason of `why_not_row`, or for types that differ."""
+    """See `add_rms_norm`. Raises NotImplementedError with the reason of `why_not`, or for types that differ."""
     _check(x, update)
     total, normed = _kernel(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
     return total, normed
@@ -51,7 +51,7 @@ def add_normed_update_sm90(
 
 
 def _check(x: Array, update: Array) -> None:
-    if (reason := why_not_row(x.shape[1], x.dtype)) is not None:
+    if (reason := why_not_row_in_parts(x.shape[1], x.dtype)) is not None:
         raise NotImplementedError(reason)
     if update.dtype != x.dtype:
         raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
@@ -63,28 +63,28 @@ def _kernel(
 ) -> Sequence[Array]:
     """Return the sum and, with a weight, its norm."""
     num_rows, size = x.shape
-    load = functools.partial(plgpu.load, layout=row_layout(size))
+    parts = RowParts(size)
     holds_gains = update_gain is not None and size <= MAX_HELD_GAINS
 
     def loader(gain) -> Callable[[], Any]:
         if not holds_gains:
-            return functools.partial(load, gain)
-        loaded = load(gain)
+            return functools.partial(parts.load, gain)
+        loaded = parts.load(gain)
         return lambda: loaded
 
     def body(x, update, *refs):
         *gains, total, normed = refs if weight is not None else (*refs, None)
         row = lax.axis_index("row")
-        residual, value = load(x.at[row]), load(update.at[row])
+        residual, values = parts.load(x.at[row]), parts.load(update.at[row])
         loaders = [loader(gain) for gain in gains]
         if update_gain is not None:
-            value = norm(value, loaders[0], eps=eps)
+            values = parts.norm(values, loaders[0], eps=eps)
         if update_scale != 1.0:  # a product in float32 cannot be fused with the addition, and is rounded on its own
-            value = (value.astype(jnp.float32) * update_scale).astype(value.dtype)
-        value = residual + value
-        total[row] = value
+            values = [(value.astype(jnp.float32) * update_scale).astype(value.dtype) for value in values]
+        values = [old + value for old, value in zip(residual, values, strict=True)]
+        parts.store(total.at[row], values)
         if normed is not None:
-            normed[row] = norm(value, loaders[-1], eps=eps)
+            parts.store(normed.at[row], parts.norm(values, loaders[-1], eps=eps))
 
     run = plgpu.kernel(
         body,

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
-from pallas_kernels.device.rows import why_not_row
+from pallas_kernels.device.rows import why_not_row_in_parts
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.peers import PeerBuffers
 
@@ -59,7 +59,7 @@ def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | 
                 f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
                 f"{x.shape[1]} in {x.dtype}"
             )
-    return why_not_row(x.shape[1], x.dtype)
+    return why_not_row_in_parts(x.shape[1], x.dtype)
 
 
 def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.rows import THREADS, norm, row_layout, why_not_row
+from pallas_kernels.device.rows import THREADS, RowParts, row_layout, why_not_row_in_parts
 from pallas_kernels.peers import PeerBuffers, device
 from pallas_kernels.peers.exchange import Exchange, exchange_all, num_blocks_for
 
@@ -51,7 +51,7 @@ def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
             f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
             f"{x.shape[1]} in {x.dtype} and {part.dtype}"
         )
-    if (reason := why_not_row(size, x.dtype)) is not None:
+    if (reason := why_not_row_in_parts(size, x.dtype)) is not None:
         raise NotImplementedError(reason)
 
 
@@ -77,7 +77,7 @@ def _kernel(
         num_rows, blocks_per_multiprocessor=fits if peers.num_peers == 2 else BLOCKS_OF_MANY_PEERS
     )
     return plgpu.kernel(
-        functools.partial(body, layout=row_layout(size), num_blocks=num_blocks),
+        functools.partial(body, parts=RowParts(size), num_blocks=num_blocks),
         out_type=(jax.ShapeDtypeStruct(part.shape, part.dtype),) * num_results,
         grid=(num_blocks,),
         grid_names=("block",),
@@ -86,55 +86,57 @@ def _kernel(
     )
 
 
-def _body_with_norm(part, x, weight, *refs, layout: Any, num_blocks: int, eps: float) -> None:
+def _body_with_norm(part, x, weight, *refs, parts: RowParts, num_blocks: int, eps: float) -> None:
     *peers, total, normed = refs
-    load = functools.partial(plgpu.load, layout=layout)
 
-    def finish(row, add_up: Callable[[], Any]) -> None:
-        value = load(x.at[row])  # on its way while peers send
-        value += add_up().astype(value.dtype)
-        total[row] = value
-        normed[row] = norm(value, functools.partial(load, weight), eps=eps)
+    def finish(row, add_up: Callable[[], list[Any]]) -> None:
+        values = parts.load(x.at[row])  # on its way while peers send
+        values = [value + added.astype(value.dtype) for value, added in zip(values, add_up(), strict=True)]
+        parts.store(total.at[row], values)
+        parts.store(normed.at[row], parts.norm(values, functools.partial(parts.load, weight), eps=eps))
 
-    _add_up_rows(part, Exchange(*peers), finish, load=load, layout=layout, num_blocks=num_blocks)
+    _add_up_rows(part, Exchange(*peers), finish, parts=parts, num_blocks=num_blocks)
 
 
-def _body(part, *refs, layout: Any, num_blocks: int) -> None:
+def _body(part, *refs, parts: RowParts, num_blocks: int) -> None:
     *peers, total = refs
-    load = functools.partial(plgpu.load, layout=layout)
 
-    def finish(row, add_up: Callable[[], Any]) -> None:
-        total[row] = add_up().astype(total.dtype)
+    def finish(row, add_up: Callable[[], list[Any]]) -> None:
+        parts.store(total.at[row], [added.astype(total.dtype) for added in add_up()])
 
-    _add_up_rows(part, Exchange(*peers), finish, load=load, layout=layout, num_blocks=num_blocks)
+    _add_up_rows(part, Exchange(*peers), finish, parts=parts, num_blocks=num_blocks)
 
 
-def _add_up_rows(
-    part, exchange: Exchange, finish: Callable[..., None], *, load: Callable[..., Any], layout: Any, num_blocks: int
-) -> None:
+def _add_up_rows(part, exchange: Exchange, finish: Callable[..., None], *, parts: RowParts, num_blocks: int) -> None:
     """Call `finish(row, add_up)` for each row of this CTA; `add_up` waits for what peers send of it."""
 
     def send(row) -> None:
-        own = load(part.at[row])
-        exchange.send(row, 0, lambda target, offset: device.send(target, offset, own, layout=layout))
+        own = parts.load(part.at[row])
 
-    def add_up(row):
+        def put(target, offset) -> None:
+            for to, values in zip(parts.of(target), own, strict=True):
+                device.send(to, offset, values, layout=row_layout(len(values)))
+
+        exchange.send(row, 0, put)
+
+    def add_up(row) -> list[Any]:
         call = exchange.call(row, 0)
         exchange.wait(row, 0, call)
 
-        def of(peer: int):
+        def of(peer: int) -> list[Any]:
             if exchange.num_others == 1 and peer == 1:  # two summands commute, so their order does not matter
-                return load(exchange.received(row, 0, call))
+                return parts.load(exchange.received(row, 0, call))
             if exchange.num_others == 1:
-                return load(part.at[row])
+                return parts.load(part.at[row])
             other = jnp.minimum(jnp.where(exchange.rank < peer, peer - 1, peer), exchange.num_others - 1)
             return lax.cond(
-                exchange.rank == peer, lambda: load(part.at[row]), lambda: load(exchange.received(row, other, call))
+                exchange.rank == peer,
+                lambda: parts.load(part.at[row]),
+                lambda: parts.load(exchange.received(row, other, call)),
             )
 
-        return functools.reduce(
-            operator.add, (of(peer).astype(jnp.float32) for peer in range(exchange.num_others + 1))
-        )  # in the same order on all
+        summands = zip(*(of(peer) for peer in range(exchange.num_others + 1)), strict=True)  # in the same order on all
+        return [functools.reduce(operator.add, (value.astype(jnp.float32) for value in each)) for each in summands]
 
     exchange_all(
         part.shape[0],

@@ -1,5 +1,6 @@
 """Rows in the registers of a warpgroup: their RMS norms and largest values."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +19,23 @@ THREADS = 128
 """Threads of a warpgroup."""
 MAX_VALUES_PER_THREAD = 128
 """Values of float32, two of them at a time: more would not fit into 255 registers."""
+VECTOR = 8
+"""Values of 16 bits that a thread loads at a time, at most."""
 
 
-def why_not_row(size: int, dtype: jnp.dtype) -> str | None:
+def why_not_row(size: int, dtype: jnp.dtype, *, multiple: int = THREADS) -> str | None:
     """Return why no kernel has rows of `size` values of this dtype in registers, or None if they fit."""
-    if dtype in (jnp.bfloat16, jnp.float16) and size % THREADS == 0 and size <= THREADS * MAX_VALUES_PER_THREAD:
+    longest = THREADS * MAX_VALUES_PER_THREAD
+    if dtype in (jnp.bfloat16, jnp.float16) and size % multiple == 0 and multiple <= size <= longest:
         return None
-    return (
-        f"rows must be bfloat16 or float16, of a multiple of {THREADS} and up to {THREADS * MAX_VALUES_PER_THREAD} "
-        f"values, got {size} in {dtype}"
-    )
+    what = f"of a multiple of {multiple} and up to {longest} values"
+    return f"rows must be bfloat16 or float16, {what}, got {size} in {dtype}"
+
+
+def why_not_row_in_parts(size: int, dtype: jnp.dtype) -> str | None:
+    """Return what `why_not_row` does, for kernels that hold `RowParts`."""
+    whole = why_not_row(size, dtype)
+    return whole if whole is None or size < THREADS else why_not_row(size, dtype, multiple=VECTOR)
 
 
 def row_layout(size: int) -> Any:
@@ -38,10 +46,54 @@ def row_layout(size: int) -> Any:
 
 def norm(row, load_gain: Callable[[], Any], *, eps: float):
     """Return the RMS norm of a row in registers, in its dtype, times the gain, which is loaded when it is needed."""
-    wide = row.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(wide * wide) / len(wide) + eps)
-    gain = load_gain().astype(jnp.float32)
-    return (wide * scale * gain).astype(row.dtype)
+    [normed] = RowParts(len(row)).norm([row], lambda: [load_gain()], eps=eps)
+    return normed
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParts:
+    """A row of any multiple of `VECTOR` values in a warpgroup's registers: whole if its threads have equally many.
+
+    If not, it is two arrays, of as many values from its first and from its last one on as threads can share. What both
+    have is computed twice, and equal.
+    """
+
+    size: int
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First value and number of values of each part."""
+        if self.size % THREADS == 0:
+            return [(0, self.size)]
+        unit = THREADS * VECTOR if self.size >= THREADS * VECTOR else THREADS
+        return [(0, self.size // unit * unit), (self.size - unit, unit)]
+
+    def load(self, row) -> list[Any]:
+        """Return the parts of a row in memory."""
+        return [plgpu.load(part, layout=row_layout(part.shape[-1])) for part in self.of(row)]
+
+    def store(self, row, parts: list[Any]) -> None:
+        """Write the parts to a row in memory."""
+        for part, values in zip(self.of(row), parts, strict=True):
+            part[...] = values
+
+    def of(self, row) -> list[Any]:
+        """Return refs of the parts of a row in memory."""
+        return [row] if len(self.spans) == 1 else [row.at[pl.ds(*span)] for span in self.spans]
+
+    def norm(self, parts: list[Any], load_gain: Callable[[], list[Any]], *, eps: float) -> list[Any]:
+        """Return what `norm` does."""
+        wide = [part.astype(jnp.float32) for part in parts]
+        total, end = 0.0, 0
+        for values, (start, count) in zip(wide, self.spans, strict=True):
+            squares = values * values
+            if start < end:
+                index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (count,), 0), row_layout(count))
+                squares = jnp.where(index < end - start, 0.0, squares)
+            total, end = total + jnp.sum(squares), start + count
+        scale = lax.rsqrt(total / self.size + eps)
+        gains = [gain.astype(jnp.float32) for gain in load_gain()]
+        return [(x * scale * gain).astype(part.dtype) for x, gain, part in zip(wide, gains, parts, strict=True)]
 
 
 def kept(row, *, interpret: bool):

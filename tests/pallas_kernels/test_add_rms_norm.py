@@ -85,15 +85,17 @@ def test_xla(dtype, updates):
     check(call(*case, **options), *case, **options)
 
 
-# Eight, four, two and one value a load.
-@pytest.mark.parametrize(("num_rows", "size"), quick_first([(3, 1024), (1, 1536), (2, 256), (4, 896)]))
+# Eight, four, two and one value a load, and rows of two overlapping parts.
+@pytest.mark.parametrize(
+    ("num_rows", "size"), quick_first([(3, 1024), (2, 2880), (1, 1536), (2, 256), (4, 896), (2, 136)], 2)
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sm90(capsys, num_rows, size, dtype):
     check_sm90(capsys, *case_of((num_rows, size), dtype, "as they are"))
 
 
 # Gemma 3 4B, Gemma 2 9B, OLMo 2 7B, and rows whose gains are not held.
-@pytest.mark.parametrize("size", quick_first([2560, 3584, 4096, 8192]))
+@pytest.mark.parametrize("size", quick_first([2560, 2880, 3584, 4096, 8192]))
 @pytest.mark.parametrize("updates", quick_first(UPDATES, 2))
 def test_sm90_with_updates_to_normalise(capsys, size, updates):
     check_sm90(capsys, *case_of((2, size), jnp.bfloat16, updates))
@@ -137,7 +139,7 @@ def check_program(program):
     assert len(program.kernels) <= 2  # compiled for the first layer, and for all the others
 
 
-@pytest.mark.parametrize("size", quick_first([896, 4096, 16384]))
+@pytest.mark.parametrize("size", quick_first([896, 2880, 4096, 16376, 16384], 2))
 def test_on_an_h200_it_is_one_kernel_without_spills(size):
     check_program(compiled_layers(size))
 
@@ -148,6 +150,7 @@ def test_on_an_h200_it_is_one_kernel_without_spills(size):
         [
             (2560, jnp.float32, True),
             (4096, jnp.bfloat16, False),
+            (2880, jnp.float32, True),
             (3584, jnp.float32, True),
             (4096, jnp.bfloat16, True),
             (6144, jnp.float32, True),
@@ -160,7 +163,9 @@ def test_on_an_h200_it_normalises_updates_without_spills(size, gain_dtype, has_w
     check_program(compiled_layers(size, gain_dtype=gain_dtype, has_weight=has_weight))
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(96, jnp.bfloat16), (16512, jnp.bfloat16), (1024, jnp.float32)])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(96, jnp.bfloat16), (1020, jnp.bfloat16), (16512, jnp.bfloat16), (1024, jnp.float32)]
+)
 def test_what_the_kernel_cannot_do(size, dtype):
     x = jnp.zeros((1, size), dtype)
     with pytest.raises(NotImplementedError, match=f"got {size} in {x.dtype}"):

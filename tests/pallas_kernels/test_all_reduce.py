@@ -76,6 +76,7 @@ def test_xla(num_devices, dtype):
     quick_first(
         [
             (2, 1, 4096),
+            (2, 64, 2880),
             (2, 8192, 896),
             (2, 8192, 4096),
             (2, 8192, 5120),
@@ -112,13 +113,13 @@ def test_on_h200s_they_are_kernels_that_xla_takes_for_any_others(num_devices, nu
 def test_what_it_takes():
     mesh = make_mesh(2)
     peers = abstract_peer_buffers(mesh, "tensor", num_rows=4, size=256, dtype=jnp.bfloat16)
-    odd = abstract_peer_buffers(mesh, "tensor", num_rows=4, size=192, dtype=jnp.bfloat16)
+    odd = abstract_peer_buffers(mesh, "tensor", num_rows=4, size=196, dtype=jnp.bfloat16)
     for shape, dtype, buffers, takes in [
         ((4, 256), jnp.bfloat16, peers, True),
         ((5, 256), jnp.bfloat16, peers, False),
         ((4, 128), jnp.bfloat16, peers, False),
         ((4, 256), jnp.float16, peers, False),
-        ((4, 192), jnp.bfloat16, odd, False),
+        ((4, 196), jnp.bfloat16, odd, False),
     ]:
         assert (why_not(jax.ShapeDtypeStruct(shape, dtype), buffers) is None) == takes
 
@@ -128,8 +129,8 @@ def test_what_it_takes():
         call(x, x, weight, peers)
     with pytest.raises(NotImplementedError, match="got 4 of 256 in bfloat16 and float32"):
         call(x[:4], x[:4].astype(jnp.float32), weight, peers)
-    with pytest.raises(NotImplementedError, match="got 192 in bfloat16"):
-        call(x[:4, :192], x[:4, :192], weight[:192], odd)
+    with pytest.raises(NotImplementedError, match="got 196 in bfloat16"):
+        call(x[:4, :196], x[:4, :196], weight[:196], odd)
     with pytest.raises(ValueError, match="devices along 'other', and peers along 'tensor'"):
         all_reduce_add_rms_norm(x, x, weight, peers, axis_name="other", eps=EPS)
     with pytest.raises(ValueError, match="devices along 'other', and peers along 'tensor'"):
@@ -143,6 +144,7 @@ def test_what_it_takes():
     [
         pytest.param("xla", 896, marks=pytest.mark.slow),
         pytest.param("sm90", 896, marks=needs_two_gpus),
+        pytest.param("sm90", 2880, marks=needs_two_gpus),
         pytest.param("sm90", 4096, marks=needs_two_gpus),
     ],
 )
