@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEADER = (
     *("requests", "output tok/s", "peer's", "x peer", "at once", "preempted"),
-    *("steps with first tokens", "of the time", "other steps", "tokens in one", "ms", "floor"),
+    *("steps with first tokens", "of the time", "other steps", "tokens in one", "ms", "floor", "waits for device"),
 )
 
 
@@ -44,6 +44,9 @@ def run(
 ) -> str:
     """Run each setting, after a few of its requests to warm up. Return the report.
 
+    The last column is the fraction of the time in which the engine waited for the device: near 0 the host is the bound;
+    otherwise it is memory where other steps take little more than their floor, and arithmetic in steps of prompts.
+
     The floor is the time in which the devices' memories, at `bandwidth` bytes a second each, can deliver the weights
     and the KV of the mean context for the mean number of tokens of a step without first tokens. Raises StartupError,
     InvalidRequest.
@@ -68,9 +71,9 @@ def _measure(
     short = BatchShape(num_at_once, setting.input_len, min(setting.output_len, 8))
     complete(client, short.jobs(seed=1, vocab_size=client.info.vocab_size), prefix=f"{setting}-warmup")
     jobs = setting.jobs(seed=0, vocab_size=client.info.vocab_size)
-    num_preempted = client.stats().num_preemptions
+    before = client.stats()
     steps, snapshots = timed_steps(client, jobs, prefix=str(setting))
-    seconds = sum(step.seconds for step in steps)
+    after, seconds = client.stats(), sum(step.seconds for step in steps)
     speed = setting.batch_size * setting.output_len / seconds
     theirs = peer.get((setting.input_len, setting.output_len))
     first = [step.seconds for step in steps if step.num_first]
@@ -85,11 +88,12 @@ def _measure(
         "-" if theirs is None else f"{theirs:.0f}",
         "-" if theirs is None else f"{speed / theirs:.2f}",
         str(max((snapshot.num_running for snapshot in snapshots), default=0)),
-        str(client.stats().num_preemptions - num_preempted),
+        str(after.num_preemptions - before.num_preemptions),
         str(len(first)),
         f"{sum(first) / seconds:.0%}",
         str(len(other)),
         f"{num_tokens:.0f}",
         "-" if took is None else f"{took * 1e3:.2f}",
         "-" if floor is None else f"{floor * 1e3:.2f}",
+        f"{(after.wait_seconds - before.wait_seconds) / seconds:.0%}",
     ]

@@ -152,6 +152,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_corrupted_requests: int = 0
     num_steps: int = 0
     step_time_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Those of `step_time_seconds` in which the engine waited for the results of a step."""
     num_step_tokens: int = 0
     step_time_counts: tuple[int, ...] = ()
     """Steps in each bucket of `metrics.STEP_TIMES`, and those beyond the last."""

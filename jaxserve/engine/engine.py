@@ -213,6 +213,7 @@ class Engine:
             num_corrupted_requests=self._num_corrupted,
             num_steps=self._num_steps,
             step_time_seconds=self.seconds["total"],
+            wait_seconds=self.seconds["wait"],
             num_step_tokens=self._num_step_tokens,
             step_time_counts=tuple(self._step_time_counts),
             step_tokens_counts=tuple(self._step_tokens_counts),
