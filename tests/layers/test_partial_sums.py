@@ -99,10 +99,10 @@ def test_one_device_has_no_peers():
     ("hidden_size", "vocab_size", "expected"),
     [
         (128, 64, (True, True)),
-        (192, 64, (False, True)),
+        (100, 64, (False, True)),
         (128, 10, (True, False)),  # 20 bytes a row
         (128, 65, (True, False)),  # which every device has as a whole
-        (192, 65, (False, False)),
+        (100, 65, (False, False)),
     ],
 )
 def test_no_buffers_for_what_no_kernel_takes(hidden_size, vocab_size, expected):
