@@ -14,16 +14,16 @@ from pallas_kernels.paging.steps import Step
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, ours, with_plan
 
 _MAX_CONTEXT = 8192
-"""Context length that the block tables have room for, used or not."""
+"""Context length that the block tables have room for, used or not, at least."""
 
 
-def _step(name: str, lens: Sequence[int], *options: int, block_size: int = 16) -> Step:
-    """Each row has one token to compute at the end of its context; options are heads, KV heads and head size."""
-    return Step(name, tuple((1, length) for length in lens), *options, block_size=block_size)
+def _step(name: str, lens: Sequence[int], **options: Any) -> Step:
+    """Each row has one token to compute at the end of its context; options are those of a step."""
+    return Step(name, tuple((1, length) for length in lens), **options)
 
 
 _SMALL = (
-    _step("64 x 1024, H/K/D 12/4/64", (1024,) * 64, 12, 4, 64),
+    _step("64 x 1024, H/K/D 12/4/64", (1024,) * 64, num_heads=12, num_kv_heads=4, head_dim=64),
     _step("64 x 1024", (1024,) * 64),
     _step("1 x 4096", (4096,)),
 )
@@ -35,10 +35,13 @@ _FULL = (
     _step("64 x 1152", (1152,) * 64),
     _step("256 x 1152", (1152,) * 256),
     _step("63 x 512 and 1 x 65536", (512,) * 63 + (65536,)),
+    _step("64 x 1152, FP8", (1152,) * 64, kv_dtype="float8_e4m3fn"),
+    _step("8 x 32768", (32768,) * 8),
+    _step("8 x 32768, FP8", (32768,) * 8, kv_dtype="float8_e4m3fn"),
     _step("64 x 1152, pages of 64", (1152,) * 64, block_size=64),
-    _step("64 x 1152, H/K/D 64/8/64", (1152,) * 64, 64, 8, 64),
-    _step("64 x 1152, H/K/D 32/32/96", (1152,) * 64, 32, 32, 96),
-    _step("64 x 1152, H/K/D 16/8/256", (1152,) * 64, 16, 8, 256),
+    _step("64 x 1152, H/K/D 64/8/64", (1152,) * 64, num_heads=64, num_kv_heads=8, head_dim=64),
+    _step("64 x 1152, H/K/D 32/32/96", (1152,) * 64, num_heads=32, num_kv_heads=32, head_dim=96),
+    _step("64 x 1152, H/K/D 16/8/256", (1152,) * 64, num_heads=16, num_kv_heads=8, head_dim=256),
 )
 
 
@@ -48,7 +51,7 @@ def paged_attention_rows() -> Iterator[Row]:
     jax's own kernel in Triton only profits from its split with equal lengths, and runs with the fastest split for them.
     """
     for step in _FULL if on_gpu() else _SMALL:
-        num_bytes = 4 * step.num_positions * step.num_kv_heads * step.head_dim  # of keys and values in bf16
+        num_bytes = int(2 * step.bytes_of_value * step.num_positions * step.num_kv_heads * step.head_dim)
         arrays = [step.arrays(seed) for seed in range(max(2, num_rotations(num_bytes)))]
         inputs, q = with_plan([(pages,) for _, pages in arrays]), arrays[0][0][:, None]
         for name, call in _calls(step).items():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paging.pages import Pages
+from pallas_kernels.paging.pages import Pages, round_vectors
 from pallas_kernels.timing import random_arrays
 
 
@@ -20,6 +20,12 @@ class Step(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def bytes_of_value(self) -> float:
+        """Bytes in memory of one number of a key or a value, with its part of the scale."""
+        return 2 if self.kv_dtype == "bfloat16" else 1 + 4 / self.head_dim
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +50,10 @@ class Step(NamedTuple):
         """Return random queries [T, H, D] and pages."""
         pool = sum(self._blocks), self.num_kv_heads, self.block_size, self.head_dim
         q, k, v = random_arrays(seed, (self.num_tokens, self.num_heads, self.head_dim), pool, pool)
-        return q, Pages(k, v)
+        if self.kv_dtype == "bfloat16":
+            return q, Pages(k, v)
+        (k, k_scales), (v, v_scales) = (round_vectors(pool, jnp.dtype(self.kv_dtype)) for pool in (k, v))
+        return q, Pages(k, v, jnp.stack([k_scales, v_scales], axis=2))
 
     def rows(self, *, min_columns: int = 0) -> dict[str, Any]:
         """Return the block tables, of pages scattered over the pool, and the lengths."""

@@ -22,6 +22,9 @@ _FULL = (
     Step("16 prompts of 37 to 1500", tuple((n, n) for n in _MIXED)),
     Step("the last 1024 of 8192", ((1024, 8192),)),
     Step("1 x 32768", ((32768, 32768),)),
+    Step("1 x 8192, FP8", ((8192, 8192),), kv_dtype="float8_e4m3fn"),
+    Step("16 x 512, FP8", ((512, 512),) * 16, kv_dtype="float8_e4m3fn"),
+    Step("the last 1024 of 4096, FP8", ((1024, 4096),), kv_dtype="float8_e4m3fn"),
 )
 _SMALL = (
     Step("1 x 512", ((512, 512),), 12, 4, 64),
@@ -34,8 +37,8 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
     """Yield a row for each step and implementation; cuDNN only if all chunks are whole prompts of one length."""
     for step in _FULL if on_gpu() else _SMALL:
         flops = 4 * step.num_pairs * step.num_heads * step.head_dim
-        values = step.num_tokens * step.num_heads + step.num_positions * step.num_kv_heads
-        num_bytes = 4 * step.head_dim * values  # of queries, results, keys and values in 16 bits
+        kv_bytes = 2 * step.bytes_of_value * step.num_positions * step.num_kv_heads
+        num_bytes = int(step.head_dim * (4 * step.num_tokens * step.num_heads + kv_bytes))
         seeds = range(min(8, num_rotations(num_bytes)))
         implementation = "sm90" if on_gpu() else "xla"
         options = step.query_rows() | {"first_row": jnp.int32(0), "scores": Scores(scale=step.head_dim**-0.5)}
@@ -44,7 +47,8 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
         cases: list[tuple[str, Callable[..., Any], Any, Any]] = [
             (implementation, call, with_plan(inputs), jnp.zeros_like(inputs[0][0]))
         ]
-        if on_gpu() and len(set(step.chunks)) == 1 and step.chunks[0][0] == step.chunks[0][1]:
+        is_whole = len(set(step.chunks)) == 1 and step.chunks[0][0] == step.chunks[0][1]
+        if on_gpu() and is_whole and step.kv_dtype == "bfloat16":
             call = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
             cases.append(("cuDNN, no pages", call, [_contiguous(step, seed) for seed in seeds], None))
         for name, call, arguments, carry in cases:

@@ -26,6 +26,14 @@ from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 
+FEWEST_TOKENS_TO_CONVERT_FOR = 1024
+"""With fewer, a second call for rows that have no room takes longer than tiles take to convert pages."""
+
+CONVERTED_PER_TOKEN = 4
+"""Room for converted pages, in tokens of contexts for each token of a step: a quarter of them are a step's own at the
+end of a prompt of four chunks.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -86,8 +94,72 @@ def ragged_prefill_attention_sm90(
 ) -> Float[Array, "T H D"]:
     """Run the kernel, see `ragged_prefill_attention`. Raises NotImplementedError for what it does not support.
 
-    `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
+    A tile converts pages of 8 bits block by block, which takes as long as all the rest: with many tokens the pages of
+    the first rows, as many as there is room for, are converted once instead. `interpret` replaces what the interpreter
+    of `plgpu.force_gpu_interpret_mode` lacks.
     """
+    run = functools.partial(
+        _attend, seq_lens=seq_lens, query_starts=query_starts, scores=scores, config=config, interpret=interpret
+    )
+    if pages.scales is None or len(q) < FEWEST_TOKENS_TO_CONVERT_FOR:
+        return run(q, pages, before, block_tables=block_tables, first_row=first_row, num_rows=num_rows)
+    check_pages(q, pages)
+    converted, tables, end = _converted(
+        pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=CONVERTED_PER_TOKEN * len(q)
+    )
+    out = run(q, converted, before, block_tables=tables, first_row=first_row, num_rows=end)
+    return run(q, pages, out, block_tables=block_tables, first_row=end, num_rows=num_rows)
+
+
+def _converted(
+    pages: Pages,
+    dtype: jnp.dtype,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    first_row: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    *,
+    num_tokens: int,
+) -> tuple[Pages, Int[Array, "B N"], Int[Array, ""]]:
+    """Return pages of 16 bits with the contexts of rows from `first_row` on, up to `num_tokens` in whole pages, tables
+    of them, and the row after the last one that is there.
+    """
+    assert pages.scales is not None
+    num_pages, _, size, _ = pages.k.shape
+    capacity = -(-num_tokens // size)
+    row = jnp.arange(len(seq_lens), dtype=jnp.int32)
+    counts = jnp.where((row >= first_row) & (row < num_rows), -(-seq_lens // size), 0)
+    until = jnp.cumsum(counts)
+    end = jnp.sum((row < num_rows) & (until <= capacity), dtype=jnp.int32)
+    begin = until - counts
+    place = jnp.arange(capacity, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.sum(until[None] <= place[:, None], axis=1, dtype=jnp.int32), len(seq_lens) - 1)
+    column = jnp.clip(place - begin[owner], 0, block_tables.shape[1] - 1)
+    of = jnp.clip(block_tables[owner, column], 0, num_pages - 1)
+    scales = pages.scales[of][..., None]  # [capacity, K, kinds, S, 1]
+    k, v = (
+        (pool[of].astype(jnp.float32) * scales[:, :, kind]).astype(dtype)
+        for kind, pool in enumerate((pages.k, pages.v))
+    )
+    columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
+    tables = jnp.minimum(begin[:, None] + columns[None], capacity - 1)
+    return Pages(k, v), tables, end
+
+
+def _attend(
+    q: Float[Array, "T H D"],
+    pages: Pages,
+    before: Float[Array, "T H D"] | None,
+    *,
+    block_tables: Int[Array, "B N"],
+    seq_lens: Int[Array, " B"],
+    query_starts: Int[Array, " B+1"],
+    first_row: Int[Array, ""],
+    num_rows: Int[Array, ""],
+    scores: Scores,
+    config: Config | None,
+    interpret: bool,
+) -> Float[Array, "T H D"]:
     check_pages(q, pages)
     if scores.scale <= 0:
         raise NotImplementedError(f"scale must be positive, got {scores.scale}")

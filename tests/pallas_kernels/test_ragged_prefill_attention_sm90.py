@@ -14,10 +14,11 @@ import test_ragged_prefill_attention as of_chunks
 from interpreting import interpret
 from kernel_results import check_tokens
 from poisoned_pages import make_scores
+from rounded_pages import rounded_pages
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paging import Pages, Scores
-from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
+from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention, sm90
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
 
@@ -26,7 +27,16 @@ TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 
 
 def make_case(
-    chunks, *, heads, num_tokens=None, num_skipped=0, max_rows=None, block_size=16, dtype=jnp.bfloat16, **options
+    chunks,
+    *,
+    heads,
+    num_tokens=None,
+    num_skipped=0,
+    max_rows=None,
+    block_size=16,
+    dtype=jnp.bfloat16,
+    kv_dtype=None,
+    **options,
 ):
     """Return the arguments of `ragged_prefill_attention`, arrays and then the others, and the expected result."""
     rng = np.random.default_rng(len(chunks) + sum(context for _, context in chunks))
@@ -41,13 +51,16 @@ def make_case(
         block_size=block_size,
         dtype=dtype,
     )
+    if kv_dtype is not None:
+        q, pages, before = arrays
+        arrays = q, rounded_pages(pages, kv_dtype), before
     scores = make_scores(rng, heads[0], **{"scale": heads[2] ** -0.5} | options)
     want = of_chunks.expected(arrays, layout, scores)
     return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores)}, want
 
 
-def check(got, want):
-    check_tokens(got, want, TOLERANCE[got.dtype.type])
+def check(got, want, *, factor=1):
+    check_tokens(got, want, factor * TOLERANCE[got.dtype.type])
 
 
 # Two sets of heads or tokens a tile; tiles of a row, of parts of rows, of no row; a context that ends within a page.
@@ -91,7 +104,23 @@ def test_interpreted(capsys, case):
     check(interpret(capsys, run, *arrays), want)
 
 
+@pytest.mark.slow
+def test_interpreted_with_pages_of_8_bits(capsys, monkeypatch):
+    """Those of the first two rows are converted at once; for the last row there is no room."""
+    monkeypatch.setattr(sm90, "FEWEST_TOKENS_TO_CONVERT_FOR", 1)
+    monkeypatch.setattr(sm90, "CONVERTED_PER_TOKEN", 2)
+    case = INTERPRETED["pairs of heads"] | {"kv_dtype": jnp.float8_e4m3fn}
+    (q, pages, before), layout, want = make_case(**case)
+    arguments = pages, q.dtype, *(layout[name] for name in ("block_tables", "seq_lens", "first_row", "num_rows"))
+    _, _, end = sm90._converted(*arguments, num_tokens=2 * len(q))
+    assert end == layout["first_row"] + 2 == layout["num_rows"] - 1
+    config = Config(block_kv=64, k_stages=3, v_stages=2, q_slots=1, num_ctas=2)
+    run = functools.partial(ragged_prefill_attention_sm90, **layout, config=config, interpret=True)
+    check(interpret(capsys, run, q, pages, before), want, factor=2)
+
+
 MIX = [(5, 5), (70, 150), (3, 260), (1, 1), (200, 777), (64, 64), (65, 65), (130, 1000), (129, 129), (33, 100)]
+FP8 = {"kv_dtype": jnp.float8_e4m3fn}
 ON_A_GPU = {
     "llama": {"chunks": MIX, "heads": (32, 8, 128), "num_tokens": 768, "num_skipped": 3, "max_rows": 20},
     "one long row": {"chunks": [(2000, 2000)], "heads": (4, 1, 128)},
@@ -115,6 +144,9 @@ ON_A_GPU = {
     "ALiBi": {"chunks": MIX, "heads": (12, 12, 128), "has_alibi": True},
     "ALiBi, odd": {"chunks": MIX, "heads": (3, 1, 64), "has_alibi": True, "sliding_window": 150, "soft_cap": 5.0},
     "sinks": {"chunks": MIX, "heads": (64, 8, 64), "has_sinks": True, "sliding_window": 128},
+    "8 bits": {"chunks": MIX, "heads": (32, 8, 128), "num_tokens": 1100, "num_skipped": 3, "max_rows": 20} | FP8,
+    "8 bits, no room for the last": {"chunks": [(300, 300), (600, 3000), (200, 9000)], "heads": (8, 2, 64)} | FP8,
+    "8 bits, few tokens": {"chunks": MIX, "heads": (8, 2, 128), "sliding_window": 200} | FP8,
 }
 
 
@@ -123,7 +155,7 @@ ON_A_GPU = {
 def test_on_a_gpu(case):
     arrays, layout, want = make_case(**ON_A_GPU[case])
     run = jax.jit(lambda *args, **layout: ragged_prefill_attention(*args, **layout, implementation="sm90"))
-    check(run(*arrays, **layout), want)
+    check(run(*arrays, **layout), want, factor=2 if "kv_dtype" in ON_A_GPU[case] else 1)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -141,11 +173,21 @@ def test_a_nan_inside_the_context_shows(poisoned):
 
 @functools.cache
 def compiled(
-    heads, *, num_layers=1, num_tokens=512, num_rows=16, block_size=16, has_alibi=False, dtype=jnp.bfloat16, **options
+    heads,
+    *,
+    num_layers=1,
+    num_tokens=512,
+    num_rows=16,
+    block_size=16,
+    has_alibi=False,
+    dtype=jnp.bfloat16,
+    kv_dtype=None,
+    **options,
 ):
     num_heads, num_kv_heads, head_dim = heads
-    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
-    pools = [Pages(pool, pool)] * num_layers
+    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), kv_dtype or dtype)
+    scales = None if kv_dtype is None else jax.ShapeDtypeStruct((1024, num_kv_heads, 2, block_size), jnp.float32)
+    pools = [Pages(pool, pool, scales)] * num_layers
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), dtype)
     shapes = {
         "block_tables": (num_rows, 512),
@@ -160,6 +202,7 @@ def compiled(
 
     def layers(q, pools, out, layout):
         for pages in pools:
+            pages, out = jax.lax.optimization_barrier((pages, out))  # as a layer writes into its pages first
             out = ragged_prefill_attention(q, pages, out, **layout, implementation="sm90")
         return out
 
@@ -198,6 +241,18 @@ def test_layers_share_the_plan():
     assert two.num_launches == one.num_launches + 1
     assert not two.copies_of((512, 32, 128))
     assert two.thunks == {"kCommandBuffer": 1}
+
+
+@pytest.mark.slow
+def test_layers_convert_pages_of_8_bits():
+    """A layer has its keys and its values converted and calls the kernel twice; layers share the plans."""
+    one, two = (compiled(heads=(32, 8, 128), num_tokens=2048, num_layers=number, **FP8) for number in (1, 2))
+    assert two.num_launches == one.num_launches + 4
+    assert two.thunks == {"kCommandBuffer": 1}
+    assert two.spill_bytes == 0
+    assert not two.copies_of((2048, 32, 128))
+    assert not two.copies_of((1024, 8, 16, 128))
+    assert two.temp_bytes < 2 * 4 * 2048 * 8 * 128 * 2 * 1.1
 
 
 @pytest.mark.parametrize("tile_size", [4, 64])
