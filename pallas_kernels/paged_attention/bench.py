@@ -79,4 +79,5 @@ def _calls(step: Step) -> dict[str, Callable[..., jax.Array]]:
         tables = rows["block_tables"][:, : -(-columns // splits) * splits]
         return jax_triton.paged_attention(q[:, 0], k, v, tables, rows["seq_lens"], k_splits=splits)[:, None]
 
-    return ours(attend) | ({"jax (Triton)": triton} if on_gpu() else {})
+    is_for_both = on_gpu() and step.kv_dtype == "bfloat16"
+    return ours(attend) | ({"jax (Triton)": triton} if is_for_both else {})
