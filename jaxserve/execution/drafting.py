@@ -113,8 +113,8 @@ def take_in(
     hidden: Float[Array, "T E"],
     *,
     drafting: Drafting,
-) -> KVCache:
-    """Return the cache with what the drafter keeps of a step's tokens. `tapped` and `hidden` are those of
+) -> tuple[Float[Array, "T E"], KVCache]:
+    """Return `hidden`, and the cache with what the drafter keeps of a step's tokens. `tapped` and `hidden` are those of
     `Drafter.features`.
     """
     drafter = drafting.drafter
@@ -130,7 +130,8 @@ def take_in(
             kept = kept.write(new, batch.write_index)
             batch, features = _behind(batch, new, kept, end=kv_cache.num_blocks * kv_cache.block_size)
         _, own = drafter.run(params, batch, features, own)
-    return _with_own(kv_cache, own, kept)
+    # Otherwise XLA may do this behind the copy of the tokens to the host, which would split the command buffer.
+    return jax.lax.optimization_barrier((hidden, _with_own(kv_cache, own, kept)))
 
 
 def _behind(batch: Batch, new: Float[Array, "T F"], kept: Features, *, end: int) -> tuple[Batch, Float[Array, "T F"]]:

@@ -234,7 +234,7 @@ def begin(
         tapped.append(x)
     if drafter is not None:
         assert drafting is not None
-        kv_cache = take_in(params, kv_cache, own, tapped[:-1], x, drafting=drafting)
+        x, kv_cache = take_in(params, kv_cache, own, tapped[:-1], x, drafting=drafting)
     return kv_cache, slots, Begun(x, batch, rows)
 
 

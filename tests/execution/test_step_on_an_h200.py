@@ -9,7 +9,15 @@ import jax
 import pytest
 from step_specs import make_spec
 
-from jaxserve.bench.shapes import LLAMA_3_8B, LLAMA_3_70B, LLAMA_100M, NEMOTRON_H_8B, QWEN3_30B_A3B
+from jaxserve.bench.shapes import (
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    LLAMA_100M,
+    NEMOTRON_H_8B,
+    QWEN3_30B_A3B,
+    eagle3_head,
+    write_config,
+)
 from jaxserve.execution.programs import model as model_module
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.kinds import Begin, Draw, Finish, Forward, PlainDecode, PromptLogprobs
@@ -17,6 +25,7 @@ from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.layers import launch
 from jaxserve.layers.layouts import rounded_to
 from jaxserve.layers.sharding import with_explicit_axes
+from jaxserve.loading.eagle3 import read_head
 from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4
 from jaxserve.quantization.ggml import SCHEMES as GGUF_SCHEMES
@@ -147,6 +156,20 @@ def test_step_that_verifies_drafts(num_rows, num_drafts):
     assert "paged_attention" in kernels
     assert not any("prefill" in name for name in kernels)
     assert program.num_launches <= 14 * 2 + 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 0), (64, 0), (1, 5), (12, 5)])
+def test_a_head_that_drafts_is_part_of_the_launch(tmp_path, num_rows, num_columns):
+    """EAGLE-3: what it takes in of a step, and its passes before, are in the command buffer of the model."""
+    fields = LLAMA_3_8B | {"num_hidden_layers": 4}
+    write_config(tmp_path, eagle3_head(fields) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]})
+    options = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 4}
+    speculation = parse_speculation(options).up_to(64, step_tokens=8192)
+    builder = make_builder(fields, speculation=speculation, drafter=read_head(str(tmp_path)))
+    buckets = builder.model.verifying_buckets if num_columns else builder.model.buckets
+    bucket = next(one for one in buckets if (one.num_rows, one.num_columns) == (num_rows, num_columns))
+    assert_sound(compile_program(builder, PlainDecode(bucket)))
 
 
 @pytest.mark.slow
