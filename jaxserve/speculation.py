@@ -17,6 +17,9 @@ DEFAULT_LOOKUP = 5
 
 MAX_LOOKUP = 32
 
+QUANTIZATIONS = "int8", "fp8", "int4"
+"""What a drafter's matrices may be rounded to."""
+
 DEFAULT_SYNTHETIC: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
 """The fields of drafts that are accepted by chance, if none are given."""
 
@@ -49,6 +52,8 @@ class Speculation(msgspec.Struct, frozen=True):
             more rows have none. Empty: as is best for the device.
         model: the checkpoint that drafts, if the method needs one.
         tensor_parallel_size: number of devices over which it is to be sharded; None: the target's.
+        quantization: what the drafter's matrices are rounded to while they load; None: they are as its checkpoint has
+            them, or held as the model's if they are part of it.
         is_coupled: the drafter draws with the random numbers of the target, instead of the most likely token.
         acceptance_rates: if not empty, the fraction of steps in which at least 1, 2, ... drafts are accepted, by
             chance: for measurements only, the text is not the model's.
@@ -62,6 +67,7 @@ class Speculation(msgspec.Struct, frozen=True):
     acceptance_rates: tuple[float, ...] = ()
     model: str | None = None
     tensor_parallel_size: int | None = None
+    quantization: str | None = None
     is_coupled: bool = False
 
     @property
@@ -123,6 +129,7 @@ class _Fields(msgspec.Struct, forbid_unknown_fields=True):
     synthetic_acceptance_rates: list[float] | None = None
     draft_sample_method: str = "greedy"
     draft_tensor_parallel_size: int | None = None
+    quantization: str | None = None
 
 
 def parse_speculation(fields: Mapping[str, Any] | str | None, *, published: int | None = None) -> Speculation | None:
@@ -150,9 +157,11 @@ def parse_speculation(fields: Mapping[str, Any] | str | None, *, published: int 
         raise _wrong("num_speculative_tokens", f"must be in [1, {MAX_DRAFTS}], got {num_drafts}")
     if given.draft_sample_method not in ("greedy", "probabilistic"):
         raise _wrong("draft_sample_method", f"must be greedy or probabilistic, got {given.draft_sample_method!r}")
+    if given.quantization not in (None, *QUANTIZATIONS):
+        raise _wrong("quantization", f"must be {', '.join(QUANTIZATIONS)} or null, got {given.quantization!r}")
     of_others = ["prompt_lookup_min", "prompt_lookup_max"]
     if method == "ngram":
-        of_others = ["draft_tensor_parallel_size"]
+        of_others = ["draft_tensor_parallel_size", "quantization"]
         if given.draft_sample_method != "greedy":
             raise _wrong("draft_sample_method", "must be greedy: n-gram lookup has no probabilities")
     for name in of_others:
@@ -168,6 +177,7 @@ def parse_speculation(fields: Mapping[str, Any] | str | None, *, published: int 
         acceptance_rates=() if is_published else _acceptance_rates(given, num_drafts),
         model=None if method == "ngram" else given.model,
         tensor_parallel_size=given.draft_tensor_parallel_size,
+        quantization=given.quantization,
         is_coupled=given.draft_sample_method == "probabilistic",
     )
 

@@ -1,12 +1,13 @@
 """The options of speculative decoding: what they mean, and which are refused by name."""
 
 import re
+from typing import get_args
 
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, Quantization
 from jaxserve.errors import ConfigError
-from jaxserve.speculation import BY_CHECKPOINT, parse_speculation, with_acceptance
+from jaxserve.speculation import BY_CHECKPOINT, QUANTIZATIONS, parse_speculation, with_acceptance
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -28,6 +29,9 @@ def test_drafters_with_weights():
     assert parse_speculation(mtp | {"method": "glm4_moe_mtp"}) == parse_speculation(mtp | {"method": "mtp"})
     assert parse_speculation(mtp | {"method": "mtp"}).is_coupled
     assert parse_speculation({"method": "mtp"}).num_drafts == 1
+    assert get_args(Quantization) == QUANTIZATIONS
+    for name in (None, *QUANTIZATIONS):
+        assert parse_speculation({"method": "mtp", "quantization": name}).quantization == name
     unknown = {"method": "eagle3", "model": "a/b"}
     assert parse_speculation(unknown).num_drafts == 0
     assert parse_speculation(unknown, published=3).num_drafts == 3
@@ -101,6 +105,8 @@ def test_synthetic_acceptance(length, rates):
         ({"synthetic_acceptance_length": 3}, 'synthetic_acceptance_length needs "rejection_sample_method"'),
         ({"draft_sample_method": "gumbel"}, "draft_sample_method must be greedy or probabilistic"),
         ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size has no meaning"),
+        ({"quantization": "fp8"}, "quantization has no meaning for the method ngram"),
+        ({"quantization": "gptq"}, "quantization must be int8, fp8, int4 or null, got 'gptq'"),
         ({"disable_eagle_block_drop": True}, "unknown field `disable_eagle_block_drop`"),
     ],
 )

@@ -1,6 +1,5 @@
 """What an engine reads of a checkpoint that drafts, before it loads any weight."""
 
-import dataclasses
 import json
 import logging
 import pathlib
@@ -79,11 +78,6 @@ def read_drafter(config: EngineConfig, path: str, fields: dict[str, Any], *, pro
     wanted = get_family(fields).config(fields).vocab_size
     _check_vocabulary(own, vocab_size, config.tokenizer or path, wanted)
     return DraftCheckpoint(speculation, own, own_fields)
-
-
-def without_quantization(config: EngineConfig) -> EngineConfig:
-    """Return the options by which a drafter's weights are held: as its checkpoint has them."""
-    return dataclasses.replace(config, quantization=None)
 
 
 def _check_vocabulary(own: str, own_size: int, target: str, size: int) -> None:

@@ -18,7 +18,6 @@ from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.checkpoint import Checkpoint, choose_dtype, choose_weights, read_checkpoint, specs_with_scales
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.device import Devices, choose_devices, choose_kernels, free_memory, has_bfloat16
-from jaxserve.engine.drafter import without_quantization
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import give_memory_back
 from jaxserve.engine.report import Laps, log_start, log_warm_up, make_info
@@ -41,6 +40,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.random_params import init_params
 from jaxserve.layers.sharding import DATA, check_mesh
 from jaxserve.layers.stages import stage_meshes
+from jaxserve.loading.builtin import naming
 from jaxserve.loading.weights import load_weights
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
@@ -124,9 +124,12 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, devices: Devices) ->
     if drafter is not None and path is None:
         specs["drafter"] = drafter.specs()
     specs = choose_weights(config, checkpoint.path, checkpoint.fields, specs, **of_device)
-    if drafter is not None and path is not None:
-        assert fields is not None
-        specs["drafter"] = choose_weights(without_quantization(config), path, fields, drafter.specs(), **of_device)
+    of_drafter = None if speculation is None else speculation.quantization
+    if drafter is not None and (path is not None or of_drafter is not None):
+        source = path or checkpoint.path, fields or checkpoint.fields
+        own = dataclasses.replace(config, quantization=of_drafter)
+        with naming("speculative_config"):
+            specs["drafter"] = choose_weights(own, *source, drafter.specs(), **of_device)
     check_mesh(
         mesh,
         {axis for spec in jax.tree.leaves(specs) for axis in spec.axes},

@@ -126,7 +126,7 @@ def take_in(
     with jax.named_scope("drafter"):
         features = None
         if kept is not None:
-            new = drafter.features(params, tapped, hidden)
+            new = drafter.features(params, tapped, hidden, batch.context)
             kept = kept.write(new, batch.write_index)
             batch, features = _behind(batch, new, kept, end=kv_cache.num_blocks * kv_cache.block_size)
         _, own = drafter.run(params, batch, features, own)

@@ -85,11 +85,11 @@ def resolve_tokenizer(name: str, *, is_offline: bool = False) -> str:
 
 @contextlib.contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Put the name of the option that names a checkpoint beside the model's before CheckpointErrors about it."""
+    """Put the name of the option that names a checkpoint beside the model's before errors about it."""
     try:
         yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{option}: {error}") from error
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{option}: {error}") from error
 
 
 def _local(name: str) -> pathlib.Path:

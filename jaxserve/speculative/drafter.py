@@ -62,7 +62,11 @@ class Drafter(abc.ABC):
         """Declare its weights."""
 
     def features(
-        self, params: Params, tapped: Sequence[Float[Array, "T E"]], hidden: Float[Array, "T E"]
+        self,
+        params: Params,
+        tapped: Sequence[Float[Array, "T E"]],
+        hidden: Float[Array, "T E"],
+        context: StepContext,
     ) -> Float[Array, "T F"]:
         """Return the features of tokens: from the residual stream before the layers of `taps`, and from the target's
         hidden states behind its last norm.

@@ -138,7 +138,13 @@ class Eagle3(Drafter):
             source_shapes=tuple((rows, 2 * size) for rows, _ in qkv.source_shapes),
         )
         specs: Params = {
-            "fc": ParamSpec(shape=(size, NUM_TAPS * of_target), axes=(None, None), num_inputs=1, source=("fc.weight",)),
+            "fc": ParamSpec(
+                shape=(size, NUM_TAPS * of_target),
+                axes=(None, None),
+                num_inputs=1,
+                source=("fc.weight",),
+                quantize=True,
+            ),
             "token_norm": layer.norm.specs(f"{self.prefix}.input_layernorm", size),
             "feature_norm": layer.norm.specs(f"{self.prefix}.hidden_norm", size),
             "attention": attention,
@@ -147,7 +153,8 @@ class Eagle3(Drafter):
             "norm": layer.norm.specs("norm", size),
         }
         if self.head_of is None:
-            specs["lm_head"] = embedding_spec("lm_head", vocab_size=own_vocab_size, hidden_size=size)
+            head = embedding_spec("lm_head", vocab_size=own_vocab_size, hidden_size=size)
+            specs["lm_head"] = dataclasses.replace(head, quantize=True)  # it is read for each draft
         if self.has_embedding:
             specs["embed"] = embedding_spec("embed_tokens", vocab_size=vocab_size, hidden_size=size)
         if own_vocab_size != vocab_size:
@@ -158,9 +165,13 @@ class Eagle3(Drafter):
 
     @override
     def features(
-        self, params: Params, tapped: Sequence[Float[Array, "T E"]], hidden: Float[Array, "T E"]
+        self,
+        params: Params,
+        tapped: Sequence[Float[Array, "T E"]],
+        hidden: Float[Array, "T E"],
+        context: StepContext,
     ) -> Float[Array, "T F"]:
-        return linear(jnp.concatenate(tapped, axis=1), params["drafter"]["fc"])
+        return linear(jnp.concatenate(tapped, axis=1), params["drafter"]["fc"], context=context)
 
     @override
     def run(

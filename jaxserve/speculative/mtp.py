@@ -165,7 +165,11 @@ class MTP(Drafter):
 
     @override
     def features(
-        self, params: Params, tapped: Sequence[Float[Array, "T E"]], hidden: Float[Array, "T E"]
+        self,
+        params: Params,
+        tapped: Sequence[Float[Array, "T E"]],
+        hidden: Float[Array, "T E"],
+        context: StepContext,
     ) -> Float[Array, "T F"]:
         return hidden
 

@@ -29,8 +29,9 @@ from jaxserve.loading.eagle3 import read_head
 from jaxserve.models import get_family
 from jaxserve.quantization import mxfp4
 from jaxserve.quantization.ggml import SCHEMES as GGUF_SCHEMES
-from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, Scheme
+from jaxserve.quantization.scheme import ROUNDED_ON_HOPPER, SCHEMES, Scheme
 from jaxserve.speculation import parse_speculation
+from jaxserve.speculative import make_drafter
 from pallas_kernels.deviceless import compile_lowered, h200_mesh
 
 NUM_BLOCKS = 40_000
@@ -159,17 +160,29 @@ def test_step_that_verifies_drafts(num_rows, num_drafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 0), (64, 0), (1, 5), (12, 5)])
-def test_a_head_that_drafts_is_part_of_the_launch(tmp_path, num_rows, num_columns):
-    """EAGLE-3: what it takes in of a step, and its passes before, are in the command buffer of the model."""
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "quantization"), [(1, 0, None), (64, 0, None), (1, 5, "int4"), (12, 5, None)]
+)
+def test_a_head_that_drafts_is_part_of_the_launch(tmp_path, num_rows, num_columns, quantization):
+    """EAGLE-3: what it takes in of a step, and its passes before, are in the command buffer of the model. Our kernels
+    multiply by a head's codes.
+    """
     fields = LLAMA_3_8B | {"num_hidden_layers": 4}
     write_config(tmp_path, eagle3_head(fields) | {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]})
     options = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 4}
     speculation = parse_speculation(options).up_to(64, step_tokens=8192)
-    builder = make_builder(fields, speculation=speculation, drafter=read_head(str(tmp_path)))
+    head = read_head(str(tmp_path))
+    schemes = {}
+    if quantization is not None:
+        specs = make_drafter(speculation, fields, head, context=8192).specs()
+        schemes = rounded_to({"drafter": specs}, SCHEMES[quantization])
+    builder = make_builder(fields, speculation=speculation, drafter=head, schemes=schemes)
     buckets = builder.model.verifying_buckets if num_columns else builder.model.buckets
     bucket = next(one for one in buckets if (one.num_rows, one.num_columns) == (num_rows, num_columns))
-    assert_sound(compile_program(builder, PlainDecode(bucket)))
+    program = compile_program(builder, PlainDecode(bucket))
+    assert_sound(program)
+    if quantization is not None:
+        assert_no_matmul_is_tried_out(program)
 
 
 @pytest.mark.slow

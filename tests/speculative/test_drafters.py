@@ -22,6 +22,7 @@ from jaxserve.engine.startup import start_engine
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.execution.programs.kinds import Forward
 from jaxserve.layers.batch import KVCache, LayerStep
+from jaxserve.layers.params import path_name
 from jaxserve.layers.rope import rotations
 from jaxserve.loading.eagle3 import is_head, read_head
 from jaxserve.loading.huggingface import load_config, load_params, source_shapes
@@ -283,13 +284,21 @@ def from_files(folder, kind):
     return model, options
 
 
-@pytest.mark.parametrize("kind", quick_first(["eagle3", "draft model", "mtp", "qwen3_next_mtp"]))
-def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind):
-    """A whole start; the text is that of the same engine without drafts."""
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    quick_first(
+        [
+            *[("eagle3", "int4"), ("eagle3", None), ("draft model", None), ("draft model", "fp8")],
+            *[("mtp", None), ("mtp", "int8"), ("qwen3_next_mtp", None)],
+        ]
+    ),
+)
+def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind, quantization):
+    """A whole start; the text is that of the same engine without drafts. The drafter's matrices alone are rounded."""
     model, options = from_files(tmp_path, kind)
     config = EngineConfig(
         model=str(model),
-        speculative_config=options,
+        speculative_config=options | {"quantization": quantization},
         kv_cache_dtype="fp8",
         kv_cache_memory=2**17,
         max_model_len=32,
@@ -300,6 +309,9 @@ def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind):
         warmup="none",
     )
     engine, _ = start_engine(config, mesh=None, progress=False)
+    params, schemes = engine.runner.state["params"], engine.runner.builder.spec.schemes
+    held = {path_name(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    codes = {name.removesuffix(".parts.codes"): dtype for name, dtype in held.items() if name.endswith(".codes")}
     params = [SamplingParams(temperature=0.0, speculative_decoding=drafts) for drafts in (False, True)]
     texts = [run(engine, [request("r", PROMPT, 16, each)])["r"].token_ids for each in params]
     stats = engine.stats()
@@ -307,7 +319,11 @@ def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind):
     assert len(texts[0]) == 16
     assert texts[0] == texts[1]
     assert stats.spec_decode_num_drafts > 0
-    assert kind != "draft model" or stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
+    assert {scheme.codes for scheme in schemes.values()} == {quantization} - {None}
+    assert all(name.startswith("drafter.") for name in schemes)
+    assert codes == {name: scheme.kind.dtype for name, scheme in schemes.items()}
+    if kind == "draft model" and quantization is None:
+        assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
 def test_a_head_that_names_no_number_of_drafts(tmp_path):
