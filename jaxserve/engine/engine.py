@@ -297,8 +297,7 @@ class Engine:
                 token_ids, is_corrupted, drafted = step.token_ids(), step.is_corrupted(), step.drafted()
                 for index in indices:
                     request = step.plan.rows[index].request
-                    if drafted is not None:
-                        proposed[request] = drafted[index].proposed
+                    proposed[request] = [] if drafted is None else drafted[index].proposed
                     if not is_corrupted[index]:
                         drawn.setdefault(request.request_id, []).extend(token_ids[index])
         self.runner.num_waits += 1

@@ -122,9 +122,9 @@ class PendingStep(NamedTuple):
         return self.outputs.num_columns
 
     def drafted(self) -> list[Drafted] | None:
-        """Return what became of the drafts of each row, None without speculation."""
+        """Return what became of the drafts of each row, None if no row has verified or proposed any."""
         drafted = np.asarray(self.outputs.token_ids)[: len(self.plan.rows), self.num_columns :]
-        if not drafted.shape[1]:
+        if self.num_columns == 1 and not drafted[:, 1:2].any():
             return None
         return [Drafted(verified, proposed[:count]) for verified, count, *proposed in drafted.tolist()]
 

@@ -17,7 +17,7 @@ from jaxserve.errors import CapacityExceeded, ConfigError, ContextLengthExceeded
 from jaxserve.request import NO_BLOCK, EngineRequest, FinishReason, Request, RequestStatus
 from jaxserve.scheduling.block_needs import BlockNeeds
 from jaxserve.scheduling.drafting import NO_DRAFTS, DraftPolicy
-from jaxserve.scheduling.plan import Drafted, StepPlan
+from jaxserve.scheduling.plan import NO_DRAFT, Drafted, StepPlan
 from jaxserve.scheduling.snapshot import BlocksSnapshot, RequestSnapshot, SchedulerSnapshot
 
 
@@ -209,16 +209,18 @@ class Scheduler(abc.ABC):
         `sampled_token_ids` has a list for each row, ignored where a row does not sample: its tokens, one and one for
         each draft that was accepted, or none if the request had reached its last token before. A list is cut, in place,
         after a stop token. `ok` says which rows' numbers were finite, None that all were. `drafted` says what became of
-        each row's drafts, and `seconds` what the step took, if that is known. Requests finish here: at a stop token
-        ("stop"), at their last token ("length"), or because a row is not ok ("error").
+        each row's drafts, None that no row has verified or proposed any, and `seconds` what the step took, if that is
+        known. Requests finish here: at a stop token ("stop"), at their last token ("length"), or because a row is not
+        ok ("error").
         """
         oldest = self._in_flight.popleft()
         assert oldest is plan, "plans come back in the order they were made"
-        if drafted is not None:
-            self._limits.drafts.observe_step(plan, sampled_token_ids, seconds)
-            for row, one, new in zip(plan.rows, drafted, sampled_token_ids, strict=True):
-                if row.samples and row.request.takes_drafts and row.request.slot == row.slot:
-                    self._limits.drafts.observe(row.request, row.num_drafts, one, new)
+        if (drafts := self._limits.drafts).by_rows:
+            drafts.observe_step(plan, sampled_token_ids, seconds)
+            for row, one, new in zip(plan.rows, drafted or [NO_DRAFT] * len(plan.rows), sampled_token_ids, strict=True):
+                request = row.request
+                if (drafted or request.proposed) and row.samples and request.takes_drafts and request.slot == row.slot:
+                    drafts.observe(request, row.num_drafts, one, new)
         failed = set() if ok is None or all(ok) else self._fail_rows(plan, ok)
         finished = RequestStatus.FINISHED
         chunk, one_token, last_token = RowOutcome.CHUNK, RowOutcome.TOKEN, RowOutcome.LAST_TOKEN

@@ -129,7 +129,7 @@ class ContinuousScheduler(Scheduler):
                 continue
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_pending
-            if start % block_size == 0 or num_tokens - start != 1 or request.takes_drafts:
+            if start % block_size == 0 or num_tokens - start != 1 or request.num_pending_drafts:
                 self._extend(request, step)
             elif num_tokens < request.max_total_tokens:  # else its last token is in flight
                 # Inlined `_extend` for the common case: one token into a block that has room.
@@ -282,6 +282,8 @@ class ContinuousScheduler(Scheduler):
         """Return rows of one token each with as many drafts as the number of rows, the budget, and each request's
         limits allow. A draft is worth a free block, but nobody else's.
         """
+        if not self._limits.drafts.most(len(rows)):
+            return rows
         drafting = [row.request for row in rows if row.samples and row.request.takes_drafts]
         num_drafts = min(self._limits.drafts.num_drafts(drafting, num_rows=len(rows)), budget // len(rows))
         if not num_drafts:

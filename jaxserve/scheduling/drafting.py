@@ -95,9 +95,13 @@ class DraftPolicy:
     is_late: bool = False
     _record: _Record = dataclasses.field(default_factory=_Record, compare=False, repr=False)
 
+    def most(self, num_rows: int) -> int:
+        """Return the most drafts of a row in a step of so many rows."""
+        return next((num_drafts for rows, num_drafts in self.by_rows if num_rows <= rows), 0)
+
     def num_drafts(self, requests: Sequence[Request], *, num_rows: int) -> int:
         """Return how many drafts each of these requests may verify in a step of so many rows."""
-        limit = next((num_drafts for rows, num_drafts in self.by_rows if num_rows <= rows), 0)
+        limit = self.most(num_rows)
         if not limit or not self.token_cost:
             return limit
         one, wide = self._times(num_rows, limit)
@@ -116,7 +120,7 @@ class DraftPolicy:
         num_rows = len(plan.rows)
         if plan.num_decode_rows < num_rows or not self.token_cost:
             return
-        num_drafts = max(row.num_drafts for row in plan.rows)
+        num_drafts = self.most(num_rows) and max(row.num_drafts for row in plan.rows)
         if seconds is not None:
             self._record.time(_kind(num_rows, num_drafts), seconds)
         gained = ALLOWED_LOSS

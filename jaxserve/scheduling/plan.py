@@ -33,6 +33,10 @@ class Drafted(NamedTuple):
     """The drafts that the request's next row may verify."""
 
 
+NO_DRAFT = Drafted(0, [])
+"""The result of a row that has verified no draft, and behind which none is proposed."""
+
+
 class StateCopy(NamedTuple):
     """A copy between what layers keep of a slot and one of the states that are kept for the prefix cache."""
 

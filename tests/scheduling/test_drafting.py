@@ -3,11 +3,12 @@
 import itertools
 
 import pytest
-from scheduling_simulation import make_request
+from scheduling_simulation import make_limits, make_request
 
 from jaxserve.request import Request
 from jaxserve.scheduling.drafting import ALLOWED_LOSS, MAX_BALANCE, DraftPolicy
 from jaxserve.scheduling.plan import Drafted, Row, StepPlan
+from jaxserve.scheduling.scheduler import make_scheduler
 
 TABLE = ((4, 4), (8, 2))
 
@@ -131,3 +132,20 @@ def test_a_request_stops_drafting_and_tries_again():
     assert 1 <= num_right <= 4
     policy.observe(request, 4, Drafted(0, []), [7])  # the device had no drafts: a step was long for nothing
     assert not policy.num_drafts([request], num_rows=1)
+
+
+def test_a_row_beside_too_many_costs_as_much_as_without_drafts(monkeypatch):
+    """Nothing is done for its drafts, but for those proposed before, which are compared with what is drawn."""
+    scheduler = make_scheduler(
+        "continuous", make_limits(drafts=((1, 4),)), model_domain=b"", enable_prefix_caching=True
+    )
+    requests = scheduler.add([make_request(name, [1], max_tokens=9) for name in "ab"])
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[2], [2]], drafted=[Drafted(0, [5, 5]), Drafted(0, [])])
+    monkeypatch.setattr(type(scheduler), "_extend", None)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert [row.num_drafts for row in plan.rows] == [0, 0]
+        scheduler.update(plan, [[5], [5]])
+    assert [request.num_judged_drafts for request in requests] == [1, 0]
+    assert [request.proposed for request in requests] == [[], []]
