@@ -133,7 +133,11 @@ def test_keys_of_layers():
             "attention_norm, mlp_norm, norm: XLA (rows must be",
         ),
         (LLAMA, {"num_devices": 4}, "sums over devices, embedding: all_reduce; gather of logits: all_gather"),
-        (LLAMA | {"hidden_size": 2116, "head_dim": 64}, {"num_devices": 2}, "embedding: XLA (devices have no buffers for sums)"),
+        (
+            LLAMA | {"hidden_size": 2116, "head_dim": 64},
+            {"num_devices": 2},
+            "embedding: XLA (devices have no buffers for sums)",
+        ),
         (LLAMA | {"vocab_size": 1000}, {"num_devices": 4}, "gather of logits: XLA (devices have no buffers for logits"),
         (
             LLAMA | {"mlp_bias": True},
