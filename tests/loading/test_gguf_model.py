@@ -92,10 +92,12 @@ def test_logits_of_the_safetensors(tmp_path, name):
 
 
 ALTERED = {
+    "afmoe_windows": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "baichuan_alibi": {"vocab_size": 125696, "num_hidden_layers": 40, "hidden_size": 32, "norm_head": None},
     "baichuan_rotated": {"vocab_size": 64000, "norm_head": None},
     "bailing_moe_unit_head": {"first_k_dense_replace": 0, "norm_head": False, "use_qkv_bias": False},
     "mellum_windows": {"mlp_layer_types": ["sparse"] * 3},
+    "olmo_clipped": {"attention_bias": False},
     "qwen3_vl_moe_some_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [], "norm_topk_prob": True},
 }
 """Goldens with options that llama.cpp does not have, and the fields changed for it; their weights are random."""

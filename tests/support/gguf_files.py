@@ -32,7 +32,8 @@ NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
 """What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
-were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints.
+were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints. Rows of AFMoE,
+EXAONE MoE, Jais 2, Nemotron and OLMo 1 were written by hand, by the converter's source.
 """
 
 EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
@@ -122,6 +123,8 @@ def _parts(architecture, key, name, tensor):
         tensor = tensor.reshape(num_keys, -1)
     if architecture in STATEFUL and module.endswith("norm") and ".linear_attn." not in name:
         tensor = tensor + 1
+    if architecture == "nemotron" and module.endswith("norm") and leaf == "weight":
+        tensor = tensor + 1
     if module in ("W_pack", "query_key_value") and architecture in PAIRED:
         num_heads, num_keys = key("attention.head_count"), key("attention.head_count_kv") or key("attention.head_count")
         unit = len(tensor) // (num_heads + 2 * num_keys)
@@ -174,7 +177,8 @@ def _parts(architecture, key, name, tensor):
 
 
 PAIRED = (
-    *("baichuan", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3"),
+    *("baichuan", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "olmo"),
+    "smollm3",
 )
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 
