@@ -345,6 +345,7 @@ ARCHITECTURES = {
     "hunyuan-moe": Architecture(gguf_mixtures.hunyuan_moe_fields, "hunyuan_v1_moe", _EXPERTS),
     "hy_v3": Architecture(gguf_mixtures.hy_fields, served=_EXPERTS),
     "jais2": Architecture(layer_norm_fields),
+    "kimi-linear": Architecture(gguf_families.kimi_linear_fields, "kimi_linear", _EXPERTS),
     "lfm2": Architecture(gguf_families.lfm_fields),
     "lfm2moe": Architecture(gguf_families.lfm_fields, "lfm2_moe", _EXPERTS),
     "llama": Architecture(_llama_fields, served=_EXPERTS),
