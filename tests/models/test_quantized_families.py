@@ -34,8 +34,8 @@ TOKENS = np.random.default_rng(0).integers(0, 30, 41).astype(np.int32)
 BLOCK = (16, 64)
 GROUP = 8
 FLOATS = re.compile(
-    r"embed|wte|wpe|lm_head|embed_out|output_layer|norm|conv|\.ln_|visual|vision|multi_modal|altup|per_layer_model"
-    r"|(gate|router|router\.layer|router\.proj|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|b_proj)\.weight$"
+    r"embed|wte|wpe|lm_head|embed_out|output_layer|norm|conv|\.ln_|visual|vision|multi_modal|altup|laurel|per_layer"
+    r"|(gate|wg|router|router\.layer|router\.proj|shared_expert_gate|in_proj_ba|in_proj_a|in_proj_b|b_proj)\.weight$"
 )
 """What no package quantizes: embeddings, heads, routers, gates of one row, convolutions, towers."""
 
@@ -165,7 +165,7 @@ def write(golden, folder, make, *, is_fused=False):
 def schemes(weights):
     """Return the scheme of each matrix that is held as codes, whatever the type of its scales."""
     found = jax.tree_util.tree_leaves_with_path(weights)
-    held = {path_name(at): each.stored_scheme() for at, each in found if each.spec.quantize}
+    held = {path_name(at): each.stored_scheme() for at, each in found if each.spec.num_inputs}
     return {
         name: msgspec.structs.replace(each, scale_dtype="float32")
         for name, each in held.items()
