@@ -23,13 +23,16 @@ from jaxserve.quantization.scheme import Scheme
 
 FLOAT32 = np.dtype(np.float32)
 FUSED = "fp8, experts in one"
+PUBLISHED = "fp8 with static scales, experts in one"
+"""The form of Mistral Small 4: one scale for a matrix, or for gate and up of an expert, and others for activations."""
 IN_ONE = ("mistral4_b", "qwen3_5_moe", "gemma4_e", "llama4", "qwen3_vl_moe", "granitemoe_swa", "deepseek_v3")
 """Beginnings of names of goldens of families that transformers saves with a layer's experts in one tensor."""
 NAMES = [path.name for path in ONE_OF_EACH]
 CASES = quick_only(
     [(name, form) for name in NAMES for form in ("fp8", "int4", FUSED) if form != FUSED or name.startswith(IN_ONE)],
-    *(("qwen3_next_biases", "fp8"), ("kimi_k2_one_group", "int4"), ("mistral4_beyond_original", FUSED)),
+    *(("qwen3_next_biases", "fp8"), ("kimi_k2_one_group", "int4")),
 )
+CASES += [("mistral4_beyond_original", PUBLISHED)]
 TOKENS = np.random.default_rng(0).integers(0, 30, 41).astype(np.int32)
 BLOCK = (16, 64)
 GROUP = 8
@@ -55,6 +58,14 @@ def fp8(values):
     return {"weight": codes, "weight_scale_inv": scales}, codes.astype(np.float32) * each
 
 
+def fp8_by_tensor(values):
+    """Return (tensors with one scale, which is the same in all matrices, the values that they stand for)."""
+    scale = np.float32(0.01)
+    codes = (values / scale).astype(stored.F8)
+    tensors = {"weight": codes, "weight_scale_inv": np.full((1, 1), scale), "activation_scale": np.float32(0.5)}
+    return tensors, codes.astype(np.float32) * scale
+
+
 def int4(values):
     """Return (tensors of packed integers in groups, or with a scale for each output, the values)."""
     outputs, inputs = values.shape
@@ -72,6 +83,8 @@ def int4(values):
 
 def config_of(make, floats, odd, skipped):
     """Return what config.json says of these modules that are floats, and of those whose inputs are in no groups."""
+    if make is fp8_by_tensor:
+        return {"quant_method": "fp8", "activation_scheme": "static", skipped: floats}
     if make is fp8:
         return {"quant_method": "fp8", "weight_block_size": list(BLOCK), skipped: floats}
     weights = {"num_bits": 4, "type": "int", "symmetric": True}
@@ -110,18 +123,24 @@ def matrices(name, tensor, fields, make):
     return {f"{base}.{index}.{own}": matrix for own, each in parts for index, matrix in enumerate(each)}
 
 
-def in_one(quantized, *, turned):
-    """Return tensors in FP8 with those of all experts as one, `turned` if inputs come first."""
+def in_one(quantized, *, turned, is_shared):
+    """Return tensors in FP8 with those of all experts as one, `turned` if inputs come first; `is_shared`: gate and up
+    have a scale in common.
+    """
     found = {}
     for name, tensor in quantized.items():
-        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight(_scale_inv)?", name)
+        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.(?:weight)?(_?\w*)", name)
         if match is None:
             found[name] = tensor
             continue
         part = "down_proj" if match[2] == "down" else "gate_up_proj"
-        found.setdefault(f"{match[1]}.{part}{match[3] or ''}", {}).setdefault(match[2], []).append(tensor)
+        leaf = f"_{match[3]}".replace("__", "_") if match[3] else ""
+        found.setdefault(f"{match[1]}.{part}{leaf}", {}).setdefault(match[2], []).append(tensor)
     joined = {
-        name: np.concatenate([*map(np.stack, each.values())], 1)
+        name: np.concatenate(
+            [*map(np.stack, each.values())][: 1 if is_shared and "_scale" in name else 2],
+            -1 if "activation" in name else 1,
+        )
         for name, each in found.items()
         if isinstance(each, dict)
     }
@@ -151,7 +170,8 @@ def write(golden, folder, make, *, is_fused=False):
             odd += [f"re:.*{re.escape(re.sub('^model.|language_model.', '', module))}$"] * (
                 matrix.shape[-1] % GROUP != 0
             )
-    quantized = in_one(quantized, turned=any(turned)) if is_fused else quantized
+    if is_fused:
+        quantized = in_one(quantized, turned=any(turned), is_shared=make is fp8_by_tensor)
     config = {
         "quantization_config": config_of(make, floats, odd, "ignored_layers" if is_fused else "modules_to_not_convert")
     }
@@ -192,7 +212,8 @@ def logits(params, config, family, mesh):
 def test_a_quantized_checkpoint(golden, form, tmp_path):
     """Its logits are those of its values, whether it is held as codes or not, and config.json tells what is codes."""
     path = GOLDENS[0].with_name(golden)
-    modules = write(path, tmp_path, int4 if form == "int4" else fp8, is_fused=form == FUSED)
+    make = {"int4": int4, PUBLISHED: fp8_by_tensor}.get(form, fp8)
+    modules = write(path, tmp_path, make, is_fused=form in (FUSED, PUBLISHED))
     want = logits(*loaded(tmp_path / "f", is_held=False))
     _, config, family, _ = held = loaded(tmp_path / "q", is_held=True)
     assert relative_error(logits(*held), want) < 2e-5
