@@ -82,11 +82,9 @@ class Experts:
             if own.fused is None:
                 names = tuple(f"{prefix}.{own.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
                 return {"source": names, "source_shapes": ((num_outputs // len(parts), num_inputs),) * len(names)}
-            shape = (num_inputs, num_outputs) if own.is_transposed else (num_outputs, num_inputs)
             return {
                 "source": (f"{prefix}.{own.fused[fused]}",),
-                "source_shapes": ((X, *shape),),
-                "is_transposed": own.is_transposed,
+                "source_shapes": ((X, num_outputs, num_inputs),),
             }
 
         specs: Params = {

@@ -10,7 +10,6 @@ class ExpertNames:
     Attributes:
         of_shared: gate, up and down of the shared expert; None if they are called as those of others.
         fused: tensors that hold all experts, of gate before up and of down; None if each expert has its own.
-        is_transposed: these have inputs before outputs.
     """
 
     router: str = "gate"
@@ -24,7 +23,6 @@ class ExpertNames:
     shared_gate: str = "shared_expert_gate"
     latents: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     fused: tuple[str, str] | None = None
-    is_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,11 @@ from jaxserve.loading.tied_head import is_head
 from jaxserve.quantization.method import Expected
 from jaxserve.quantization.scheme import Scheme
 
+PROJECTION = ("_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""Ends of the names of matrices that quantizers round, whether `--quantization` does or not; routers and small gates
+have other names.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedWeight(SourceWeight):
@@ -24,7 +29,8 @@ class ExpectedWeight(SourceWeight):
         """Return the scheme of each source, of those matrices that checkpoints store as codes."""
         names = self.spec.source
         is_turned = self.spec.is_transposed and self.spec.expert_size is None  # `huggingface` makes floats of its codes
-        if self.expected is None or is_turned or not (self.spec.quantize or all(map(is_head, names))):
+        is_matrix = self.spec.quantize or all(is_head(name) or name.endswith(PROJECTION) for name in names)
+        if self.expected is None or is_turned or not is_matrix:
             return [None] * len(names)
         return [self.expected.scheme(name.removesuffix(".weight"), self.spec.row_size) for name in names]
 

@@ -146,6 +146,22 @@ def _starcoder2_fields(file: GGUFFile) -> dict[str, Any]:
     return common_fields(file) | {"norm_epsilon": epsilon, "use_bias": "blk.0.attn_output.bias" in file.tensors}
 
 
+def _nemotron_fields(file: GGUFFile) -> dict[str, Any]:
+    fields = layer_norm_fields(file)
+    return fields | {"norm_eps": fields["layer_norm_eps"]}
+
+
+def _olmo_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of an OLMo 1, whose norms have one epsilon in all. The converter reorders no biases."""
+    fields = layer_norm_fields(file)
+    if round(fields["layer_norm_eps"], 9) != OLMO_EPSILON or fields["attention_bias"]:
+        raise CheckpointError(f"{file.path}: biases, or an epsilon other than {OLMO_EPSILON}, are not supported")
+    return fields | {"clip_qkv": get(file, "attention.clamp_kqv") or None}
+
+
+OLMO_EPSILON = 1e-5
+
+
 def _gemma2_fields(file: GGUFFile) -> dict[str, Any]:
     caps = {
         "attn_logit_softcapping": get(file, "attn_logit_softcapping", 50.0),
@@ -293,6 +309,7 @@ class Architecture(NamedTuple):
 _EXPERTS = ("expert_count",)
 _GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 ARCHITECTURES = {
+    "afmoe": Architecture(gguf_mixtures.trinity_fields, served=_EXPERTS),
     "apertus": Architecture(gguf_families.apertus_fields),
     "arcee": Architecture(without_window),
     "baichuan": Architecture(gguf_families.baichuan_fields),
@@ -306,6 +323,7 @@ ARCHITECTURES = {
     "dots1": Architecture(gguf_mixtures.dots_fields, served=_EXPERTS),
     "ernie4_5": Architecture(_ernie_fields),
     "ernie4_5-moe": Architecture(gguf_mixtures.ernie_moe_fields, "ernie4_5_moe", _EXPERTS),
+    "exaone-moe": Architecture(gguf_mixtures.exaone_moe_fields, "exaone_moe", _EXPERTS),
     "exaone4": Architecture(gguf_families.exaone_fields),
     "falcon": Architecture(_falcon_fields),
     "falcon-h1": Architecture(gguf_families.falcon_h1_fields, "falcon_h1"),
@@ -326,6 +344,8 @@ ARCHITECTURES = {
     "hunyuan-dense": Architecture(gguf_families.hunyuan_fields, "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture(gguf_mixtures.hunyuan_moe_fields, "hunyuan_v1_moe", _EXPERTS),
     "hy_v3": Architecture(gguf_mixtures.hy_fields, served=_EXPERTS),
+    "jais2": Architecture(layer_norm_fields),
+    "kimi-linear": Architecture(gguf_families.kimi_linear_fields, "kimi_linear", _EXPERTS),
     "lfm2": Architecture(gguf_families.lfm_fields),
     "lfm2moe": Architecture(gguf_families.lfm_fields, "lfm2_moe", _EXPERTS),
     "llama": Architecture(_llama_fields, served=_EXPERTS),
@@ -334,8 +354,10 @@ ARCHITECTURES = {
     "mellum": Architecture(gguf_mixtures.mellum_fields, served=_EXPERTS),
     "minimax-m2": Architecture(gguf_mixtures.minimax_fields, "minimax_m2", _EXPERTS),
     "mistral3": Architecture(gguf_families.ministral_fields, "ministral3", ("attention.temperature_scale",)),
+    "nemotron": Architecture(_nemotron_fields),
     "nemotron_h": Architecture(gguf_families.nemotron_fields),
     "nemotron_h_moe": Architecture(gguf_families.nemotron_fields, "nemotron_h", _EXPERTS),
+    "olmo": Architecture(_olmo_fields, served=("attention.clamp_kqv",)),
     "olmo2": Architecture(gguf_families.olmo_fields),
     "olmoe": Architecture(gguf_mixtures.olmoe_fields, served=_EXPERTS),
     "phi2": Architecture(layer_norm_fields, "phi"),

@@ -123,6 +123,32 @@ def mamba_fields(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def kimi_linear_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Kimi Linear, of whose layers those without KV heads keep a state."""
+    refuse(file, expert_weights_norm=True)  # as in llama.cpp
+    num_heads, rotated = positive_integer(file, "attention.head_count"), positive_integer(file, "rope.dimension_count")
+    return {
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "intermediate_size": positive_integer(file, "feed_forward_length"),
+        "num_hidden_layers": num_layers(file),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": positive_integer(file, "context_length"),
+        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+        "q_lora_rank": get(file, "attention.q_lora_rank") or None,
+        "kv_lora_rank": positive_integer(file, "attention.kv_lora_rank"),
+        "qk_nope_head_dim": positive_integer(file, "attention.key_length_mla") - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": positive_integer(file, "attention.value_length_mla"),
+        "layer_types": kinds_by_kv_heads(file),
+        "linear_num_heads": num_heads,
+        "linear_head_dim": positive_integer(file, "kda.head_dim"),
+        "linear_conv_kernel_dim": positive_integer(file, "ssm.conv_kernel"),
+        **mixture_fields(file),
+        "norm_topk_prob": True,
+    }
+
+
 def _epsilon(file: GGUFFile) -> float:
     """Return the epsilon of RMS norms, which some files have under the name of that of layer norms."""
     rms, other = (f"attention.layer_norm_{kind}" for kind in ("rms_epsilon", "epsilon"))

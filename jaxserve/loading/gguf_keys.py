@@ -57,6 +57,8 @@ def refuse(file: GGUFFile, **served: Any) -> None:
 def head_counts(file: GGUFFile) -> tuple[int, int]:
     """Return the number of query heads, and of KV heads, which must be the same in all layers that have some."""
     num_heads = positive_integer(file, "attention.head_count")
+    if file.architecture == "kimi-linear":  # whose counts are those of latents
+        return num_heads, num_heads
     by_layer = get(file, "attention.head_count_kv")
     if not isinstance(by_layer, list):
         return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)

@@ -93,6 +93,40 @@ def mellum_fields(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def trinity_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a Trinity. As in llama.cpp, embeddings are scaled in all of them."""
+    fields, experts = decoder_fields(file), mixture_fields(file)
+    refuse(file, expert_weights_norm=True, expert_group_count=1)
+    return fields | {
+        "mup_enabled": True,
+        "layer_types": layer_types(file, 4) if fields["sliding_window"] else [ATTENTION] * num_layers(file),
+        "moe_intermediate_size": experts["moe_intermediate_size"],
+        "num_dense_layers": experts["first_k_dense_replace"],
+        "num_experts": experts["n_routed_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "num_shared_experts": experts["n_shared_experts"],
+        "route_scale": experts["routed_scaling_factor"],
+    }
+
+
+def exaone_moe_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a K-EXAONE. Its layers with experts are those that have a router, as in llama.cpp."""
+    fields, experts, layers = decoder_fields(file), mixture_fields(file), range(num_layers(file))
+    size = experts["moe_intermediate_size"]
+    shared_size = positive_integer(file, "expert_shared_feed_forward_length", size * experts["n_shared_experts"])
+    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
+    return fields | {
+        **{name: experts[name] for name in ("norm_topk_prob", "num_experts_per_tok", "n_group", "topk_group")},
+        "sliding_window": positive_integer(file, "attention.sliding_window", 128),  # as in llama.cpp
+        "layer_types": layer_types(file, 4),
+        "moe_intermediate_size": size,
+        "num_experts": experts["n_routed_experts"],
+        "num_shared_experts": shared_size // size,
+        "routed_scaling_factor": experts["routed_scaling_factor"],
+        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+    }
+
+
 def ernie_moe_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of an ERNIE 4.5 with experts."""
     refuse(file, expert_gating_func=SOFTMAX, expert_weights_scale=1.0)

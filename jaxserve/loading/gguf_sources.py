@@ -2,9 +2,9 @@
 
 llama.cpp's converter renames the tensors of a Hugging Face checkpoint, and changes some, which is undone here: those of
 q and k in Llama and Granite are reordered for rotations of neighbours, those of GLM-4V for rotations of halves, gains
-of Gemma and Qwen 3 Next have the 1 added, GPT-2's matrices are transposed, queries of Falcon, BLOOM and GPT-NeoX come
-before all keys, value heads of Qwen 3.5 are in another order, A_log is stored as -exp(A_log), experts and norms of
-single heads are stacked. Some tensors are whole in the file and split in the checkpoint, or vice versa.
+of Gemma, Nemotron 4 and Qwen 3 Next have the 1 added, GPT-2's matrices are transposed, queries of Falcon, BLOOM and
+GPT-NeoX come before all keys, value heads of Qwen 3.5 are in another order, A_log is stored as -exp(A_log), experts and
+norms of single heads are stacked. Some tensors are whole in the file and split in the checkpoint, or vice versa.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_keys import get, head_counts, positive_integer
 from jaxserve.loading.gguf_names import gguf_name, stored_name
 
-GAINS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+GAINS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 """Architectures whose files have the gains of norms with the 1 added; norms of states have no 1 in the checkpoint."""
 
 PAIRS_OF_ROWS = (
     *("arcee", "baichuan", "bailingmoe", "granite", "granitehybrid", "granitemoe", "llama", "mistral3"),
-    *("nemotron_h", "nemotron_h_moe", "smollm3"),
+    *("nemotron_h", "nemotron_h_moe", "olmo", "smollm3"),
 )
 """Architectures whose rows of q and k are reordered for rotations of neighbours."""
 
@@ -226,8 +226,8 @@ def _undo(file: GGUFFile, name: str) -> tuple[Callable[..., np.ndarray] | None, 
             return functools.partial(
                 _to_pairs, **of_heads, rotated=positive_integer(file, "rope.dimension_count")
             ), True
-        case architecture, _ if architecture in GAINS_PLUS_ONE and module.endswith("norm") and module != "ssm_norm":
-            return _less_one, False
+        case architecture, _ if is_weight and architecture in GAINS_PLUS_ONE and module.endswith("norm"):
+            return (None, True) if module == "ssm_norm" else (_less_one, False)
         case "gpt2", "attn_qkv" | "attn_output" | "ffn_up" | "ffn_down" if is_weight:
             return np.transpose, False
         case architecture, _ if architecture in TILED_HEADS and module in _NUM_PARTS:

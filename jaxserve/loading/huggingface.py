@@ -84,6 +84,14 @@ class _Stored:
             return read_bytes(self.path, self.name).view(dtype)
         return self.file.get_tensor(self.name)
 
+    def read_part(self, index: tuple[int | slice, ...]) -> np.ndarray:
+        """Return the values at an index, the first of which is a number, reading no other entry of the first axis."""
+        header, (first, *others) = self.header(), index
+        if (dtype := ONE_BYTE_FLOATS.get(header.get_dtype())) is not None:
+            assert isinstance(first, int)
+            return read_bytes(self.path, self.name, first).view(dtype)[tuple(others)]
+        return header[index]
+
     def header(self) -> Any:
         return self.file.get_slice(self.name)
 
@@ -170,7 +178,7 @@ def open_weights(path: str | pathlib.Path, specs: Params) -> Iterator[Params]:
         expected = source_shapes(specs)
         opened = _open_tensors(directory, expected, stack)
         tensors = _with_embedding(_with_model_prefix(opened.tensors, expected), expected)
-        tensors = in_declared_form(_with_inputs_first(tensors, specs), expected)
+        tensors = in_declared_form(_with_inputs_first(tensors, specs), expected, _formats(directory))
         _check(directory, expected, tensors, opened)
         yield jax.tree.map(lambda spec: SourceWeight(spec, tensors), specs)
 
@@ -350,14 +358,21 @@ def _formats(directory: pathlib.Path) -> tuple[Format, ...]:
     return stored_formats(directory, fields) if fields else ()
 
 
-def read_bytes(path: pathlib.Path, name: str) -> np.ndarray:
-    """Return a tensor of one byte a value, as uint8, from a file that safetensors have opened before."""
+def read_bytes(path: pathlib.Path, name: str, index: int | None = None) -> np.ndarray:
+    """Return a tensor of one byte a value, as uint8, or one entry along its first axis, from a file that safetensors
+    have opened before.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(length))[name]
         start, end = entry["data_offsets"]
+        shape = entry["shape"]
+        if index is not None:
+            first, *shape = shape
+            size = (end - start) // first
+            start, end = start + index * size, start + (index + 1) * size
         file.seek(8 + length + start)
-        return np.frombuffer(file.read(end - start), np.uint8).reshape(entry["shape"])
+        return np.frombuffer(file.read(end - start), np.uint8).reshape(shape)
 
 
 def _describe_failure(path: pathlib.Path, error: Exception) -> str:

@@ -1,27 +1,48 @@
 """Other forms in which checkpoints have the tensors that a model declares.
 
 For some families one tensor has all experts of a layer, `experts.gate_up_proj` [X, 2F, E] and `experts.down_proj`
-[X, E, F], and in quantized checkpoints each expert has its own, such as `experts.3.gate_proj.weight`.
+[X, E, F], or with inputs before outputs, and in other checkpoints each expert has its own, such as
+`experts.3.gate_proj.weight`. Those of all may be in FP8, with `experts.gate_up_proj_scale_inv` beside them.
 """
 
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxserve.quantization.plain import TYPES, Plain
+from jaxserve.quantization.stored import Format, StoredMatrix
 
 PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """For each matrix of an expert, the tensor of all experts, and which half of its outputs; None: all of them."""
 
-INPUTS_FIRST = ".feed_forward.experts"
-"""The end of the name of experts, Llama 4's, whose tensors of all have inputs before outputs."""
+SCALES = {"_scale_inv": "weight_scale_inv", "_weight_scale": "weight_scale"}
+"""Ends of the names of scales beside a tensor of all experts, and what those of one matrix are called."""
+UNUSED = ("_activation_scale", "_input_scale")
+"""Ends of the names of scales of activations, which stay in 16 bits here."""
 
 RENAMED = {"post_attention_layernorm": "feedforward_layer_norm"}
 """Modules that transformers 5 saves under another name, in layers of OLMo Hybrid that attend."""
 
 _NAME = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+class _PartHeader(NamedTuple):
+    """What the header of a file would say of a part of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def get_dtype(self) -> str:
+        """Return the type as safetensors call it."""
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the sizes."""
+        return [*self.shape]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +57,18 @@ class ExpertPart:
 
     def read(self) -> np.ndarray:
         """Return the values, reading nothing else of the file."""
-        num_outputs = self.stored.header().get_shape()[2 if self.is_transposed else 1]
-        start, stop = 0, num_outputs
-        if self.half is not None:
-            start, stop = self.half * num_outputs // 2, (self.half + 1) * num_outputs // 2
+        num_outputs = self.header().shape[0]
+        start = (self.half or 0) * num_outputs
+        rows = slice(start, start + num_outputs)
         if self.is_transposed:
-            return self.stored.header()[self.expert, :, start:stop].T
-        return self.stored.header()[self.expert, start:stop]
+            return self.stored.read_part((self.expert, slice(None), rows)).T
+        return self.stored.read_part((self.expert, rows))
+
+    def header(self) -> _PartHeader:
+        """Return the header of the matrix."""
+        stored = self.stored.header()
+        outputs, inputs = stored.get_shape()[:0:-1] if self.is_transposed else stored.get_shape()[1:]
+        return _PartHeader(stored.get_dtype(), (outputs if self.half is None else outputs // 2, inputs))
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why the stored tensor does not have matrices of such a shape, or None if it does."""
@@ -52,6 +78,29 @@ class ExpertPart:
             return f"is not among the {num_experts} experts of {self.stored.name}"
         matrix = num_outputs * (1 if self.half is None else 2), num_inputs
         return self.stored.complaint((num_experts, *(matrix[::-1] if self.is_transposed else matrix)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScalesPart:
+    """The scales of one expert's matrix beside a tensor of all experts: of its blocks, or one for gate and up."""
+
+    stored: Any
+    expert: int
+    half: int | None
+    is_transposed: bool
+
+    def read(self) -> np.ndarray:
+        """Return the scales of the blocks of the matrix, or one for all of it."""
+        scales = self.stored.read()
+        if scales.size == 1:
+            return scales.reshape(())
+        scales = scales[self.expert]
+        scales = scales.T if self.is_transposed else scales
+        return scales if self.half is None or len(np.atleast_1d(scales)) % 2 else np.split(scales, 2)[self.half]
+
+    def header(self) -> _PartHeader:
+        """Return the header of the scales."""
+        return _PartHeader(self.stored.header().get_dtype(), self.read().shape)
 
 
 CUT = tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
@@ -80,18 +129,26 @@ class CutPart:
         return next((each for each in complaints if each is not None), None)
 
 
-def in_declared_form(tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def in_declared_form(
+    tensors: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], formats: Iterable[Format] = ()
+) -> dict[str, Any]:
     """Return the tensors by the names that are expected: with the matrices of experts in place of tensors of all of
-    them, and renamed ones under their own name.
+    them, which may be in one of the formats, and renamed ones under their own name.
     """
     found, used = dict(tensors), set[str]()
+    plain = next((each for each in formats if isinstance(each, Plain)), None)
     for name in expected.keys() - tensors.keys():
         if (match := _NAME.fullmatch(name)) is not None:
             module, half = PARTS[match[3]]
             if (whole := f"{match[1]}.{module}") in tensors:
-                is_transposed = match[1].endswith(INPUTS_FIRST)
-                found[name] = ExpertPart(tensors[whole], int(match[2]), half, is_transposed)
+                part = int(match[2]), half, _is_transposed(match[1], tensors, expected[name], half)
+                found[name] = ExpertPart(tensors[whole], *part)
                 used.add(whole)
+                if plain is not None and tensors[whole].header().get_dtype() in TYPES:
+                    scales = {f"{whole}{end}": leaf for end, leaf in SCALES.items() if f"{whole}{end}" in tensors}
+                    leaves = {leaf: _ScalesPart(tensors[each], *part) for each, leaf in scales.items()}
+                    found[name] = StoredMatrix(name.removesuffix(".weight"), plain, {"weight": found[name]} | leaves)
+                    used |= {*scales, *(f"{whole}{end}" for end in UNUSED)}
             continue
         for own, other in RENAMED.items():
             if own in name and (stored := name.replace(own, other)) in tensors:
@@ -101,6 +158,20 @@ def in_declared_form(tensors: Mapping[str, Any], expected: Mapping[str, tuple[in
         if name.endswith(CUT[0]):
             found |= _cut_parts([name.removesuffix(CUT[0]) + part for part in CUT], tensors, expected)
     return {name: tensor for name, tensor in found.items() if name not in used}
+
+
+def _is_transposed(module: str, tensors: Mapping[str, Any], shape: tuple[int, ...], half: int | None) -> bool:
+    """Return true if the tensors of all experts have inputs before outputs, of which one of the two may be square.
+
+    `shape` is that of a matrix of gates, of which `half` says that it is one, or of one behind them.
+    """
+    size, width = shape if half is not None else shape[::-1]
+    outputs_first = {"gate_up_proj": (2 * size, width), "down_proj": (width, size)}
+    stored = {name: tensors.get(f"{module}.{name}") for name in outputs_first}
+    found = {name: tuple(each.header().get_shape()[1:]) for name, each in stored.items() if each is not None}
+    return found != {name: outputs_first[name] for name in found} and found == {
+        name: outputs_first[name][::-1] for name in found
+    }
 
 
 def _cut_parts(

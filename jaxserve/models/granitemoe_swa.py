@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
+from jaxserve.layers.names import ExpertNames
 from jaxserve.models import granite_swa, granitemoe
 
 DEFAULTS: dict[str, Any] = granitemoe.DEFAULTS | {"sliding_window": 128}
@@ -29,10 +30,11 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 NAMES = replace(
     granitemoe.NAMES,
-    experts=replace(
-        granitemoe.NAMES.experts,
+    experts=ExpertNames(
         router="block_sparse_moe.router",
-        fused=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+        experts="block_sparse_moe.experts",
+        shared="shared_mlp",
+        of_shared=("input_linear", "input_linear", "output_linear"),
     ),
 )
 FAMILY = replace(

@@ -1,9 +1,8 @@
-"""Text of Qwen3-VL with experts (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with a layer's experts in one tensor."""
+"""Text of Qwen3-VL with experts (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with other defaults."""
 
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import qwen3_moe
 from jaxserve.models.reading import LLAMA
 
@@ -22,5 +21,4 @@ def _revise(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None} | FIXED
 
 
-NAMES = Names(experts=ExpertNames(fused=("experts.gate_up_proj", "experts.down_proj"), is_transposed=True))
-FAMILY = replace(qwen3_moe.FAMILY, defaults=qwen3_moe.DEFAULTS | DEFAULTS, revise=_revise, names=NAMES, doc=__doc__)
+FAMILY = replace(qwen3_moe.FAMILY, defaults=qwen3_moe.DEFAULTS | DEFAULTS, revise=_revise, doc=__doc__)

@@ -18,7 +18,7 @@ from jaxserve.quantization.stored import Format
 Config = Mapping[str, Any]
 
 HEAD = "lm_head"
-_SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
+_SKIPPED = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
 """Fields that list modules which stay floats, by parts of their names."""
 
 

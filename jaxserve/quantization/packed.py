@@ -1,7 +1,7 @@
 """Matrices of 4- and 8-bit integers in 32-bit words as compressed-tensors writes them: pack-quantized.
 
-Codes are packed along the inputs of an output, the first in the lowest bits, with 8 or 128 added. Zero points are
-packed in the same way along the outputs.
+Codes are packed along the inputs of an output, the first in the lowest bits, with 8 or 128 added; the last word of an
+output may have room left. Zero points are packed in the same way along the outputs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Packed:
         return tuple(name for name in (*_REQUIRED, "weight_zero_point", "weight_g_idx", *UNUSED) if name in leaves)
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape implied by the sizes of words and scales."""
+        """Return the stored shape, which the words and the scales have to fit."""
         if missing := [name for name in _REQUIRED if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside weight_packed: {', '.join(missing)}")
         words, scales = headers["weight_packed"].shape, headers["weight_scale"]
@@ -37,13 +37,12 @@ class Packed:
             raise CheckpointError(
                 f"{module}: weight_packed {list(words)} and weight_scale {list(scales.shape)} do not fit"
             )
-        outputs, inputs = words[0], words[1] * (32 // self.bits)
-        groups = scales.shape[1]
-        if inputs % groups:
-            raise CheckpointError(f"{module}: {inputs} inputs are not in {groups} equal groups")
-        described = tuple(np.frombuffer(headers["weight_shape"].content, np.int64).tolist())
+        outputs, inputs, groups = words[0], self._num_inputs(headers), scales.shape[1]
+        described = _described(headers)
         if described != (outputs, inputs):
             raise CheckpointError(f"{module}.weight_shape {list(described)} is not {[outputs, inputs]}")
+        if not groups or inputs % groups:
+            raise CheckpointError(f"{module}: {inputs} inputs are not in {groups} equal groups")
         expected = {"weight_zero_point": (-(-outputs // (32 // self.bits)), groups), "weight_g_idx": (inputs,)}
         for name, shape in expected.items():
             if name in headers and headers[name].shape != shape:
@@ -57,14 +56,15 @@ class Packed:
             self.bits,
             has_zeros="weight_zero_point" in headers,
             scales=scales,
-            num_inputs=headers["weight_packed"].shape[1] * (32 // self.bits),
+            num_inputs=self._num_inputs(headers),
             num_groups=scales.shape[1],
         )
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
         """Return the codes less their offset."""
         offset = 2 ** (self.bits - 1)
-        values = _signed(unpack(tensors["weight_packed"], self.bits, axis=1), offset)
+        num_inputs = int(tensors["weight_shape"][1])
+        values = _signed(unpack(tensors["weight_packed"], self.bits, axis=1)[:, :num_inputs], offset)
         zeros, groups = tensors.get("weight_zero_point"), tensors.get("weight_g_idx")
         if zeros is not None:
             zeros = _signed(unpack(zeros, self.bits, axis=0)[: len(values)], offset)
@@ -74,6 +74,15 @@ class Packed:
         if groups is not None and not ((groups >= 0) & (groups < num_groups)).all():
             raise CheckpointError(f"{module}.weight_g_idx names groups that are not there")
         return Codes(values=values, scales=tensors["weight_scale"], zeros=zeros, groups=groups)
+
+    def _num_inputs(self, headers: Mapping[str, Header]) -> int:
+        """Return the stored number of inputs if the last words have room for them, else the number that fills them."""
+        most, described = headers["weight_packed"].shape[1] * (32 // self.bits), _described(headers)
+        return described[1] if len(described) == 2 and 0 <= most - described[1] < 32 // self.bits else most
+
+
+def _described(headers: Mapping[str, Header]) -> tuple[int, ...]:
+    return tuple(np.frombuffer(headers["weight_shape"].content, np.int64).tolist())
 
 
 def _signed(codes: np.ndarray, offset: int) -> np.ndarray:

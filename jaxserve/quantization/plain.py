@@ -42,14 +42,14 @@ class Plain:
         return tuple(name for name in ("weight", *SCALES, "weight_zero_point", *UNUSED) if name in leaves)
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
-        """Return the shape of the codes."""
-        shape = headers["weight"].shape
+        """Return the shape of the codes, with the matrices of experts one below the other."""
+        shape, found = self._shapes(headers)
         scales = [headers[name] for name in SCALES if name in headers]
         if len(shape) != 2 or len(scales) != 1:
             raise CheckpointError(f"{module}: 8-bit codes need two axes and one of {' and '.join(SCALES)}")
         if "weight_zero_point" in headers:
             raise CheckpointError(f"{module}.weight_zero_point: zero points of 8-bit weights are not supported")
-        [(dtype, found, _)] = scales
+        dtype = scales[0].dtype
         if dtype not in SCALE_TYPES or self._per_group(found, shape) is None:
             raise CheckpointError(f"{module}: scales are {dtype} {list(found)}, which fits no codes of {list(shape)}")
         return shape[0], shape[1]
@@ -57,9 +57,10 @@ class Plain:
     def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:  # noqa: ARG002 (all are alike)
         """Return the scheme of the codes, each output with scales of its own."""
         codes, [scales] = headers["weight"], [headers[name] for name in SCALES if name in headers]
-        per_group = self._per_group(scales.shape, codes.shape)
+        shape, found = self._shapes(headers)
+        per_group = self._per_group(found, shape)
         assert per_group is not None
-        num_inputs, size = codes.shape[1], per_group[1]
+        num_inputs, size = shape[1], per_group[1]
         scheme = Scheme(
             codes="fp8" if codes.dtype == "F8_E4M3" else "int8",
             group_size=None if size >= num_inputs else size,
@@ -75,12 +76,22 @@ class Plain:
         if self.is_divisor:
             scales = np.divide(1, scales)
         codes = tensors["weight"]
+        if codes.ndim == 3:
+            codes, scales = codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1])
         outputs, inputs = codes.shape
         per_group = self._per_group(scales.shape, codes.shape)
         assert per_group is not None
         grid = scales.reshape(-(-outputs // per_group[0]), -(-inputs // per_group[1]))
         rows = np.repeat(grid, per_group[0], axis=0)[:outputs]
         return Codes(values=codes, scales=rows, groups=np.arange(inputs) // per_group[1])
+
+    def _shapes(self, headers: Mapping[str, Header]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of codes and scales; each output of Granite's experts [X, N, K] has a scale, [X, N, 1]."""
+        shape, scales = headers["weight"].shape, [headers[name].shape for name in SCALES if name in headers]
+        found = scales[0] if scales else ()
+        if len(shape) == 3 and found == (*shape[:2], 1):
+            return (shape[0] * shape[1], shape[2]), (shape[0] * shape[1], 1)
+        return shape, found
 
     def _per_group(self, scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return how many outputs and inputs have a scale in common, None if scales of such a shape fit no matrix."""

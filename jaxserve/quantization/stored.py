@@ -198,7 +198,7 @@ class StoredMatrix:
             found = self.format.shape(self.module, _headers(self.tensors))
         except CheckpointError as error:
             return f"cannot be read: {error}"
-        if len(shape) > 1 and found == (shape[0], math.prod(shape[1:])):
+        if len(shape) > 1 and found in ((shape[0], math.prod(shape[1:])), (math.prod(shape[:-1]), shape[-1])):
             return None
         return f"is quantized, of {list(found)}, and not of {list(shape)}"
 

@@ -282,7 +282,7 @@ def test_no_arguments_are_an_empty_object(name, nothing):
 @pytest.mark.parametrize("is_second", [False, True])
 def test_the_end_of_the_answer_ends_a_call_without_arguments(name, is_second):
     row = ROWS[name]
-    opening = row.section[0] + row.call[0].replace("{name}", "now") + row.name[0]
+    opening = row.section[0] + row.call[0].replace("{name}", "now") + row.name[0].replace("{server}", "tools")
     first = write(row, None, Message("", (("get_weather", {"days": 2}),))).removeprefix("\n") if is_second else ""
     first = first.removesuffix(row.section[1]) + row.separator if first else ""
     opening = opening.removeprefix(row.section[0]) if first and row.section[1] else opening

@@ -137,7 +137,7 @@ def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})
         known = (
-            "apertus, arcee, baichuan, bailingmoe, bailingmoe2, bloom, chatglm, cohere2, command-r, deepseek2, dots1"
+            "afmoe, apertus, arcee, baichuan, bailingmoe, bailingmoe2, bloom, chatglm, cohere2, command-r, deepseek2"
         )
         with pytest.raises(CheckpointError, match=f"unknown architecture '{name}'; known are {known}"):
             load_config(tmp_path / "m.gguf")

@@ -364,6 +364,13 @@ MARKED = {
         end="<|plamo:end_tool_requests:plamo|><|plamo:tag|>",
         thoughts=("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     ),
+    "solar_open": Written(
+        "{{- '<|tool_call:begin|>' + (id or 'a1b2c3d4e5') + '<|tool_call:name|>' + name + '<|tool_call:args|>'"
+        " + args | tojson + '<|tool_call:end|>' }}",
+        begin="<|tool_calls|>",
+        thoughts=("<|think|>", "<|end|><|begin|>assistant<|content|>"),
+        gap="<|end|><|begin|>assistant",
+    ),
     "inkling": Written(
         "{{- '<|content_invoke_tool_json|>{\"name\": ' + name | tojson + ', \"args\": ' + args | tojson + '}<|end_message|>' }}",
         between="<|message_model|>",

@@ -32,7 +32,8 @@ NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
 """What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
-were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints.
+were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints. Rows of AFMoE,
+EXAONE MoE, Jais 2, Kimi Linear, Nemotron and OLMo 1 were written by hand, by the converter's source.
 """
 
 EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
@@ -112,15 +113,25 @@ def _parts(architecture, key, name, tensor):
         heads = values.reshape(num_keys, num_heads // num_keys, size, *values.shape[1:])
         return heads.swapaxes(0, 1).reshape(values.shape)
 
-    if "conv1d.weight" in name or "conv.conv.weight" in name:
+    if module == "kv_b_proj":
+        heads = tensor.reshape(key("attention.head_count"), -1, tensor.shape[1])
+        num_keys = key("attention.key_length_mla") - key("rope.dimension_count")
+        yield f"{layer}.attn_k_b.weight", heads[:, :num_keys].swapaxes(1, 2)
+        yield f"{layer}.attn_v_b.weight", heads[:, num_keys:]
+        return
+    if architecture == "kimi-linear" and "conv1d" in name:
+        tensor = tensor.swapaxes(0, 1)[:, :, None]
+    elif "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor[:, 0]
     if leaf == "A_log":
         tensor = -np.exp(tensor)
-    if leaf in ("A_log", "D") and architecture not in STATEFUL:
+    if leaf in ("A_log", "D") and architecture not in (*STATEFUL, "kimi-linear"):
         tensor = tensor[:, None]
     if module == "norm" and (".mixer." in name or ".mamba." in name):
         tensor = tensor.reshape(num_keys, -1)
     if architecture in STATEFUL and module.endswith("norm") and ".linear_attn." not in name:
+        tensor = tensor + 1
+    if architecture == "nemotron" and module.endswith("norm") and leaf == "weight":
         tensor = tensor + 1
     if module in ("W_pack", "query_key_value") and architecture in PAIRED:
         num_heads, num_keys = key("attention.head_count"), key("attention.head_count_kv") or key("attention.head_count")
@@ -174,7 +185,8 @@ def _parts(architecture, key, name, tensor):
 
 
 PAIRED = (
-    *("baichuan", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "smollm3"),
+    *("baichuan", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "nemotron_h", "nemotron_h_moe", "olmo"),
+    "smollm3",
 )
 STATEFUL = ("qwen35", "qwen35moe", "qwen3next")
 

@@ -98,7 +98,7 @@ def write(calls, thoughts, message):
 
 def _write_call(calls, name, arguments, index):
     opening = calls.call[0].replace("{name}", name)
-    head = calls.name[0] + name + calls.name[1].replace("{index}", str(index))
+    head = calls.name[0].replace("{server}", "tools") + name + calls.name[1].replace("{index}", str(index))
     match calls.arguments:
         case Wrapped(name=""):
             body = dumps({name: arguments})

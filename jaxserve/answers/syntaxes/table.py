@@ -198,6 +198,13 @@ _FORMS: dict[str, Calls] = {
         name=('function<｜tool_sep｜><steptml:invoke name="', '">\n'),
         signs=("<｜tool_calls_begin｜>",),
     ),
+    "solar_open": replace(
+        _OBJECT,
+        section=("<|tool_calls|>", ""),
+        call=("<|tool_call:begin|>", "<|tool_call:end|>"),
+        name=("{server}<|tool_call:name|>", "<|tool_call:args|>"),
+        signs=("<|tool_call:begin|>",),
+    ),
     "plamo3": replace(
         _OBJECT,
         section=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"),
