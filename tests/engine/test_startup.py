@@ -122,7 +122,9 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
         ({"data": 2}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'data' of 2"),
         ({"pipe": 3}, {}, "pipeline_parallel_size is 3, but this model has 2 layers, of which each stage needs one"),
         ({"pipe": 2}, DRAFTS, "speculative_config: stages of a pipeline verify no drafts"),
-        (None, {"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "is 3 and .* is 4, 12 devices, but there are"),
+        (None, {"pipeline_parallel_size": 2, "tensor_parallel_size": 8}, "is 2 and .* is 8, 16 devices, but there are"),
+        (None, {"pipeline_parallel_size": 20}, "pipeline_parallel_size is 20, but this model has 2 layers"),
+        (None, {"enable_expert_parallel": True}, "enable_expert_parallel is true, but this model has no experts"),
     ],
 )
 def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, message):
