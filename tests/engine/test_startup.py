@@ -214,6 +214,15 @@ def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):
         startup.start_engine(dataclasses.replace(CONFIG, kv_cache_memory=1000), mesh=None, progress=False)
 
 
+def test_a_cache_that_does_not_fit_names_the_flag_that_sizes_it(monkeypatch):
+    def allocate(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr(startup.Runner, "allocate", allocate)
+    with pytest.raises(OutOfMemory, match=r"blocks \(lower --kv-cache-memory for fewer\) did not fit .*Out of memory$"):
+        startup.start_engine(CONFIG, mesh=None, progress=False)
+
+
 def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
     """Workers that lower steps meanwhile, and the threads that wait for them, end too."""
     started = []
@@ -304,7 +313,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
             engine.step()
         assert engine.stats().num_recompiles_after_warmup == 0
         engine.close()
-        assert f"({num_found} of them were on disk)" in caplog.text
+        assert f"({num_found} were cached)" in caplog.text
         assert "in this process" not in caplog.text
     assert len(list((tmp_path / "steps").iterdir())) == num_programs
 
