@@ -380,7 +380,7 @@ class ServerConfig:
     receive_timeout: Seconds = _option(
         60.0, "timeouts", "seconds for a request's headers, then for its body, to arrive"
     )
-    send_timeout: Seconds = _option(60.0, "timeouts", "seconds after which a client that reads nothing of its answer is cut off")
+    send_timeout: Seconds = _option(60.0, "timeouts", "seconds until a client that reads none of its answer is cut off")
     keep_alive_timeout: Annotated[int, msgspec.Meta(ge=0)] = _option(
         30, "timeouts", "seconds that a connection may wait for its next request"
     )

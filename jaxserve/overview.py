@@ -218,7 +218,7 @@ def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction:
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
-    """Describe what the layers keep, such as "4 with full attention, 22 with a window of 512; 1 KV head of 256 dimensions"."""
+    """Describe what the layers keep, such as "4 with full attention, 2 with a state; 1 KV head of 256 dimensions"."""
     parts = [part for spec in kv_specs for part in parts_of(spec)]
     windows = collections.Counter("state" if part.keeps_state else part.sliding_window for part in parts)
     names = {None: "full attention", "state": "a state"}
