@@ -236,7 +236,7 @@ class EngineConfig:
     dequantize: bool | None = _option(
         None,
         "quantization",
-        "hold the weights of a quantized checkpoint as floats; default: where no kernel multiplies by codes",
+        "hold the weights of a quantized checkpoint as floats; default: if no kernel multiplies by quantized weights",
     )
     quantize_activations: bool | None = _option(
         None,
