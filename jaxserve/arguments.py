@@ -192,8 +192,10 @@ class Parser(configargparse.ArgumentParser):
     def did_you_mean(self, flag: str) -> str:
         """Return a question that names the flag nearest to an unknown one, or an empty text."""
         shown = [name for action in self.shown() for name in action.option_strings]
-        near = difflib.get_close_matches(flag, shown, n=1, cutoff=0.7)
-        return f", did you mean {near[0]}?" if near else ""
+        begun = {name[: len(flag) + 1]: name for name in reversed(shown)}  # --tensr begins --tensor-parallel-size
+        names = begun | {name: name for name in shown}
+        near = difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
+        return f", did you mean {names[near[0]]}?" if near else ""
 
 
 class _Known(argparse.Action):

@@ -163,9 +163,9 @@ def _add_run_batch(batch: Parser) -> None:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="the answers, as they come; what it has already is not asked for again",
+        help="the answers, written as they come; requests that it answers already are left out",
     )
-    add("--overwrite", action="store_true", help="begin the output file anew")
+    add("--overwrite", action="store_true", help="begin the output file anew, and answer all requests")
     add_config_flags(batch, EngineConfig)
     add_config_flags(batch, ServerConfig, only=_BATCH_FIELDS)
     batch.add_known_flags(vllm_flags.FLAGS)

@@ -122,8 +122,8 @@ class EngineConfig:
     quantization: Quantization | StoredFormat | None = _option(
         None,
         "quantization",
-        "round the matrices of a checkpoint of floats to 8- or 4-bit codes while it loads; awq, gptq and the like must "
-        "be the checkpoint's own format; default: as it has them",
+        "quantize the matrices of a checkpoint of floats to 8 or 4 bits while it loads; awq, gptq and the like must be "
+        "the checkpoint's own format; default: as the checkpoint is",
         aliases=("-q",),
         words={name: name for name in get_args(StoredFormat)},
     )
@@ -185,8 +185,8 @@ class EngineConfig:
     max_num_waiting: Positive | None = _option(
         None,
         "scheduling",
-        "requests that may wait for an engine, each of n one, before new ones are refused; default: 4096 in serve, "
-        "else no limit",
+        "requests waiting for an engine from which on new ones are refused (n=3 counts as three); default: 4096 in "
+        "serve, else no limit",
     )
     max_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = _option(
         DEFAULT_MAX_LOGPROBS, "scheduling", "most likely tokens whose log probabilities requests may have; -1: all"
@@ -236,7 +236,7 @@ class EngineConfig:
     dequantize: bool | None = _option(
         None,
         "quantization",
-        "hold the weights of a quantized checkpoint as floats; default: where no kernel multiplies by codes",
+        "hold the weights of a quantized checkpoint as floats; default: if no kernel multiplies by quantized weights",
     )
     quantize_activations: bool | None = _option(
         None,
@@ -351,8 +351,8 @@ class ServerConfig:
     disable_additional_properties: bool = _option(
         True,
         "chat",
-        "objects of response_format, tools and structured_outputs have no other properties than their schema names, "
-        "where it names some and does not speak of others",
+        "objects in JSON answers and tool calls have only the properties that their schema lists, unless it lists none "
+        "or has additionalProperties",
     )
     enable_force_include_usage: bool = _option(
         False,
@@ -380,7 +380,7 @@ class ServerConfig:
     receive_timeout: Seconds = _option(
         60.0, "timeouts", "seconds for a request's headers, then for its body, to arrive"
     )
-    send_timeout: Seconds = _option(60.0, "timeouts", "seconds that a client may take nothing of what is sent to it")
+    send_timeout: Seconds = _option(60.0, "timeouts", "seconds until a client that reads none of its answer is cut off")
     keep_alive_timeout: Annotated[int, msgspec.Meta(ge=0)] = _option(
         30, "timeouts", "seconds that a connection may wait for its next request"
     )

@@ -218,11 +218,11 @@ def _bytes_read(specs: Params, bytes_of: Callable[[Params], int], read_fraction:
 
 
 def _layers(kv_specs: tuple[Any, ...]) -> str:
-    """Describe what the layers keep, such as "4 full, 22 with a window of 512; KV heads: 1 of 256"."""
+    """Describe what the layers keep, such as "4 with full attention, 2 with a state; 1 KV head of 256 dimensions"."""
     parts = [part for spec in kv_specs for part in parts_of(spec)]
     windows = collections.Counter("state" if part.keeps_state else part.sliding_window for part in parts)
-    names = {None: "full", "state": "with a state"}
-    spans = [f"{count} {names.get(window, f'with a window of {window}')}" for window, count in windows.items()]
+    names = {None: "full attention", "state": "a state"}
+    spans = [f"{count} with {names.get(window, f'a window of {window}')}" for window, count in windows.items()]
     kept = dict.fromkeys(spec.describe() for spec in kv_specs)
     return f"{', '.join(spans)}; {', '.join(kept)}"
 
@@ -276,7 +276,7 @@ def needs_text(
             "  read time",
             "an H200 reads them for one token in "
             + ", ".join(
-                f"{time:.2f} ms {f'in {name}' if name in found.rounded_bytes else name}"
+                f"{time:.3g} ms {f'in {name}' if name in found.rounded_bytes else name}"
                 for name, time in found.floors.items()
             ),
         ],

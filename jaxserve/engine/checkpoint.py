@@ -18,7 +18,7 @@ from jaxserve.layers.context import Kernels
 from jaxserve.layers.kv_scales import with_kv_scales
 from jaxserve.layers.layouts import schemes_of, why_not_held, with_divisible_codes, with_rounded_activations
 from jaxserve.layers.params import Params
-from jaxserve.layers.stages import stage_meshes
+from jaxserve.layers.stages import check_stages, stage_meshes
 from jaxserve.loading.bounds import MAX_CONTEXT
 from jaxserve.loading.builtin import resolve_names
 from jaxserve.loading.classifier import read_head
@@ -69,6 +69,9 @@ def read_checkpoint(config: EngineConfig, *, progress: bool) -> tuple[EngineConf
         family = get_family(fields)
         model_config = family.config(fields)
     # what is wrong there is reported now
+    check_stages(config.pipeline_parallel_size, num_layers=model_config.num_layers)
+    if config.enable_expert_parallel and getattr(model_config, "routing", None) is None:
+        raise ConfigError("enable_expert_parallel is true, but this model has no experts: leave it out")
     read_reranker(path, fields)
     read_head(path, hidden_size=model_config.hidden_size)
     embedder = read_embedder(path, hidden_size=model_config.hidden_size)

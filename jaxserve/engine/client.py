@@ -34,11 +34,6 @@ class KVKind(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     read_per_token: int
 
-    @property
-    def name(self) -> str:
-        """Name of the window, see `window_name`."""
-        return window_name(self.window)
-
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of an engine, with which the front end validates requests."""

@@ -45,10 +45,11 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
     model = runner.model
     logger.info(f"{runner.num_compiles} programs compiled, kernels: {model.kernels} on {platform}; ready after {laps}")
     kinds = (
-        f"{kind.num_layers} layers ({kind.name}): {kind.bytes_per_token} bytes a token"
+        f"{kind.num_layers} layers with {'full attention' if kind.window is None else f'a window of {kind.window}'}: "
+        f"{kind.bytes_per_token:,} bytes a token"
         for kind in kv_kinds(runner.builder)
     )
-    logger.info(f"KV cache: {runner.num_blocks} blocks of {model.block_size} positions; {', '.join(kinds)}")
+    logger.info(f"KV cache: {runner.num_blocks:,} blocks of {model.block_size} positions; {', '.join(kinds)}")
     if model.kv_dtype != model.dtype:
         num_static = model.num_static_scales
         static = f", in {num_static} layers with the checkpoint's static scales" if num_static else ""
@@ -58,11 +59,12 @@ def log_start(runner: Runner, *, platform: str, laps: Laps) -> None:
         logger.info(f"{model.layout.num_states} layers keep a state per request: {cached} are cached")
 
 
-def log_warm_up(warm_up: WarmUp, lowering: Lowering) -> None:
+def log_warm_up(warm_up: WarmUp, lowering: Lowering, *, has_kernels: bool) -> None:
     """Log how long programs took to lower and compile."""
+    kernels = f", the kernels after {warm_up.kernels_after:.1f} s" if has_kernels else ""
     logger.info(
-        f"steps: lowered after {warm_up.lowered_after:.1f} s ({lowering.num_found} of them were on disk), kernels "
-        f"compiled after {warm_up.kernels_after:.1f} s, all after {warm_up.compiled_after:.1f} s"
+        f"programs compiled after {warm_up.compiled_after:.1f} s: lowered after {warm_up.lowered_after:.1f} s "
+        f"({lowering.num_found} were cached){kernels}"
     )
 
 

@@ -365,12 +365,14 @@ def warm_up(runner: Runner, lowering: Lowering, num_blocks: int, warmup: WarmUp,
     """Compile steps for `num_blocks` blocks."""
     runner.set_num_blocks(num_blocks)
     if warmup != "none":
-        log_warm_up(runner.warm_up(only_first=warmup == "background", progress=progress), lowering)
+        done = runner.warm_up(only_first=warmup == "background", progress=progress)
+        log_warm_up(done, lowering, has_kernels=runner.model.has_kernels)
 
 
 def allocate(runner: Runner, devices: Devices, warmup: WarmUp) -> None:
     """Allocate the KV cache, and run the compiled programs if their first runs take longer."""
-    with naming_out_of_memory(f"the KV cache of {runner.num_blocks} blocks"):
+    flags = "--kv-cache-memory" if devices.is_cpu else "--kv-cache-memory or --gpu-memory-utilization"
+    with naming_out_of_memory(f"the KV cache of {runner.num_blocks:,} blocks (lower {flags} for fewer)"):
         runner.allocate()
         if devices.traits.records_first_runs and warmup != "none":
             runner.run_empty_steps()

@@ -79,7 +79,7 @@ class LatentSpec:
 
     def describe(self) -> str:
         """Return the size of the vector."""
-        return f"a latent of {self.size}"
+        return f"a latent of {self.size} dimensions"
 
 
 class PagedLatent(NamedTuple):

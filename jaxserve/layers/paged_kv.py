@@ -185,8 +185,8 @@ class KVSpec:
 
     def describe(self) -> str:
         """Return the number of heads and their size."""
-        heads = f"{self.num_kv_heads} of {self.head_dim}"
-        return f"KV heads: {heads}" if self.source is None else f"KV of earlier layers: {heads}"
+        heads = f"{self.num_kv_heads} KV head{'' if self.num_kv_heads == 1 else 's'} of {self.head_dim} dimensions"
+        return heads if self.source is None else f"{heads} of earlier layers"
 
 
 def _over_heads(scores: Scores, axis: Any) -> Scores:

@@ -98,8 +98,7 @@ def check_mesh(
     if "experts" not in used_axes:
         if mesh.shape.get("expert", 1) > 1 or mesh.axis_names == ("expert",):
             raise ConfigError(
-                f"mesh has the axes {_described(mesh)}, but this model has no experts: name that axis 'tensor', or "
-                "leave --enable-expert-parallel out"
+                f"mesh has the axes {_described(mesh)}, but this model has no experts: name that axis 'tensor'"
             )
         splitting.discard("expert")
     if mesh.shape.get(DATA, 1) > 1 and not OF_STATES.isdisjoint(used_axes):

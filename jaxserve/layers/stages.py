@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxserve.errors import ConfigError
+
 PIPE = "pipe"
 """The mesh axis along which the stages are. No array is split over it."""
 
@@ -52,6 +54,14 @@ class Stage:
 def num_stages(mesh: Mesh | AbstractMesh) -> int:
     """Return the number of stages on a mesh."""
     return mesh.shape.get(PIPE, 1)
+
+
+def check_stages(count: int, *, num_layers: int) -> None:
+    """Raise ConfigError for more stages than a model has layers."""
+    if count > num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {count}, but this model has {num_layers} layers, of which each stage needs one"
+        )
 
 
 def stage_meshes(mesh: Mesh | AbstractMesh) -> list[Mesh | AbstractMesh]:

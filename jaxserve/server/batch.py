@@ -238,12 +238,12 @@ def _final_lines(path: pathlib.Path, wanted: Input) -> Iterator[tuple[Result, by
             if not text.endswith(b"\n"):
                 return
             raise InvalidRequest(
-                f"{path}: line {number} is no answer of a batch: choose another file, or overwrite it"
+                f"{path}: line {number} is not an answer of a batch: choose another file; --overwrite begins it anew"
             ) from None
         if result.custom_id is not None and result.custom_id not in wanted.custom_ids:
             raise InvalidRequest(
                 f"{path} has an answer to {result.custom_id!r:.100}, which the input does not ask for: choose another "
-                "file, or overwrite it"
+                "file; --overwrite begins it anew"
             )
         if result.is_final and text.endswith(b"\n"):
             yield result, text
@@ -309,7 +309,7 @@ class _Batch:
             line = _decode_line(text)
             problem = _problem(line)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            problem = Problem(code="invalid_line", message=f"the line is no request: {error}")
+            problem = Problem(code="invalid_line", message=f"the line is not a request: {error}")
             return Result(id=result_id, custom_id=_custom_id(text), response=None, error=problem)
         if problem is not None:
             return Result(id=result_id, custom_id=line.custom_id, response=None, error=problem)
@@ -364,5 +364,6 @@ def tell(summary: Summary, destination: pathlib.Path) -> int:
     """
     words = [f"{count} {word}" for word, count in summary._asdict().items() if count]
     again = "; run the command again for those that have failed" if summary.failed else ""
-    print(f"{destination}: {', '.join(words) or 'no requests'}{again}", file=sys.stderr)  # noqa: T201
+    text = ", ".join(words) or "nothing to answer, the input holds no requests"
+    print(f"{destination}: {text}{again}", file=sys.stderr)  # noqa: T201
     return 1 if summary.failed else REFUSED if summary.refused else 0

@@ -271,14 +271,14 @@ def test_an_option_comes_first():
     choice = choose(tokenizer, tool_call_parser="glm45", reasoning_parser="deepseek_r1")
     assert isinstance(choice.syntax.calls.arguments, Tags)
     assert choice.syntax.thoughts == REASONING_PARSERS["deepseek_r1"]
-    assert choice.rows() == [["tool calls", "glm45, by the option"], ["thoughts", "deepseek_r1, by the option"]]
+    assert choice.rows() == [["tool calls", "glm45, by the option"], ["reasoning", "deepseek_r1, by the option"]]
 
 
 def test_an_option_turns_it_off():
     tokenizer = tokenizer_with(KNOWN["hermes"].template(), OWN)
     choice = choose(tokenizer, tool_call_parser="none", reasoning_parser="none")
     assert choice.syntax == Syntax()
-    assert choice.rows() == [["tool calls", "none, by the option"], ["thoughts", "none, by the option"]]
+    assert choice.rows() == [["tool calls", "none, by the option"], ["reasoning", "none, by the option"]]
 
 
 def test_then_what_the_checkpoint_says():
@@ -315,7 +315,8 @@ def test_then_marks_then_turns():
     assert choice.syntax.calls.section == ("<fns>", "</fns>")
     choice = choose(tokenizer_with("{% for message in messages %}{{ message.content }}{% endfor %}"))
     assert choice.syntax == Syntax()
-    assert choice.rows() == [["tool calls", "none, no syntax found"], ["thoughts", "none, no syntax found"]]
+    unknown = "not parsed, no known syntax in the chat template"
+    assert choice.rows() == [["tool calls", unknown], ["reasoning", unknown]]
     assert choose(None).syntax == Syntax()
 
 

@@ -37,6 +37,7 @@ def test_flags_of_vllm_that_need_nothing_are_accepted_with_a_line_each(served, c
         ("--enable-lora", "--enable-lora: instead: merge the adapter"),
         ("--kv-cache-dtype nvfp4", "--kv-cache-dtype: 'nvfp4' is not supported: keys and values are held as fp8"),
         ("--load-format pt", "--load-format: 'pt' is not supported: convert it to safetensors"),
+        ("--tensr 2", "unknown flag --tensr, did you mean --tensor-parallel-size?"),
         ("--tensor-paralel-size 2", "unknown flag --tensor-paralel-size, did you mean --tensor-parallel-size?"),
         ("-q torchao", "argument --quantization/-q: invalid choice: 'torchao'"),
         (  # all reasons at once, those of values that are out of range, too

@@ -122,7 +122,9 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}
         ({"data": 2}, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but mesh has the axes 'data' of 2"),
         ({"pipe": 3}, {}, "pipeline_parallel_size is 3, but this model has 2 layers, of which each stage needs one"),
         ({"pipe": 2}, DRAFTS, "speculative_config: stages of a pipeline verify no drafts"),
-        (None, {"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "is 3 and .* is 4, 12 devices, but there are"),
+        (None, {"pipeline_parallel_size": 2, "tensor_parallel_size": 8}, "is 2 and .* is 8, 16 devices, but there are"),
+        (None, {"pipeline_parallel_size": 20}, "pipeline_parallel_size is 20, but this model has 2 layers"),
+        (None, {"enable_expert_parallel": True}, "enable_expert_parallel is true, but this model has no experts"),
     ],
 )
 def test_meshes_of_which_a_model_would_not_use_every_device(axes, options, message):
@@ -210,6 +212,15 @@ def test_a_start_without_room_for_the_cache_loads_nothing(monkeypatch):
     monkeypatch.setattr(startup, "load", lambda *_, **__: pytest.fail("weights are loaded"))
     with pytest.raises(OutOfMemory):
         startup.start_engine(dataclasses.replace(CONFIG, kv_cache_memory=1000), mesh=None, progress=False)
+
+
+def test_a_cache_that_does_not_fit_names_the_flag_that_sizes_it(monkeypatch):
+    def allocate(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr(startup.Runner, "allocate", allocate)
+    with pytest.raises(OutOfMemory, match=r"blocks \(lower --kv-cache-memory for fewer\) did not fit .*Out of memory$"):
+        startup.start_engine(CONFIG, mesh=None, progress=False)
 
 
 def test_weights_that_cannot_be_loaded_end_the_workers(monkeypatch):
@@ -302,7 +313,7 @@ def test_where_there_are_kernels_workers_lower_the_steps(monkeypatch, tmp_path, 
             engine.step()
         assert engine.stats().num_recompiles_after_warmup == 0
         engine.close()
-        assert f"({num_found} of them were on disk)" in caplog.text
+        assert f"({num_found} were cached)" in caplog.text
         assert "in this process" not in caplog.text
     assert len(list((tmp_path / "steps").iterdir())) == num_programs
 

@@ -260,12 +260,12 @@ def test_the_order_of_programs_on_a_gpu():
     shapes = make_shapes(8192, 256)
     order = shapes.order(lambda program: isinstance(program, Forward | PlainDecode) and program.size < 128)
     assert [str(phase) for phase in order][:5] == [
-        "first, for any step: Forward 8192, Draw 256, Draw 256",
-        "first, for hidden states: PromptLogprobs 8192, Embed 8192",
-        "first, for slots: Admit, AdmitExtras, Allow 256",
-        "first, for decode: PlainDecode 256",
-        "first, for tuned on the device: PlainDecode 1, PlainDecode 4, PlainDecode 16, PlainDecode 32, PlainDecode 64, "
-        "Forward 16, Draw 16, Draw 16, Forward 64, Draw 64, Draw 64, Forward 64",
+        "first, for any step: forward 8192; draw with log probabilities 256; draw 256",
+        "first, for hidden states: prompt logprobs 8192; embed 8192",
+        "first, for slots: admit; admit extras; allow 256",
+        "first, for decode: plain decode 256",
+        "first, for what XLA tunes on the device: plain decode 1, 4, 16, 32, 64; forward of decode rows 16, 64; "
+        "draw with log probabilities 16, 64; draw 16, 64; forward 64",
     ]
     assert [phase.purpose for phase in order][5:] == [
         "decode of fewer rows",
@@ -281,10 +281,10 @@ def test_the_order_of_programs_on_a_cpu():
     """What serves a chat, then what serves anything, then what serves it faster."""
     order = make_shapes(512, 64, has_lean_programs=False).order(lambda _: False)
     assert [str(phase) for phase in order if phase.is_first or phase.is_urgent] == [
-        "first, for plain requests: Forward 16, Draw 16, Admit",
-        "then, for any step: Forward 512, Draw 64",
-        "then, for slots: AdmitExtras, Allow 64",
-        "then, for decode: Draw 16",
-        "then, for hidden states: PromptLogprobs 512, Embed 512",
+        "first, for plain requests: forward 16; draw 16; admit",
+        "then, for any step: forward 512; draw with log probabilities 64",
+        "then, for slots: admit extras; allow 64",
+        "then, for decode: draw with log probabilities 16",
+        "then, for hidden states: prompt logprobs 512; embed 512",
     ]
     assert [phase.is_urgent for phase in order] == [False] + [True] * 4 + [False] * (len(order) - 5)

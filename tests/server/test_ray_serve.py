@@ -30,8 +30,20 @@ OPTIONS = {
 }
 
 
+BODY = {"model": SCRIBE, "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+def record_of(log):
+    return log.with_name("record")
+
+
+def replicas_of_requests(log):
+    """Return pairs of a request's id and a replica that it came to."""
+    return {tuple(line.split()) for line in record_of(log).read_text().splitlines()}
+
+
 def start(port, log, **changes):
-    command = [sys.executable, "-m", "ray_cluster", str(port), json.dumps(OPTIONS | changes)]
+    command = [sys.executable, "-m", "ray_cluster", str(port), json.dumps(OPTIONS | changes), str(record_of(log))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("w") as errors:
         return subprocess.Popen(
@@ -40,12 +52,12 @@ def start(port, log, **changes):
 
 
 @contextlib.contextmanager
-def running(log):
+def running(log, **changes):
     """A cluster, by its process and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with start(port, log) as cluster:
+    with start(port, log, **changes) as cluster:
         assert cluster.stdout.readline() == "ready\n", log.read_text()
         yield cluster, f"http://127.0.0.1:{port}"
         cluster.communicate(timeout=PATIENCE)
@@ -69,12 +81,12 @@ def test_wrong_options_are_named(tmp_path, options, message):
 
 @pytest.mark.slow
 async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
-    body = {"model": SCRIBE, "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    log = tmp_path / "log"
 
-    async def ask(**more):
-        return await http.post(f"{url}/v1/completions", json=body | more)
+    async def ask(name="one", **more):
+        return await http.post(f"{url}/v1/completions", json=BODY | more, headers={"X-Request-Id": name})
 
-    with running(tmp_path / "log") as (cluster, url):
+    with running(log) as (cluster, url):
         async with httpx.AsyncClient(timeout=PATIENCE) as http:
             first = (await ask()).json()
             text = first["choices"][0]["text"]
@@ -87,15 +99,33 @@ async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             streamed = await ask(stream=True)
             assert streamed.headers["content-type"].startswith("text/event-stream")
             assert streamed.text.count("data: ") > 30
-            prompts = [f"{number} is a number" for number in range(24)]
-            asked = [asyncio.create_task(ask(prompt=prompt)) for prompt in prompts]
+            names = [f"{number}-is-a-number" for number in range(24)]
+            asked = [asyncio.create_task(ask(name, prompt=name)) for name in names]
             await asyncio.sleep(0.2)
             cluster.stdin.write("kill\n")
             cluster.stdin.flush()
-            assert await asyncio.to_thread(cluster.stdout.readline) == "killed\n"
-            answers = await asyncio.gather(*asked)
-            failed = [answer for answer in answers if answer.status_code != 200]
-            assert len(failed) < len(answers)
-            assert all(answer.status_code == 500 and "has died" in answer.text for answer in failed)
+            killed, replica = (await asyncio.to_thread(cluster.stdout.readline)).split()
+            assert killed == "killed"
+            answers = dict(zip(names, await asyncio.gather(*asked), strict=True))
+            failed = {name: answer for name, answer in answers.items() if answer.status_code != 200}
+            assert all(answer.status_code == 500 and "has died" in answer.text for answer in failed.values())
+            ran_there = {name for name in names if (name, replica) in replicas_of_requests(log)}
+            assert set() < failed.keys() <= ran_there < set(names), "only what ran on the killed replica is lost"
             again = [await ask() for _ in range(4)]
             assert [answer.json()["choices"][0]["text"] for answer in again] == [text] * 4
+
+
+@pytest.mark.slow
+async def test_a_replica_is_added_while_requests_queue(tmp_path):
+    log = tmp_path / "log"
+    options = {"min_replicas": 1, "target_ongoing_requests": 1}
+
+    async def ask(name):
+        while len({replica for _, replica in replicas_of_requests(log)}) < 2:
+            answer = await http.post(f"{url}/v1/completions", json=BODY, headers={"X-Request-Id": name})
+            assert answer.status_code == 200, answer.text
+
+    with running(log, **options) as (_, url):
+        record_of(log).touch()
+        async with httpx.AsyncClient(timeout=PATIENCE) as http, asyncio.timeout(PATIENCE):
+            await asyncio.gather(*(ask(f"of-{number}") for number in range(4)))

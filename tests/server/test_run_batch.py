@@ -204,7 +204,7 @@ def test_an_empty_input_has_an_empty_output(tmp_path, capsys, text):
     source.write_text(text)
     command = ["run-batch", "-i", str(source), "-o", str(destination), "--model", str(tmp_path / "no model")]
     assert cli.main(command) == 0, "no model is loaded for it"
-    assert capsys.readouterr().err.endswith("out.jsonl: no requests\n")
+    assert capsys.readouterr().err.endswith("out.jsonl: nothing to answer, the input holds no requests\n")
     assert destination.read_bytes() == b""
 
 

@@ -33,7 +33,7 @@ _BY_OPTION = "by the option"
 _BY_CHECKPOINT = "as the checkpoint's response_template says"
 _BY_MARKS = "by marks of the chat template"
 _BY_TURNS = "as the chat template writes turns"
-_UNKNOWN = "no syntax found"
+_NONE = Origin("not parsed", "no known syntax in the chat template")
 
 
 class Choice(NamedTuple):
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
     def rows(self) -> list[list[str]]:
         """Return rows of title and text that describe the choice, for the overview."""
         refused = [["not followed", self.refused]] if self.refused else []
-        return [["tool calls", str(self.calls)], ["thoughts", str(self.thoughts)], *refused]
+        return [["tool calls", str(self.calls)], ["reasoning", str(self.thoughts)], *refused]
 
 
 def choose(tokenizer: Tokenizer | None, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> Choice:
@@ -99,7 +99,7 @@ class _Finder:
         for found, row in shown:
             return row, Origin(found, _BY_MARKS)
         calls = self._derived.calls
-        return calls, Origin("none", _UNKNOWN) if calls is None else Origin("", _BY_TURNS)
+        return calls, _NONE if calls is None else Origin("", _BY_TURNS)
 
     def thoughts(self, name: str) -> tuple[Thoughts | None, Origin]:
         """Return how thoughts are written."""
@@ -115,7 +115,7 @@ class _Finder:
             if _shows(row, self._template):
                 return row, Origin(found, _BY_MARKS)
         thoughts = self._derived.thoughts
-        return thoughts, Origin("none", _UNKNOWN) if thoughts is None else Origin("", _BY_TURNS)
+        return thoughts, _NONE if thoughts is None else Origin("", _BY_TURNS)
 
     def _from_checkpoint[Part](self, part: Part | None, param: str, name: str) -> Part:
         if part is None:

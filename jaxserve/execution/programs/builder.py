@@ -23,7 +23,7 @@ from jaxserve.execution.step import PROMPT_LOGPROBS_CHUNK
 from jaxserve.layers.cache import source_of
 from jaxserve.layers.decoder import layer_shapes
 from jaxserve.layers.paths import LayerShape
-from jaxserve.layers.stages import Stage, stage_meshes
+from jaxserve.layers.stages import Stage, check_stages, stage_meshes
 
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 """The custom calls of steps for which jax guarantees no compatibility. None is needed: an export is for one version of
@@ -73,11 +73,7 @@ class StepBuilder:
         self.models = [StepModel(spec, part, Stage(index, len(meshes))) for index, part in enumerate(meshes)]
         """One of each stage."""
         self.model = self.models[-1]
-        if not all(model.span for model in self.models):
-            raise ConfigError(
-                f"pipeline_parallel_size is {len(meshes)}, but this model has {self.model.config.num_layers} layers, "
-                "of which each stage needs one"
-            )
+        check_stages(len(meshes), num_layers=self.model.config.num_layers)
         layers = self.model.family.layers(self.model.config) if len(meshes) > 1 else ()
         if any(layer.layer_input is not None or source_of(layer.mixer.cache_spec) is not None for layer in layers):
             raise ConfigError(

@@ -159,7 +159,7 @@ class CompiledSteps:
                 raise concurrent.futures.CancelledError from None
             return future
 
-        with tqdm(total=len(missing), desc="compiling steps", unit="shape", disable=not progress) as bar:
+        with tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar:
 
             def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
                 future = submit(compiling, self._compile, key, lowered, on_compiled)

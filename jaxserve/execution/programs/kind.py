@@ -6,6 +6,7 @@ programs, and is part of the keys of what is kept on disk.
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -80,6 +81,11 @@ class Kind(msgspec.Struct, frozen=True, tag=True, metaclass=_AbstractStruct):
         compiles the program.
         """
         return model.traits.tries_out_matmuls and not self.compiler_options(model)
+
+    @property
+    def title(self) -> str:
+        """Name of programs of the kind, such as "plain decode"."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()
 
     @property
     def stage(self) -> int:

@@ -59,6 +59,11 @@ class Draw(Kind, frozen=True, tag=True):
 
     @property
     @override
+    def title(self) -> str:
+        return "draw with log probabilities" if self.has_logprobs else "draw"
+
+    @property
+    @override
     def size(self) -> int:
         return self.num_rows
 

@@ -96,6 +96,11 @@ class Forward(_WithLayers, frozen=True, tag=True):
 
     is_decode_only: bool
 
+    @property
+    @override
+    def title(self) -> str:
+        return "forward of decode rows" if self.is_decode_only else "forward"
+
     @override
     def carries_admissions(self, model: StepModel) -> bool:
         return model.traits.admits_in_forward and not self.is_decode_only and not self.bucket.num_columns

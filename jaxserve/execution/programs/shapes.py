@@ -119,7 +119,10 @@ class Phase(NamedTuple):
     """True if they are compiled at the same priority as requests run: they make steps larger, or requests wait."""
 
     def __str__(self) -> str:
-        names = ", ".join(f"{type(program).__name__} {program.size or ''}".rstrip() for program in self.programs)
+        sizes: dict[str, list[str]] = {}
+        for program in self.programs:
+            sizes.setdefault(program.title, []).append(str(program.size or ""))
+        names = "; ".join(f"{title} {', '.join(dict.fromkeys(of))}".rstrip() for title, of in sizes.items())
         return f"{'first' if self.is_first else 'then'}, for {self.purpose}: {names}"
 
 
@@ -245,7 +248,7 @@ class StepShapes:
         if self._has_lean_programs:
             decode = Phase("decode", plain[-1:])
             phases = [each._replace(is_first=True) for each in (any_step, hidden, slots, decode)]
-            phases.append(Phase("tuned on the device", tuned, is_first=True))
+            phases.append(Phase("what XLA tunes on the device", tuned, is_first=True))
         else:
             small = self._programs_of_prompts([self._small])
             lean = Phase(

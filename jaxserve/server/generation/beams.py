@@ -22,8 +22,9 @@ def beam_params(body: CompletionRequest | ChatRequest) -> BeamSearchParams | Non
     if body.constraint_field is not None:
         raise InvalidRequest(f"use_beam_search does not follow {body.constraint_field}", param=body.constraint_field)
     for name, parameter in PARAMETERS.items():
-        value = body.num_logprobs if name == "logprobs" else getattr(body, name, None)
-        if value is not None and parameter.neutral is not None and value not in parameter.neutral:
+        value = getattr(body, name, None)
+        is_set = value is not None and value is not False  # `logprobs` of a chat may be false
+        if is_set and parameter.neutral is not None and value not in parameter.neutral:
             raise InvalidRequest(f"use_beam_search does not follow {name}, got {value!r:.100}", param=name)
     try:
         return BeamSearchParams(

@@ -95,7 +95,8 @@ class Chats:
             blame(error, grammar_field(self.model, body))
             rename(error, "prompt", "messages")  # the front end has no messages
             rename(error, "max_tokens", body.token_limit_field)
-            rename(error, "logprobs", "top_logprobs")  # the field with the number
+            if body.top_logprobs is not None:
+                rename(error, "logprobs", "top_logprobs")  # the field with the number
             raise
 
 

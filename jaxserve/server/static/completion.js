@@ -23,7 +23,7 @@ export class Completion {
     const text = new TokenText(output);
     const prompt = $("prompt").value;
     const body = { model: this.model(), prompt, stream: true, stream_options: { include_usage: true }, ...parameters() };
-    if (numAlternatives()) body.logprobs = Math.min(numAlternatives(), 5);
+    if (numAlternatives() !== null) body.logprobs = Math.min(numAlternatives(), 5);
     const prepare = async (signal) => {
       body.max_tokens ??= await room(this.model(), prompt, signal);
     };

@@ -73,4 +73,5 @@ function checkTools() {
 }
 
 export const systemPrompt = () => $("parameters").elements.system.value.trim();
-export const numAlternatives = () => Number($("parameters").elements.alternatives.value || 0);
+/** How many other tokens are asked for beside each token and its probability; null if probabilities are not shown. */
+export const numAlternatives = () => ($("colour").checked ? Number($("parameters").elements.alternatives.value || 0) : null);

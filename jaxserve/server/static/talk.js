@@ -128,7 +128,7 @@ export class Talk {
     const before = message.text;
     const body = { model: this.model(), messages: this.#sent(), stream: true, stream_options: { include_usage: true }, ...parameters(), ...tools() };
     if (before) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-    if (numAlternatives()) Object.assign(body, { logprobs: true, top_logprobs: numAlternatives() });
+    if (numAlternatives() !== null) Object.assign(body, { logprobs: true, top_logprobs: numAlternatives() });
     const content = new TokenText(message.prose);
     Object.assign(message, { error: "", ending: "" }).show();
     const how = await this.#run("v1/chat/completions", body, message.prose, {}, (choice) => {

@@ -61,6 +61,8 @@ def test_chats_have_beams_too(server):
         (COMPLETIONS, {"early_stopping": "soon"}, "early_stopping"),
         (COMPLETIONS, {"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
         (COMPLETIONS, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (CHAT, {"logprobs": True}, "logprobs"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"thinking_token_budget": 3}, None),
         ("/v1/responses", {}, "use_beam_search"),

@@ -29,7 +29,7 @@ def test_the_first_lines_say_once_how_answers_are_read(start):
     assert server.wait() == 0
     log = server.rest_of_log()
     assert log.count("tool calls: hermes, by the option") == 1
-    assert log.count("thoughts: none, no syntax found") == 1
+    assert log.count("reasoning: not parsed, no known syntax in the chat template") == 1
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def _say(page, text):
 
 def test_a_chat_streams_in_as_tokens_that_know_their_probability(page, server):
     server.says("Señor 🦙!")
+    page.click("#colour")
     _say(page, "hello")
     assert _answer(page) == "Señor 🦙!"
     assert page.text(".message.user .prose") == "hello"
@@ -67,6 +68,18 @@ def test_a_chat_streams_in_as_tokens_that_know_their_probability(page, server):
     assert "first token" in page.text("#status")
 
 
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_probabilities_are_asked_for_only_if_they_are_shown(page, server, mode):
+    """A server that has just started has no program for them yet: an answer with them would have to wait for it."""
+    page.run("document.querySelector(`[name=mode][value=${arguments[0]}]`).click()", mode)
+    for number_asked_for in (None, 5):
+        page.type("#input" if mode == "chat" else "#prompt", "hello")
+        page.click("#send")
+        page.wait_until("document.getElementById('status').textContent.includes('first token')")
+        assert server.client.submitted[-1].params.logprobs == number_asked_for
+        page.click("#colour")
+
+
 def test_what_is_said_is_text_and_never_markup(page, server):
     server.says("<img src=x onerror=alert(1)>")
     _say(page, "<b>bold</b>")
@@ -79,7 +92,7 @@ def test_escape_stops_an_answer_and_its_request(page, server):
     server.play = lambda request: Script(token_ids=server.tokenizer.encode("on and on"), hangs=True)
     _say(page, "go on")
     page.wait_until("document.querySelector('#send').textContent === 'Stop'")
-    page.wait_until("document.querySelectorAll('.token').length > 5")
+    page.wait_until(f"document.querySelector('{LAST} .prose').textContent.length > 5")
     page.press("Escape")
     page.wait_until("document.querySelector('#send').textContent === 'Send'")
     wait_until(lambda: server.client.num_running == 0)
@@ -107,6 +120,7 @@ def test_an_answer_is_made_again_and_a_question_put_differently(page, server):
 
 def test_a_completion_goes_on_where_the_text_ends(page, server):
     page.run("document.querySelector('[name=mode][value=completion]').click()")
+    page.click("#colour")
     page.type("#prompt", "Once upon")
     server.says(" a time")
     page.click("#send")
