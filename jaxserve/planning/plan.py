@@ -17,6 +17,7 @@ from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import schemes_of
 from jaxserve.layers.stages import Stage
 from jaxserve.planning.absent import can_compile
+from jaxserve.planning.measured import MEASURED, Batches
 from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
 from jaxserve.planning.times import UNLIKE_ANY, Estimate, Kind, estimate_prefill, estimate_step
 from jaxserve.planning.work import HOP_LATENCY, decode_work, num_prefill_steps, prefill_work
@@ -232,19 +233,26 @@ def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: i
     return speeds.get(least)
 
 
-def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
-    """Predict the times of so many requests at once."""
+def speed_of(
+    engine: Absent,
+    info: EngineInfo,
+    load: SizedLoad,
+    *,
+    num_requests: int,
+    measured: tuple[Batches, ...] = MEASURED,
+) -> Speed:
+    """Predict the times of so many requests at once from measured runs."""
     num_stages = engine.plan.builder.model.stage.count
     num_parts = min(num_stages, num_requests)
     rows = -(-num_requests // num_parts)
-    steps = _stage_times(engine, info, load, num_rows=rows)
+    steps = _stage_times(engine, info, load, num_rows=rows, measured=measured)
     hops = 0.0 if num_stages == 1 else num_stages * _hop_seconds(engine, rows)
     step, roofline = (
         max(sum(times) + hops, num_parts * max(times))
         for times in ([each.seconds for each in steps], [each.roofline for each in steps])
     )
     slowest = max(steps, key=lambda each: each.seconds)
-    alone, together = (_prefill(engine, info, load, num_rows=count) for count in (1, num_requests))
+    alone, together = (_prefill(engine, info, load, num_rows=count, measured=measured) for count in (1, num_requests))
     decoding = (load.output_len - 1) * step
     seconds = together.seconds + decoding
     error = (together.error * together.seconds + slowest.error * decoding) / seconds
@@ -265,24 +273,29 @@ def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests:
     )
 
 
-def _stage_times(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> list[Estimate]:
+def _stage_times(
+    engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int, measured: tuple[Batches, ...]
+) -> list[Estimate]:
     """Return the time of each stage for a decode step of so many rows."""
     context = load.input_len + load.output_len / 2
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = decode_work(engine.model, info, num_rows=num_rows, context=context, stage=stage)
-        found.append(estimate_step(kind, work.seconds(engine.gpu, num_devices=num_devices), num_rows=num_rows))
+        roofline = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_step(kind, roofline, num_rows=num_rows, measured=measured))
     return found
 
 
-def _prefill(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> Estimate:
+def _prefill(
+    engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int, measured: tuple[Batches, ...]
+) -> Estimate:
     """Return the time of so many prompts, whose chunks follow each other through the stages."""
     num_tokens = num_rows * load.input_len
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = prefill_work(engine.model, info, num_rows=num_rows, length=load.input_len, stage=stage)
         roofline = work.seconds(engine.gpu, num_devices=num_devices)
-        found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens))
+        found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens, measured=measured))
     slowest, num_steps = max(each.seconds for each in found), num_prefill_steps(info, num_tokens)
     seconds = (sum(each.seconds for each in found) + (num_steps - 1) * slowest) / num_steps
     error = found[-1].error if len(found) == 1 else max(found[-1].error, UNLIKE_ANY)
@@ -306,11 +319,11 @@ def stages_of(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
             kernels=model.kernels,
             has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
             num_layers=len(model.span),
+            has_states=model.layout.num_states > 0,
+            num_stages=model.stage.count,
             is_unlike_any="expert" in model.mesh.axis_names
             or model.kv_dtype != model.dtype
-            or model.layout.num_states > 0
-            or model.drafting is not None
-            or model.stage.count > 1,
+            or model.drafting is not None,
         )
         yield kind, model.stage, model.mesh.size
 

@@ -22,7 +22,7 @@ SUM_LATENCY = 11e-6
 """Seconds that GPUs of one host take to add up partial sums of a few rows: two H200s, one row of Llama 3 8B and 70B."""
 
 HOP_LATENCY = 20e-6
-"""Seconds from the end of a stage to the begin of the next one on other devices, besides the bytes; not measured."""
+"""Seconds from the end of a stage to the begin of the next one on other devices, besides the bytes; assumed."""
 
 SUMS_PER_LAYER = 2
 """Partial sums of a layer that is split over devices: after attention, and after the MLP."""
