@@ -9,6 +9,7 @@ import jax
 import msgspec
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import Checkpoint, read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.startup import check_kernels
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
@@ -93,6 +94,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    enable_expert_parallel: bool
     replicas: int
     fits: bool
     why_not: str | None = None
@@ -317,7 +319,7 @@ def stages_of(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
             weights=_weights(codes),
             num_devices=model.mesh.size,
             kernels=model.kernels,
-            has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
+            has_experts=_has_experts(engine.plan.checkpoint),
             num_layers=len(model.span),
             has_states=model.layout.num_states > 0,
             num_stages=model.stage.count,
@@ -347,22 +349,35 @@ def _ways(
     progress: Callable[[str], object],
 ) -> Iterator[Split]:
     """Yield the ways to use `num_devices` devices, of which `own` is the one that `config` says. Of others with stages
-    there are those that fit.
+    or whole experts on each device there are those that fit.
     """
+    _, checkpoint = read_checkpoint(dataclasses.replace(config, load_format="dummy"), progress=False)
     for stages, size in itertools.product(NUM_DEVICES, NUM_DEVICES):
         if stages * size > num_devices:
             continue
-        way = dataclasses.replace(config, tensor_parallel_size=size, pipeline_parallel_size=stages)
-        found: _Sized | Exception = own
-        if way != config:
-            try:
-                programs: Compiling = "few" if compiling == "splits" else "none"
-                found = _size(way, gpu, load, compiling=programs, progress=progress)
-            except (OutOfMemory, ConfigError, CheckpointError) as error:
-                found = error
-        split = _split(way, found, name=name, replicas=num_devices // (stages * size))
-        if split.fits or stages == 1 or way == config:
-            yield split
+        is_own = (stages, size) == (config.pipeline_parallel_size, config.tensor_parallel_size)
+        choices = {False, True} if size > 1 and _has_experts(checkpoint) else {is_own and config.enable_expert_parallel}
+        for has_whole_experts in sorted(choices):
+            way = dataclasses.replace(
+                config,
+                tensor_parallel_size=size,
+                pipeline_parallel_size=stages,
+                enable_expert_parallel=has_whole_experts,
+            )
+            found: _Sized | Exception = own
+            if way != config:
+                try:
+                    programs: Compiling = "few" if compiling == "splits" else "none"
+                    found = _size(way, gpu, load, compiling=programs, progress=progress)
+                except (OutOfMemory, ConfigError, CheckpointError) as error:
+                    found = error
+            split = _split(way, found, name=name, replicas=num_devices // (stages * size))
+            if split.fits or (stages == 1 and not has_whole_experts) or way == config:
+                yield split
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    return getattr(checkpoint.model_config, "routing", None) is not None
 
 
 def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replicas: int) -> Split:
@@ -372,6 +387,7 @@ def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replic
         return Split(
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
             replicas=replicas,
             fits=fits,
             why_not=why_not,

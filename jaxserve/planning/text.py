@@ -26,7 +26,7 @@ def plan_text(plan: Plan) -> str:
     if plan.splits:
         most = max(split.tensor_parallel_size * split.pipeline_parallel_size * split.replicas for split in plan.splits)
         title = f"ways to use {most} of them, fastest first:"
-        header = ["-tp", "-pp", "replicas", "at once", "ms a token", "output tok/s", ""]
+        header = ["-tp", "-pp", "-ep", "replicas", "at once", "ms a token", "output tok/s", ""]
         parts.append(f"{title}\n{aligned([header, *map(_split_row, plan.splits)])}")
     return "\n\n".join(parts)
 
@@ -93,7 +93,8 @@ def _speed_row(speed: Speed) -> list[str]:
 
 
 def _split_row(split: Split) -> list[str]:
-    start = [str(split.tensor_parallel_size), str(split.pipeline_parallel_size), str(split.replicas)]
+    sizes = str(split.tensor_parallel_size), str(split.pipeline_parallel_size)
+    start = [*sizes, "yes" if split.enable_expert_parallel else "", str(split.replicas)]
     if split.speed is None:
         return [*start, "-", "-", "-", split.why_not or ""]
     return [

@@ -259,6 +259,24 @@ def test_splits_are_ranked(tmp_path):
     assert all(split.fits for (_, stages), split in sizes.items() if stages > 1)
 
 
+def test_whole_experts_are_ways_of_models_that_have_them(tmp_path):
+    """They wait for the device that reads most experts, which matters little where all are read."""
+    config = config_of("qwen3-30b-a3b", tmp_path, max_num_seqs=64)
+    plan = make_plan(config, GPUS["h200"], Load(target_tpot=50), name="m", compiling="none", num_devices=2)
+    ways = {(way.tensor_parallel_size, way.pipeline_parallel_size, way.enable_expert_parallel) for way in plan.splits}
+    assert ways == {(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)}
+    shards, whole = (
+        absent_engine("qwen3-30b-a3b", tmp_path, tensor_parallel_size=2, enable_expert_parallel=is_whole)
+        for is_whole in (False, True)
+    )
+    factors = [
+        speed_of(whole, whole.info(1000), LOAD, num_requests=count).roofline_ms
+        / speed_of(shards, shards.info(1000), LOAD, num_requests=count).roofline_ms
+        for count in (1, 8, 256)
+    ]
+    assert 1.5 > factors[0] > factors[1] > factors[2] == pytest.approx(1, abs=1e-4)
+
+
 def test_a_step_reads_no_pools_of_other_layers(tmp_path):
     """Blocks of Gemma 4 have room for heads of both shapes, and are used for one; other models' blocks are full."""
     fields = {
