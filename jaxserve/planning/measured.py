@@ -1,7 +1,8 @@
 """Measured steps, with which times are predicted: the figures of docs/benchmarks.md. Plain data.
 
 Each group is of one machine and of the command `jaxserve bench latency --shape SHAPE OPTIONS --warmup full` with the
-prefix cache off. The rooflines beside the times are those of plans for the same batches; a test computes them again.
+prefix cache off. Beside each time is that of the work (`work.Work.seconds`), as plans of the same batches have it; a
+test computes it again.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ class Run(NamedTuple):
     input_len: int
     output_len: int
     step: float
-    roofline: float
+    work: float
     prefill: float | None
-    prefill_roofline: float | None
+    prefill_work: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

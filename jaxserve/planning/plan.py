@@ -70,9 +70,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     step_ms: float
     step_error: float
-    roofline_ms: float
+    work_ms: float
+    """Time of the step's reading, products and sums, one after the other."""
     factor: float
-    """The step's time, relative to the roofline's."""
+    """The step's time, relative to that of its work."""
     source: str
     ttft_ms: float
     """Time to the first token, of one prompt alone."""
@@ -249,9 +250,9 @@ def speed_of(
     rows = -(-num_requests // num_parts)
     steps = _stage_times(engine, info, load, num_rows=rows, measured=measured)
     hops = 0.0 if num_stages == 1 else num_stages * _hop_seconds(engine, rows)
-    step, roofline = (
+    step, work = (
         max(sum(times) + hops, num_parts * max(times))
-        for times in ([each.seconds for each in steps], [each.roofline for each in steps])
+        for times in ([each.seconds for each in steps], [each.work for each in steps])
     )
     slowest = max(steps, key=lambda each: each.seconds)
     alone, together = (_prefill(engine, info, load, num_rows=count, measured=measured) for count in (1, num_requests))
@@ -263,8 +264,8 @@ def speed_of(
         num_requests=num_requests,
         step_ms=step * 1e3,
         step_error=slowest.error,
-        roofline_ms=roofline * 1e3,
-        factor=step / roofline,
+        work_ms=work * 1e3,
+        factor=step / work,
         source=slowest.source,
         ttft_ms=alone.seconds * 1e3,
         prefill_tokens_per_second=num_requests * load.input_len / together.seconds,
@@ -283,8 +284,8 @@ def _stage_times(
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = decode_work(engine.model, info, num_rows=num_rows, context=context, stage=stage)
-        roofline = work.seconds(engine.gpu, num_devices=num_devices)
-        found.append(estimate_step(kind, roofline, num_rows=num_rows, measured=measured))
+        seconds = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_step(kind, seconds, num_rows=num_rows, measured=measured))
     return found
 
 
@@ -296,8 +297,8 @@ def _prefill(
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = prefill_work(engine.model, info, num_rows=num_rows, length=load.input_len, stage=stage)
-        roofline = work.seconds(engine.gpu, num_devices=num_devices)
-        found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens, measured=measured))
+        seconds = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_prefill(kind, seconds, num_tokens=num_tokens, measured=measured))
     slowest, num_steps = max(each.seconds for each in found), num_prefill_steps(info, num_tokens)
     seconds = (sum(each.seconds for each in found) + (num_steps - 1) * slowest) / num_steps
     error = found[-1].error if len(found) == 1 else max(found[-1].error, UNLIKE_ANY)

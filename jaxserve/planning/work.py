@@ -1,5 +1,5 @@
 """What a step must do, whatever runs it: bytes to read, products to compute, sums to send; and how long that takes a
-GPU at the rates that programs reach, the roofline.
+GPU at the rates that programs reach, one after the other.
 """
 
 import math
@@ -52,7 +52,7 @@ class Model(NamedTuple):
     rounds_activations: bool
     """True if products of many rows are of 8-bit values."""
     num_experts: int
-    """Of a layer, 0 if it has none."""
+    """Experts of a layer, 0 if it has none."""
     expert_devices: int
     """Number of devices that have whole experts, 1 if each has a shard of every expert."""
 
@@ -121,8 +121,8 @@ class Work(NamedTuple):
     bytes_per_sum: float
 
     def seconds(self, gpu: Gpu, *, num_devices: int) -> float:
-        """Return the time of the step by the roofline: reading and computing do not overlap much in a layer, whose
-        parts are one or the other.
+        """Return the sum of the times of all parts: reading and computing do not overlap much in a layer, whose
+        parts are one or the other. A roofline, as `inspect.Roofline` is, would be the longest of them.
         """
         time = self.num_bytes / (gpu.sustained_bandwidth * num_devices)
         time += self.products / (gpu.sustained_flops(in_8_bits=self.in_8_bits) * num_devices)

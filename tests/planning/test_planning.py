@@ -150,12 +150,10 @@ def test_requests_that_fit(tmp_path):
 # Speeds: README's rows within 10%, and with the error that is stated.
 @pytest.mark.parametrize(("batches", "run"), RUNS, ids=str_of)
 def test_measured_steps_are_predicted(batches, run):
-    found = estimate_step(kind_of(batches), run.roofline / 1e3, num_rows=run.num_rows)
+    found = estimate_step(kind_of(batches), run.work / 1e3, num_rows=run.num_rows)
     assert found.seconds * 1e3 == pytest.approx(run.step, rel=0.1 if batches.kernels == "sm90" else 0.15)
     if run.prefill is not None:
-        prefill = estimate_prefill(
-            kind_of(batches), run.prefill_roofline / 1e3, num_tokens=run.num_rows * run.input_len
-        )
+        prefill = estimate_prefill(kind_of(batches), run.prefill_work / 1e3, num_tokens=run.num_rows * run.input_len)
         assert prefill.seconds * 1e3 == pytest.approx(run.prefill, rel=2 * prefill.error)
 
 
@@ -166,9 +164,9 @@ def test_errors_are_those_of_predictions_without_the_run_itself():
 
 def test_layers_of_another_size_are_predicted_with_a_large_error():
     batches, run = RUNS[0]
-    kind, roofline = kind_of(batches), run.roofline / 1e3
-    assert estimate_step(kind, roofline, num_rows=run.num_rows).error < times.WITHOUT_KERNELS
-    assert estimate_step(kind, roofline / 100, num_rows=run.num_rows).error == times.WITHOUT_KERNELS
+    kind, work = kind_of(batches), run.work / 1e3
+    assert estimate_step(kind, work, num_rows=run.num_rows).error < times.WITHOUT_KERNELS
+    assert estimate_step(kind, work / 100, num_rows=run.num_rows).error == times.WITHOUT_KERNELS
 
 
 @pytest.mark.parametrize("kernels", ["sm90", "xla"])
@@ -180,18 +178,18 @@ def test_there_are_times_of_every_kind(kernels, has_experts):
 
 
 def test_an_h100_is_predicted_from_runs_of_an_h200():
-    """As they were on the day before the H100 was measured."""
+    """The runs are those of the days before the H100 was measured."""
     of_h100 = [(batches, run) for batches, run in RUNS if batches.gpu == "h100" and batches.num_devices == 1]
     of_h200 = tuple(batches for batches in MEASURED if batches.gpu == "h200" and batches.date < "2026-11-28")
     assert len(of_h100) == 3
     for batches, run in of_h100:
-        found = estimate_step(kind_of(batches), run.roofline / 1e3, num_rows=run.num_rows, measured=of_h200)
+        found = estimate_step(kind_of(batches), run.work / 1e3, num_rows=run.num_rows, measured=of_h200)
         assert found.seconds * 1e3 == pytest.approx(run.step, rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", MEASURED, ids=lambda batches: f"{batches.shape} {batches.options}")
-def test_rooflines_of_measured_steps(batches):
+def test_work_of_measured_steps(batches):
     with held_out.absent_engine(batches) as engine:
         builder, model = engine.plan.builder, engine.model
         assert (model.num_layers, builder.model.mesh.size) == (batches.num_layers, batches.num_devices)
@@ -199,12 +197,12 @@ def test_rooflines_of_measured_steps(batches):
         assert (builder.model.layout.num_states > 0) == batches.has_states
         info = engine.info(engine.num_blocks)
         for run in batches.runs:
-            if run.prefill_roofline is not None:
+            if run.prefill_work is not None:
                 work = prefill_work(model, info, num_rows=run.num_rows, length=run.input_len)
                 seconds = work.seconds(engine.gpu, num_devices=batches.num_devices)
-                assert seconds * 1e3 == pytest.approx(run.prefill_roofline, rel=0.01)
+                assert seconds * 1e3 == pytest.approx(run.prefill_work, rel=0.01)
     for run, speed in held_out.planned(batches):
-        assert speed.roofline_ms == pytest.approx(run.roofline, abs=0.02)
+        assert speed.work_ms == pytest.approx(run.work, abs=0.02)
 
 
 def test_plans_of_later_measurements(monkeypatch, capsys):
@@ -270,8 +268,8 @@ def test_whole_experts_are_ways_of_models_that_have_them(tmp_path):
         for is_whole in (False, True)
     )
     factors = [
-        speed_of(whole, whole.info(1000), LOAD, num_requests=count).roofline_ms
-        / speed_of(shards, shards.info(1000), LOAD, num_requests=count).roofline_ms
+        speed_of(whole, whole.info(1000), LOAD, num_requests=count).work_ms
+        / speed_of(shards, shards.info(1000), LOAD, num_requests=count).work_ms
         for count in (1, 8, 256)
     ]
     assert 1.5 > factors[0] > factors[1] > factors[2] == pytest.approx(1, abs=1e-4)
@@ -368,7 +366,7 @@ def test_smaller_models_take_no_less_with_more_rows(tmp_path):
     """Layers of a thousandth of the size of those that were measured."""
     engine = absent_engine("llama-100m", tmp_path, dtype="bfloat16", hf_overrides={"intermediate_size": 64})
     speeds = [speed_of(engine, engine.info(engine.num_blocks), LOAD, num_requests=n) for n in (1, 16, 256)]
-    assert all(speed.step_ms >= speed.roofline_ms * 0.9 for speed in speeds)
+    assert all(speed.step_ms >= speed.work_ms * 0.9 for speed in speeds)
 
 
 def test_without_a_compiler_sizes_are_computed_and_the_plan_says_so(tmp_path, monkeypatch):
