@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import get_args
 
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.flags import add_flag, add_number, add_shape, at_least, positive
 from jaxserve.bench.serving.commands import add_serving_commands
-from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
+from jaxserve.bench.shapes import LLAMA_100M, SHAPES, eagle3_head, write_config
 from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
@@ -46,11 +46,6 @@ def add_commands(parser: Parser) -> None:
         metavar="PATH",
         help=f"interpreter with torch and transformers, '' for none; default: {PEER_PYTHON}, if it is there",
     )
-
-    step = add("host", "host time of a decode step, by phase", _host)
-    add_number(step, "--num-requests", 256, "requests that run at once")
-    add_number(step, "--input-len", 64, "prompt length")
-    add_number(step, "--num-steps", 200, "steps to measure", least=2)
 
     batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
     _add_batches(batch, default="the peer's, or 1:128:128")
@@ -219,10 +214,6 @@ def _throughput(args: argparse.Namespace) -> None:
         dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, kernels="xla", warmup="full"
     )
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
-
-
-def _host(args: argparse.Namespace) -> None:
-    print(host.run(LLAMA_HOST, **given(args, host.run)))
 
 
 def _latency(args: argparse.Namespace) -> None:
