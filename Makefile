@@ -135,7 +135,6 @@ $(DOCS)/.installed: docs/requirements.txt
 
 bench: install
 	$(BIN)/jaxserve bench throughput
-	$(BIN)/jaxserve bench host
 
 clean:
 	rm -rf $(VENV) .venv-goldens .venv-clients .venv-docs .site $(SCHEMA_SUITE)

@@ -28,7 +28,7 @@ from jaxserve.planning.sizes import declare
 from jaxserve.quantization.scheme import SCHEMES
 from jaxserve.tables import aligned, size_text
 
-HEADS, WINDOWS, POSITIONS, HEAD, OTHER = "KV heads", "windows", "positions", "LM head", "options"
+HEADS, WINDOWS, POSITIONS, OTHER = "KV heads", "windows", "positions", "options"
 
 # How a field of a family's Config appears in the table: column, word. Fields that every family has are left out.
 # Features that all checkpoints of a family have, without a field, are listed in `Family.features`.
@@ -40,7 +40,6 @@ FEATURES = {
     "rope": (POSITIONS, "rotary"),
     "local_rope": (POSITIONS, "local rotary"),
     "alibi_slopes": (POSITIONS, "ALiBi"),
-    "tie_word_embeddings": (HEAD, "tied or own"),
     "routing": (OTHER, "experts"),
     "shared_expert_size": (OTHER, "shared expert"),
     "use_parallel_residual": (OTHER, "parallel blocks"),
@@ -56,7 +55,7 @@ BYTES_PER_MILLISECOND = GPUS["h200"].sustained_bandwidth / 1e3
 NOT_16_BITS = "there are kernels for bfloat16 and float16 only (--dtype)"
 ALL_CODES = "with --no-dequantize"
 
-_ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "none", HEAD: "as declared", OTHER: "-"}
+_ABSENT = {HEADS: "one a query head", WINDOWS: "-", POSITIONS: "none", OTHER: "-"}
 
 
 def families() -> list[dict[str, str]]:
@@ -244,7 +243,7 @@ def _positions(config: Any) -> str:
 
 def families_text() -> str:
     """Format the table of families."""
-    rows = [["model_type", HEADS, WINDOWS, POSITIONS, HEAD, OTHER, "serves"]]
+    rows = [["model_type", HEADS, WINDOWS, POSITIONS, OTHER, "serves"]]
     rows += [[row[name] for name in rows[0]] for row in families()]
     return aligned(rows)
 

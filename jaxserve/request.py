@@ -160,7 +160,7 @@ class Request:
     - `slot` is -1 unless RUNNING.
     """
 
-    request: EngineRequest
+    asked: EngineRequest
     _: dataclasses.KW_ONLY
     arrival: int  # submission order, which breaks ties in priority
     num_groups: dataclasses.InitVar[int] = 1
@@ -193,10 +193,10 @@ class Request:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self, num_groups: int) -> None:
-        self.request_id, self.priority = self.request.request_id, self.request.priority
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.request_id, self.priority = self.asked.request_id, self.asked.priority
+        self.token_ids = list(self.asked.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_total_tokens = self.num_prompt_tokens + self.request.max_tokens
+        self.max_total_tokens = self.num_prompt_tokens + self.asked.max_tokens
         self.block_tables = [[] for _ in range(num_groups)]
         self.first_blocks = [0] * num_groups
 

@@ -29,7 +29,6 @@ from pallas_kernels.row_quantization.bench import row_quantization_rows
 from pallas_kernels.sampling.bench import sampling_rows
 from pallas_kernels.scaled_matmul.bench import rounded_layer_rows, scaled_matmul_rows
 from pallas_kernels.small_matmul.bench import small_matmul_rows
-from pallas_kernels.sustained import sustained_rows
 from pallas_kernels.timing import Row, on_gpu
 
 OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -54,7 +53,6 @@ OPERATIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "sampling": sampling_rows,
     "scaled_matmul": scaled_matmul_rows,
     "small_matmul": small_matmul_rows,
-    "sustained": sustained_rows,
 }
 
 

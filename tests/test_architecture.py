@@ -144,7 +144,6 @@ MAY_START_AN_ENGINE = {
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.device", "jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.steps": {"jaxserve.engine.local", "jaxserve.engine.profile"},
-    "jaxserve.bench.host": {"jaxserve.engine.startup"},
     "jaxserve.bench.load": {
         "jax",
         "jaxserve.convert",

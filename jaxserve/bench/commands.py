@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import get_args
 
 from jaxserve.arguments import Parser
-from jaxserve.bench import bits_per_byte, full_load, host, latency, load, speculation, start, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.flags import add_flag, add_number, add_shape, at_least, positive
 from jaxserve.bench.serving.commands import add_serving_commands
-from jaxserve.bench.shapes import LLAMA_100M, LLAMA_HOST, SHAPES, eagle3_head, write_config
+from jaxserve.bench.shapes import LLAMA_100M, SHAPES, eagle3_head, write_config
 from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
@@ -34,7 +34,33 @@ def add_commands(parser: Parser) -> None:
         command.set_defaults(run=run)
         return command
 
-    mixed = add("throughput", "continuous and static batching, and transformers, on the same requests", _throughput)
+    # fmt: off
+    for name, summary, run, add_flags in (
+        ("throughput", "continuous and static batching, and transformers, on the same requests",
+         _throughput, _add_throughput),
+        ("latency", "time of batches of equal requests, on any model, beside a floor and a peer",
+         _latency, _add_latency),
+        ("full-load", "tokens a second when all requests are there at the start, beside a peer",
+         _full_load, _add_full_load),
+        ("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them",
+         _steps, _add_steps),
+        ("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte, _add_bits_per_byte),
+        ("speculation", "what speculative decoding gains, in turns with an engine without it",
+         _speculation, _add_speculation),
+        ("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store",
+         _printed(load.run), _add_load),
+        ("start", "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs",
+         _printed(start.run), _add_start),
+        ("server", "CPU time of the API side for a streamed token, over an engine stub", _server, _add_server),
+        ("grammar", "host time of the masks of requests that follow a grammar", _grammar, _add_grammar),
+        ("parsing", "how fast answers are read in each syntax, and the worst input", _parsing, _add_parsing),
+    ):
+        # fmt: on
+        add_flags(add(name, summary, run))
+    add_serving_commands(add)
+
+
+def _add_throughput(mixed: Parser) -> None:
     add_number(mixed, "--num-requests", 64, "requests, all there at the start")
     add_number(mixed, "--input-len", 160, "mean prompt length")
     add_number(mixed, "--output-len", 128, "mean output length")
@@ -47,12 +73,8 @@ def add_commands(parser: Parser) -> None:
         help=f"interpreter with torch and transformers, '' for none; default: {PEER_PYTHON}, if it is there",
     )
 
-    step = add("host", "host time of a decode step, by phase", _host)
-    add_number(step, "--num-requests", 256, "requests that run at once")
-    add_number(step, "--input-len", 64, "prompt length")
-    add_number(step, "--num-steps", 200, "steps to measure", least=2)
 
-    batch = add("latency", "time of batches of equal requests, on any model, beside a floor and a peer", _latency)
+def _add_latency(batch: Parser) -> None:
     _add_batches(batch, default="the peer's, or 1:128:128")
     add_flag(batch, "--peer", type=pathlib.Path, metavar="FILE", help="what another engine took, as JSON")
     add_flag(batch, "--peer-entry", metavar="NAME", help="the entry of that file; default: its first one")
@@ -71,7 +93,8 @@ def add_commands(parser: Parser) -> None:
     _add_beside(batch, "time the model with its matrices rounded so, too, instead of against a peer or a floor")
     add_config_flags(batch, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    full = add("full-load", "tokens a second when all requests are there at the start, beside a peer", _full_load)
+
+def _add_full_load(full: Parser) -> None:
     add_flag(
         full,
         "--settings",
@@ -86,12 +109,14 @@ def add_commands(parser: Parser) -> None:
     _add_bandwidth(full)
     add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
-    each = add("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them", _steps)
+
+def _add_steps(each: Parser) -> None:
     _add_batches(each, default="1:128:128")
     add_flag(each, "--profile", action="store_true", help="list the GPU's kernels in the second half of a run")
     add_config_flags(each, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    text = add("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte)
+
+def _add_bits_per_byte(text: Parser) -> None:
     add_flag(text, "--text", type=pathlib.Path, required=True, metavar="FILE", help="text to predict, UTF-8")
     _add_beside(text, "round matrices so, too, and print the differences")
     add_flag(
@@ -105,7 +130,8 @@ def add_commands(parser: Parser) -> None:
     )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    drafts = add("speculation", "what speculative decoding gains, in turns with an engine without it", _speculation)
+
+def _add_speculation(drafts: Parser) -> None:
     drafts.add_flag("workload", "--workload", type=pathlib.Path, metavar="FILE", help="Spec-Bench, or a .txt")
     drafts.add_flag("workload", "--category", metavar="NAME", help="of its prompts; default: all")
     add_number(drafts, "--num-prompts", 16, "prompts, from the first on")
@@ -131,9 +157,8 @@ def add_commands(parser: Parser) -> None:
     add_shape(drafts)
     add_config_flags(drafts, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
 
-    loading = add(
-        "load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store", _printed(load.run)
-    )
+
+def _add_load(loading: Parser) -> None:
     add_flag(loading, "--size", type=parse_size, default=2**30, metavar="SIZE", help="of the checkpoint; default: 1GiB")
     dtypes = ("float32", "bfloat16", "float16")
     add_flag(loading, "--stored", choices=dtypes, default="bfloat16", help="its dtype; default: bfloat16")
@@ -142,15 +167,13 @@ def add_commands(parser: Parser) -> None:
     add_number(loading, "--num-runs", 3, "loads of each kind, in one process")
     add_flag(loading, "--with-orbax", action="store_true", help="restore the store by Orbax too")
 
-    first = add(
-        "start",
-        "seconds from `jaxserve serve` to the first token, by phase, without and with cached programs",
-        _printed(start.run),
-    )
+
+def _add_start(first: Parser) -> None:
     add_flag(first, "--model", default=DEFAULT_MODEL, metavar="MODEL", help="default: the built-in model")
     add_flag(first, "--install", action="store_true", help="install the clone into a new environment before")
 
-    cost = add("server", "CPU time of the API side for a streamed token, over an engine stub", _server)
+
+def _add_server(cost: Parser) -> None:
     add_number(cost, "--num-streams", 256, "clients that stream at once")
     add_number(cost, "--tokens-per-second", 20, "tokens a second that each of them gets")
     add_number(cost, "--seconds", 10, "how long to measure")
@@ -158,7 +181,8 @@ def add_commands(parser: Parser) -> None:
     add_number(cost, "--api-workers", 1, "processes of the API side")
     add_flag(cost, "--chat", dest="is_chat", action="store_true", help="stream chats instead of completions")
 
-    masks = add("grammar", "host time of the masks of requests that follow a grammar", _grammar)
+
+def _add_grammar(masks: Parser) -> None:
     add_flag(
         masks, "--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="whose tokens; default: the built-in model's"
     )
@@ -167,11 +191,10 @@ def add_commands(parser: Parser) -> None:
     add_number(masks, "--num-steps", 100, "steps to measure", least=2)
     add_number(masks, "--seed", 0, "seed of the texts", least=0)
 
-    reading = add("parsing", "how fast answers are read in each syntax, and the worst input", _parsing)
+
+def _add_parsing(reading: Parser) -> None:
     add_flag(reading, "--syntax", dest="names", nargs="+", default=(), metavar="NAME", help="default: all of them")
     add_number(reading, "--num-characters", 32000, "characters of each input")
-
-    add_serving_commands(add)
 
 
 def _printed(run: Callable[..., str]) -> Callable[[argparse.Namespace], None]:
@@ -219,10 +242,6 @@ def _throughput(args: argparse.Namespace) -> None:
         dtype="float32", max_num_seqs=args.max_num_seqs, enable_prefix_caching=False, kernels="xla", warmup="full"
     )
     print(throughput.run(jobs, model_config=LLAMA_100M, engine=engine, peer_python=peer or None))
-
-
-def _host(args: argparse.Namespace) -> None:
-    print(host.run(LLAMA_HOST, **given(args, host.run)))
 
 
 def _latency(args: argparse.Namespace) -> None:

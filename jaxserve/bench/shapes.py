@@ -14,14 +14,6 @@ LLAMA_100M: dict[str, Any] = {
 }
 """A Llama with 100 million parameters, as the config.json of a Hugging Face checkpoint."""
 
-LLAMA_HOST: dict[str, Any] = LLAMA_100M | {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32, "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-"""A model with as many layers, hence arrays to pass, as one of 8 billion parameters, but next to no work for the
-device.
-"""
-
 LLAMA_3_8B: dict[str, Any] = LLAMA_100M | {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from msgspec.structs import replace
 
 from jaxserve.engine.bandwidth import BandwidthMeter
 from jaxserve.engine.client import EngineStats, window_name
@@ -157,9 +156,9 @@ class Engine:
             for row in plan.admitted:
                 request = row.request
                 if request.queue_seconds is None:
-                    request.queue_seconds = time.monotonic() - request.request.arrival_time
+                    request.queue_seconds = time.monotonic() - request.asked.arrival_time
             failed: dict[Request, str] = {}
-            constrained = [row for row in plan.rows if row.samples and row.request.request.grammar]
+            constrained = [row for row in plan.rows if row.samples and row.request.asked.grammar]
             masks = functools.partial(self._masks, constrained, failed) if constrained else None
             if not self._in_flight:
                 self._began = time.perf_counter()
@@ -331,7 +330,7 @@ class Engine:
     def _forget(self, request: Request) -> None:
         """Drop the engine's state of a request that has ended."""
         self._num_prompt_logprobs.pop(request.request_id, None)
-        if self._matchers is not None and request.request.grammar:
+        if self._matchers is not None and request.asked.grammar:
             self._matchers.forget((request.request_id,))
 
     def _finish(self, pending: PendingStep) -> list[EngineOutput]:
@@ -350,50 +349,33 @@ class Engine:
     def _update(
         self, pending: PendingStep, token_ids: list[list[int]], is_corrupted: list[bool], *, seconds: float
     ) -> list[EngineOutput]:
-        plan = pending.plan
-        ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
-        drafted = pending.drafted()
+        """Return what a step adds to its requests, once the scheduler has their tokens."""
+        plan, drafted = pending.plan, pending.drafted()
         if drafted is not None:
             self._count_drafts(drafted, token_ids)
+        ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
         outcomes = self.scheduler.update(plan, token_ids, ok, drafted, seconds=seconds)
-        logprobs = pending.logprobs()
-        prompt_logprobs = pending.prompt_logprobs()
-        embeddings = pending.embeddings()
+        logprobs, prompt_logprobs, embeddings = pending.logprobs(), pending.prompt_logprobs(), pending.embeddings()
         outputs = []
-        first_token = 0
-        one_token = RowOutcome.TOKEN if logprobs is None and prompt_logprobs is None else None
+        first_token = 0  # of the row, among the tokens of the step
         for index, (row, outcome, drawn) in enumerate(zip(plan.rows, outcomes, token_ids, strict=True)):
             request = row.request
-            output = EngineOutput(
-                request_id=request.request_id,
-                new_token_ids=drawn,
-                num_cached_tokens=request.num_cached_tokens,
-                queue_seconds=request.queue_seconds or 0.0,
-                num_draft_tokens=0 if drafted is None else drafted[index].num_verified,
-            )
-            if outcome is one_token:  # nearly every row of nearly every step
-                outputs.append(output)
-            elif outcome is RowOutcome.FAILED:
+            if outcome is RowOutcome.FAILED:
                 self._num_corrupted += 1
-                error = "the model's output for this request was not a number"
-                outputs.append(EngineOutput(request_id=request.request_id, finish_reason="error", error=error))
-            elif request.request.pooling is not None:
+                outputs.append(_corrupted(request))
+            elif request.asked.pooling is not None:
                 if outcome is RowOutcome.LAST_TOKEN and embeddings is not None:
-                    embedding = embeddings[index].astype("<f4").tobytes()
-                    outputs.append(replace(output, new_token_ids=[], finish_reason="stop", embedding=embedding))
+                    outputs.append(_embedded(request, embeddings[index]))
             elif outcome is not RowOutcome.DROPPED:
                 new_token_ids = [] if outcome is RowOutcome.CHUNK else drawn
-                of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token)
+                of_prompt = None
+                if prompt_logprobs is not None:
+                    of_prompt = self._take_prompt_logprobs(row, prompt_logprobs, first_token)
                 if new_token_ids or of_prompt:
-                    output = replace(
-                        output,
-                        new_token_ids=new_token_ids,
-                        finish_reason=request.finish_reason,
-                        stop_reason=drawn[-1] if request.finish_reason == "stop" else None,
-                        logprobs=_logprobs(request, new_token_ids, logprobs, index * pending.num_columns),
-                        prompt_logprobs=of_prompt,
-                    )
-                    outputs.append(output)
+                    first = index * pending.num_columns
+                    of_tokens = None if logprobs is None else _logprobs(request, new_token_ids, logprobs, first)
+                    num_drafts = 0 if drafted is None else drafted[index].num_verified
+                    outputs.append(_continued(request, new_token_ids, of_tokens, of_prompt, num_drafts))
             if outcome in (RowOutcome.FAILED, RowOutcome.LAST_TOKEN):
                 self._count_end(request)
                 self._forget(request)
@@ -408,15 +390,13 @@ class Engine:
                 for position in range(len(drawn) - 1):
                     self._num_accepted_per_position[position] += 1
 
-    def _take_prompt_logprobs(
-        self, row: Row, logprobs: HostLogprobs | None, first_token: int
-    ) -> list[TokenLogprobs] | None:
+    def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs] | None:
         """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption.
         None if there are none, or nobody asked for them.
         """
         request = row.request
-        num_top = request.request.params.prompt_logprobs
-        if num_top is None or logprobs is None:
+        num_top = request.asked.params.prompt_logprobs
+        if num_top is None:
             return None
         done = self._num_prompt_logprobs.get(request.request_id, 0)
         end = min(row.start + row.num_tokens, request.num_prompt_tokens - 1)
@@ -429,12 +409,47 @@ class Engine:
         return found or None
 
 
-def _logprobs(
-    request: Request, token_ids: list[int], logprobs: HostLogprobs | None, first: int
-) -> list[TokenLogprobs] | None:
+def _continued(
+    request: Request,
+    new_token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    prompt_logprobs: list[TokenLogprobs] | None,
+    num_draft_tokens: int,
+) -> EngineOutput:
+    """Return the output of a request that has new tokens or logprobs of its prompt; its last one if it has finished."""
+    return EngineOutput(
+        request_id=request.request_id,
+        new_token_ids=new_token_ids,
+        finish_reason=request.finish_reason,
+        stop_reason=new_token_ids[-1] if request.finish_reason == "stop" else None,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        num_cached_tokens=request.num_cached_tokens,
+        queue_seconds=request.queue_seconds or 0.0,
+        num_draft_tokens=num_draft_tokens,
+    )
+
+
+def _embedded(request: Request, embedding: np.ndarray) -> EngineOutput:
+    """Return the output of a request for an embedding."""
+    return EngineOutput(
+        request_id=request.request_id,
+        finish_reason="stop",
+        num_cached_tokens=request.num_cached_tokens,
+        queue_seconds=request.queue_seconds or 0.0,
+        embedding=embedding.astype("<f4").tobytes(),
+    )
+
+
+def _corrupted(request: Request) -> EngineOutput:
+    error = "the model's output for this request was not a number"
+    return EngineOutput(request_id=request.request_id, finish_reason="error", error=error)
+
+
+def _logprobs(request: Request, token_ids: list[int], logprobs: HostLogprobs, first: int) -> list[TokenLogprobs] | None:
     """Return the logprobs of drawn tokens, of which the step's `first` entry is the first; None if there are none."""
-    params = request.request.params
-    if params.logprobs is None or logprobs is None or not token_ids:
+    params = request.asked.params
+    if params.logprobs is None or not token_ids:
         return None
     asked = params.logprob_token_ids or ()
     return [

@@ -195,7 +195,7 @@ def wants_prompt_logprobs(plan: StepPlan) -> bool:
 
 
 def _has_prompt_logprobs(row: Row) -> bool:
-    return row.start < row.request.num_prompt_tokens and row.request.request.params.prompt_logprobs is not None
+    return row.start < row.request.num_prompt_tokens and row.request.asked.params.prompt_logprobs is not None
 
 
 def _views(packed: np.ndarray, bucket: Bucket) -> dict[str, np.ndarray]:

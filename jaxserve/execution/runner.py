@@ -358,8 +358,8 @@ class Runner:
         """
         start = time.perf_counter()
         for row in plan.admitted:
-            self._features[row.slot] = features(row.request.request)
-            self._may_want_prompt_logprobs[row.slot] = row.request.request.params.prompt_logprobs is not None
+            self._features[row.slot] = features(row.request.asked)
+            self._may_want_prompt_logprobs[row.slot] = row.request.asked.params.prompt_logprobs is not None
         slots = [row.slot for row in plan.rows]
         needed = int(np.bitwise_or.reduce(self._features[slots]))
         has_prompt_logprobs = bool(self._may_want_prompt_logprobs[slots].any()) and wants_prompt_logprobs(plan)
@@ -505,9 +505,9 @@ class Runner:
             for packed in pack_tokens(rows, num_slots=self.model.max_num_seqs):
                 self._run(AdmitTokens(), packed)
         for request, slot, *_ in rows:
-            if has_extras(request.request):
+            if has_extras(request.asked):
                 extras = pack_extras(
-                    request.request, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
+                    request.asked, request.token_ids, request.num_prompt_tokens, vocab_size=self.model.vocab_size
                 )
                 self._run(AdmitExtras(), np.int32(slot), extras)
 

@@ -133,7 +133,7 @@ def pack_admissions(rows: Sequence[Row], *, num_slots: int, max_blocks: int, num
         upload[:NUM_LENGTHS] = row.slot, row.start, request.num_prompt_tokens, request.max_total_tokens
         for first, table in zip(range(NUM_LENGTHS, end, max_blocks), request.block_tables, strict=True):
             upload[first : first + len(table)] = table
-        upload[end:] = sampling_state.pack_scalars(request.request)
+        upload[end:] = sampling_state.pack_scalars(request.asked)
     # A kernel may fetch a block that it masks out, so any valid id will do for a block that was given back.
     packed[:, NUM_LENGTHS:end] = np.maximum(packed[:, NUM_LENGTHS:end], 0)
     return packed

@@ -6,7 +6,7 @@ for each matmul, where devices add up partial sums in between. `paths` chooses; 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -24,7 +24,7 @@ from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matric
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight, output_sharding
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
-from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
+from pallas_kernels.peers import peer_buffers_spec
 
 Rows = Array | small_matmul.Normed
 
@@ -107,6 +107,21 @@ def _whole_layer(
     return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), PagedKV(*pages)
 
 
+class _Operands(NamedTuple):
+    """What the matmuls after an attention take: on all devices together, on one, or their partition specs."""
+
+    heads: Any
+    """What queries attended to [T, H, D], or [T, H x D] for the kernels."""
+    x: Any
+    """The residual stream [T, E]."""
+    weights: Any
+    gains: Any
+    """The gains of the norms after the output of the attention and after the layer."""
+    next_qkv: Any
+    peers: Any
+    """Buffers for sums over devices; None on one."""
+
+
 def _after_attention(
     heads: Float[Array, "T H D"],
     x: Float[Array, "T E"],
@@ -124,76 +139,95 @@ def _after_attention(
     Each device multiplies by its shard of the weights; partial sums are added up before the norm that follows.
     """
     axes = {name: weights[name].spec[1] for name in ("o", "down")}
-    kernels = context.kernels
     if any(axis is not None for axis in axes.values()):
         context.choose("sums over devices", Part(Kernel.ALL_REDUCE), is_product=False)
+    options = {"activation": activation, "eps": eps, "implementation": context.kernels}
+    match kind:
+        case Kind.CODES:
+            multiply = functools.partial(_one_kernel_on_codes, **options)
+        case Kind.BETWEEN:
+            multiply = functools.partial(_one_kernel, **options)
+        case _:
+            is_quantized = kind == Kind.MATMULS_OF_CODES
+            multiply = functools.partial(_kernel_each, is_quantized=is_quantized, axes=axes, **options)
 
-    def run(
-        heads: Array,
-        x: Array,
-        weights: Params,
-        gains: tuple[Array, Array],
-        qkv: Weight | None,
-        peers: PeerBuffers | None,
-    ) -> Any:
-        def multiply(
-            rows: Rows, name: str, weight: Weight, activation: Callable[[Array], Array] | None = None
-        ) -> Array:
-            if kind == Kind.MATMULS_OF_CODES:
-                codes = weight.quantized_matrix(weight.ndim - 1 if name == "o" else 1)
-                assert codes is not None
-                assert isinstance(rows, Array)
-                return quantized_matmuls.quantized_matmul(rows, codes, activation=activation, implementation=kernels)
-            matrix = as_matrix(name, weight.array())
-            return small_matmul.matmul(rows, matrix, activation=activation, implementation=kernels)
-
-        def multiply_then_norm(rows: Array, name: str, x: Array, gain: Array) -> tuple[Array, Rows]:
-            weight, norm = weights[name], {"eps": eps, "implementation": kernels}
-            if axes[name] is None:
-                return small_matmul.matmul_then_norm(
-                    rows, as_matrix(name, weight.array()), residual=x, gain=gain, **norm
-                )
-            part = multiply(rows, name, weight)
-            return all_reduce.all_reduce_add_rms_norm(x, part, gain, peers, axis_name=axes[name], **norm)
-
-        heads = heads.reshape(len(heads), -1)
-        if kind == Kind.CODES:
-            quantized = quantized_matrices(weights, qkv)
-            assert quantized is not None
-            x, y = quantized_matmuls.quantized_layer_matmuls(
-                heads, x, quantized, gains, activation=activation, eps=eps, implementation=kernels
-            )
-            return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
-        if kind == Kind.BETWEEN:
-            matrices = _as_matrices(weights, qkv)
-            x, y = layer_matmuls.layer_matmuls(
-                heads, x, matrices, gains, activation=activation, eps=eps, implementation=kernels
-            )
-            return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
-        x, normed = multiply_then_norm(heads, "o", x, gains[0])
-        inner = multiply(normed, "gate_up", weights["gate_up"], activation)
-        x, normed = multiply_then_norm(inner, "down", x, gains[1])
-        if qkv is not None:
-            return x, multiply(normed, "qkv", qkv).reshape(len(x), *qkv.shape[:-1])
-        return x, normed.rows() if isinstance(normed, small_matmul.Normed) else normed
+    def run(of_device: _Operands) -> tuple[Array, Array]:
+        heads, qkv = of_device.heads, of_device.next_qkv
+        x, y = multiply(of_device._replace(heads=heads.reshape(len(heads), -1)))
+        return x, y if qkv is None else y.reshape(len(x), *qkv.shape[:-1])
 
     mesh = jax.typeof(x).sharding.mesh
     if not mesh.empty:
         everywhere = PartitionSpec()
+        specs = _Operands(
+            heads=jax.typeof(heads).sharding.spec,
+            x=everywhere,
+            weights=partition_specs(weights),
+            gains=everywhere,
+            next_qkv=partition_specs(next_qkv),
+            peers=peer_buffers_spec(mesh),
+        )
         run = jax.shard_map(
             run,
-            in_specs=(
-                _spec(heads),
-                everywhere,
-                partition_specs(weights),
-                everywhere,
-                partition_specs(next_qkv),
-                peer_buffers_spec(mesh),
-            ),
+            in_specs=(specs,),
             out_specs=(everywhere, everywhere if next_qkv is None else PartitionSpec(None, *next_qkv.spec[:-1])),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
-    return context.call(run, _made(x, next_qkv), heads, x, weights, gains, next_qkv, context.peers)
+    operands = _Operands(heads, x, weights, gains, next_qkv, context.peers)
+    return context.call(run, _made(x, next_qkv), operands)
+
+
+def _one_kernel_on_codes(operands: _Operands, **options: Any) -> tuple[Array, Array]:
+    """Run `Kind.CODES`."""
+    matrices = quantized_matrices(operands.weights, operands.next_qkv)
+    assert matrices is not None
+    return quantized_matmuls.quantized_layer_matmuls(operands.heads, operands.x, matrices, operands.gains, **options)
+
+
+def _one_kernel(operands: _Operands, **options: Any) -> tuple[Array, Array]:
+    """Run `Kind.BETWEEN`."""
+    matrices = _as_matrices(operands.weights, operands.next_qkv)
+    return layer_matmuls.layer_matmuls(operands.heads, operands.x, matrices, operands.gains, **options)
+
+
+def _kernel_each(
+    operands: _Operands,
+    *,
+    is_quantized: bool,
+    axes: dict[str, Any],
+    activation: Callable[[Array], Array],
+    eps: float,
+    implementation: Any,
+) -> tuple[Array, Array]:
+    """Run `Kind.MATMULS_OF_CODES` if the weights are quantized, else `Kind.MATMULS`. `axes` are the mesh axes over
+    which devices add up the products of `o` and `down`, None if each has all of it.
+    """
+    heads, x, weights, (mlp_gain, next_gain), next_qkv, peers = operands
+
+    def multiply(rows: Rows, name: str, weight: Weight, **options: Any) -> Array:
+        if not is_quantized:
+            matrix = as_matrix(name, weight.array())
+            return small_matmul.matmul(rows, matrix, implementation=implementation, **options)
+        matrix = weight.quantized_matrix(weight.ndim - 1 if name == "o" else 1)
+        assert matrix is not None
+        assert isinstance(rows, Array)
+        return quantized_matmuls.quantized_matmul(rows, matrix, implementation=implementation, **options)
+
+    def add_and_norm(rows: Array, name: str, x: Array, gain: Array) -> tuple[Array, Rows]:
+        """Return x plus the product, on all devices together, and its norm."""
+        options = {"eps": eps, "implementation": implementation}
+        if axes[name] is None:
+            matrix = as_matrix(name, weights[name].array())
+            return small_matmul.matmul_then_norm(rows, matrix, residual=x, gain=gain, **options)
+        part = multiply(rows, name, weights[name])
+        return all_reduce.all_reduce_add_rms_norm(x, part, gain, peers, axis_name=axes[name], **options)
+
+    x, normed = add_and_norm(heads, "o", x, mlp_gain)
+    inner = multiply(normed, "gate_up", weights["gate_up"], activation=activation)
+    x, normed = add_and_norm(inner, "down", x, next_gain)
+    if next_qkv is not None:
+        return x, multiply(normed, "qkv", next_qkv)
+    return x, normed.rows() if isinstance(normed, small_matmul.Normed) else normed
 
 
 def _made(x: Array, next_qkv: Weight | None) -> tuple[Array, Any]:
@@ -208,7 +242,3 @@ def _as_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmul
     """Return the matrices of a layer, and of the next one's qkv."""
     matrices = (as_matrix(name, weights[name].array()) for name in ("o", "gate_up", "down"))
     return layer_matmuls.Weights(*matrices, qkv=None if qkv is None else as_matrix("qkv", qkv.array()))
-
-
-def _spec(x: Array) -> PartitionSpec:
-    return jax.typeof(x).sharding.spec

@@ -9,6 +9,7 @@ import jax
 import msgspec
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import Checkpoint, read_checkpoint
 from jaxserve.engine.client import EngineInfo
 from jaxserve.engine.startup import check_kernels
 from jaxserve.errors import CheckpointError, ConfigError, OutOfMemory
@@ -17,6 +18,7 @@ from jaxserve.gpus import Gpu
 from jaxserve.layers.layouts import schemes_of
 from jaxserve.layers.stages import Stage
 from jaxserve.planning.absent import can_compile
+from jaxserve.planning.measured import MEASURED, Batches
 from jaxserve.planning.sizes import Absent, Sizes, declare, decode_program, sizes_of
 from jaxserve.planning.times import UNLIKE_ANY, Estimate, Kind, estimate_prefill, estimate_step
 from jaxserve.planning.work import HOP_LATENCY, decode_work, num_prefill_steps, prefill_work
@@ -68,9 +70,10 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     step_ms: float
     step_error: float
-    roofline_ms: float
+    work_ms: float
+    """Time of the step's reading, products and sums, one after the other."""
     factor: float
-    """The step's time, relative to the roofline's."""
+    """The step's time, relative to that of its work."""
     source: str
     ttft_ms: float
     """Time to the first token, of one prompt alone."""
@@ -92,6 +95,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    enable_expert_parallel: bool
     replicas: int
     fits: bool
     why_not: str | None = None
@@ -232,19 +236,26 @@ def choose(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: i
     return speeds.get(least)
 
 
-def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests: int) -> Speed:
-    """Predict the times of so many requests at once."""
+def speed_of(
+    engine: Absent,
+    info: EngineInfo,
+    load: SizedLoad,
+    *,
+    num_requests: int,
+    measured: tuple[Batches, ...] = MEASURED,
+) -> Speed:
+    """Predict the times of so many requests at once from measured runs."""
     num_stages = engine.plan.builder.model.stage.count
     num_parts = min(num_stages, num_requests)
     rows = -(-num_requests // num_parts)
-    steps = _stage_times(engine, info, load, num_rows=rows)
+    steps = _stage_times(engine, info, load, num_rows=rows, measured=measured)
     hops = 0.0 if num_stages == 1 else num_stages * _hop_seconds(engine, rows)
-    step, roofline = (
+    step, work = (
         max(sum(times) + hops, num_parts * max(times))
-        for times in ([each.seconds for each in steps], [each.roofline for each in steps])
+        for times in ([each.seconds for each in steps], [each.work for each in steps])
     )
     slowest = max(steps, key=lambda each: each.seconds)
-    alone, together = (_prefill(engine, info, load, num_rows=count) for count in (1, num_requests))
+    alone, together = (_prefill(engine, info, load, num_rows=count, measured=measured) for count in (1, num_requests))
     decoding = (load.output_len - 1) * step
     seconds = together.seconds + decoding
     error = (together.error * together.seconds + slowest.error * decoding) / seconds
@@ -253,8 +264,8 @@ def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests:
         num_requests=num_requests,
         step_ms=step * 1e3,
         step_error=slowest.error,
-        roofline_ms=roofline * 1e3,
-        factor=step / roofline,
+        work_ms=work * 1e3,
+        factor=step / work,
         source=slowest.source,
         ttft_ms=alone.seconds * 1e3,
         prefill_tokens_per_second=num_requests * load.input_len / together.seconds,
@@ -265,24 +276,29 @@ def speed_of(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_requests:
     )
 
 
-def _stage_times(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> list[Estimate]:
+def _stage_times(
+    engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int, measured: tuple[Batches, ...]
+) -> list[Estimate]:
     """Return the time of each stage for a decode step of so many rows."""
     context = load.input_len + load.output_len / 2
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = decode_work(engine.model, info, num_rows=num_rows, context=context, stage=stage)
-        found.append(estimate_step(kind, work.seconds(engine.gpu, num_devices=num_devices), num_rows=num_rows))
+        seconds = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_step(kind, seconds, num_rows=num_rows, measured=measured))
     return found
 
 
-def _prefill(engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int) -> Estimate:
+def _prefill(
+    engine: Absent, info: EngineInfo, load: SizedLoad, *, num_rows: int, measured: tuple[Batches, ...]
+) -> Estimate:
     """Return the time of so many prompts, whose chunks follow each other through the stages."""
     num_tokens = num_rows * load.input_len
     found = []
     for kind, stage, num_devices in stages_of(engine):
         work = prefill_work(engine.model, info, num_rows=num_rows, length=load.input_len, stage=stage)
-        roofline = work.seconds(engine.gpu, num_devices=num_devices)
-        found.append(estimate_prefill(kind, roofline, num_tokens=num_tokens))
+        seconds = work.seconds(engine.gpu, num_devices=num_devices)
+        found.append(estimate_prefill(kind, seconds, num_tokens=num_tokens, measured=measured))
     slowest, num_steps = max(each.seconds for each in found), num_prefill_steps(info, num_tokens)
     seconds = (sum(each.seconds for each in found) + (num_steps - 1) * slowest) / num_steps
     error = found[-1].error if len(found) == 1 else max(found[-1].error, UNLIKE_ANY)
@@ -304,13 +320,13 @@ def stages_of(engine: Absent) -> Iterator[tuple[Kind, Stage, int]]:
             weights=_weights(codes),
             num_devices=model.mesh.size,
             kernels=model.kernels,
-            has_experts=getattr(engine.plan.checkpoint.model_config, "routing", None) is not None,
+            has_experts=_has_experts(engine.plan.checkpoint),
             num_layers=len(model.span),
+            has_states=model.layout.num_states > 0,
+            num_stages=model.stage.count,
             is_unlike_any="expert" in model.mesh.axis_names
             or model.kv_dtype != model.dtype
-            or model.layout.num_states > 0
-            or model.drafting is not None
-            or model.stage.count > 1,
+            or model.drafting is not None,
         )
         yield kind, model.stage, model.mesh.size
 
@@ -334,22 +350,35 @@ def _ways(
     progress: Callable[[str], object],
 ) -> Iterator[Split]:
     """Yield the ways to use `num_devices` devices, of which `own` is the one that `config` says. Of others with stages
-    there are those that fit.
+    or whole experts on each device there are those that fit.
     """
+    _, checkpoint = read_checkpoint(dataclasses.replace(config, load_format="dummy"), progress=False)
     for stages, size in itertools.product(NUM_DEVICES, NUM_DEVICES):
         if stages * size > num_devices:
             continue
-        way = dataclasses.replace(config, tensor_parallel_size=size, pipeline_parallel_size=stages)
-        found: _Sized | Exception = own
-        if way != config:
-            try:
-                programs: Compiling = "few" if compiling == "splits" else "none"
-                found = _size(way, gpu, load, compiling=programs, progress=progress)
-            except (OutOfMemory, ConfigError, CheckpointError) as error:
-                found = error
-        split = _split(way, found, name=name, replicas=num_devices // (stages * size))
-        if split.fits or stages == 1 or way == config:
-            yield split
+        is_own = (stages, size) == (config.pipeline_parallel_size, config.tensor_parallel_size)
+        choices = {False, True} if size > 1 and _has_experts(checkpoint) else {is_own and config.enable_expert_parallel}
+        for has_whole_experts in sorted(choices):
+            way = dataclasses.replace(
+                config,
+                tensor_parallel_size=size,
+                pipeline_parallel_size=stages,
+                enable_expert_parallel=has_whole_experts,
+            )
+            found: _Sized | Exception = own
+            if way != config:
+                try:
+                    programs: Compiling = "few" if compiling == "splits" else "none"
+                    found = _size(way, gpu, load, compiling=programs, progress=progress)
+                except (OutOfMemory, ConfigError, CheckpointError) as error:
+                    found = error
+            split = _split(way, found, name=name, replicas=num_devices // (stages * size))
+            if split.fits or (stages == 1 and not has_whole_experts) or way == config:
+                yield split
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    return getattr(checkpoint.model_config, "routing", None) is not None
 
 
 def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replicas: int) -> Split:
@@ -359,6 +388,7 @@ def _split(config: EngineConfig, found: _Sized | Exception, *, name: str, replic
         return Split(
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
             replicas=replicas,
             fits=fits,
             why_not=why_not,

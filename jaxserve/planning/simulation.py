@@ -98,8 +98,8 @@ class StepTimes:
         context = round(decoding.context / CONTEXT_STEP) * CONTEXT_STEP
         if (num_rows, context) not in self._decode:
             work = decode_work(self._model, self._info, num_rows=num_rows, context=context / num_rows)
-            roofline = work.seconds(self._gpu, num_devices=1)
-            self._decode[num_rows, context] = estimate_step(self._kind, roofline, num_rows=num_rows).seconds
+            seconds = work.seconds(self._gpu, num_devices=1)
+            self._decode[num_rows, context] = estimate_step(self._kind, seconds, num_rows=num_rows).seconds
         return self._decode[num_rows, context]
 
 

@@ -21,12 +21,12 @@ def plan_text(plan: Plan) -> str:
         rows += _speed_rows(plan, plan.chosen)
     parts = [aligned(rows)]
     if plan.speeds:
-        parts.append(aligned([["at once", "ms a token", "+-", "roofline", "x", "TTFT ms", "output tok/s", "+-"],
+        parts.append(aligned([["at once", "ms a token", "+-", "work", "x", "TTFT ms", "output tok/s", "+-"],
                               *map(_speed_row, plan.speeds)]))  # fmt: skip
     if plan.splits:
         most = max(split.tensor_parallel_size * split.pipeline_parallel_size * split.replicas for split in plan.splits)
         title = f"ways to use {most} of them, fastest first:"
-        header = ["-tp", "-pp", "replicas", "at once", "ms a token", "output tok/s", ""]
+        header = ["-tp", "-pp", "-ep", "replicas", "at once", "ms a token", "output tok/s", ""]
         parts.append(f"{title}\n{aligned([header, *map(_split_row, plan.splits)])}")
     return "\n\n".join(parts)
 
@@ -74,7 +74,7 @@ def _speed_rows(plan: Plan, speed: Speed) -> list[list[str]]:
             f"{speed.num_requests:,} requests at once, the most {rooms}: {speed.step_ms:.2f} ms a token "
             f"(+-{speed.step_error:.0%}), {speed.output_tokens_per_second:,.0f} tokens a second (+-{speed.error:.0%})",
         ],
-        ["", f"roofline {speed.roofline_ms:.2f} ms x {speed.factor:.2f}, measured: {speed.source}"],
+        ["", f"its work {speed.work_ms:.2f} ms x {speed.factor:.2f}, measured: {speed.source}"],
         *([["", f"stages wait {speed.bubble:.0%} of the time for each other"]] if speed.stage_ms else []),
     ]
 
@@ -84,7 +84,7 @@ def _speed_row(speed: Speed) -> list[str]:
         f"{speed.num_requests:,}",
         f"{speed.step_ms:.2f}",
         f"{speed.step_error:.0%}",
-        f"{speed.roofline_ms:.2f}",
+        f"{speed.work_ms:.2f}",
         f"{speed.factor:.2f}",
         f"{speed.ttft_ms:.1f}",
         f"{speed.output_tokens_per_second:,.0f}",
@@ -93,7 +93,8 @@ def _speed_row(speed: Speed) -> list[str]:
 
 
 def _split_row(split: Split) -> list[str]:
-    start = [str(split.tensor_parallel_size), str(split.pipeline_parallel_size), str(split.replicas)]
+    sizes = str(split.tensor_parallel_size), str(split.pipeline_parallel_size)
+    start = [*sizes, "yes" if split.enable_expert_parallel else "", str(split.replicas)]
     if split.speed is None:
         return [*start, "-", "-", "-", split.why_not or ""]
     return [

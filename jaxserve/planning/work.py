@@ -1,5 +1,5 @@
 """What a step must do, whatever runs it: bytes to read, products to compute, sums to send; and how long that takes a
-GPU at the rates that programs reach, the roofline.
+GPU at the rates that programs reach, one after the other.
 """
 
 import math
@@ -22,7 +22,7 @@ SUM_LATENCY = 11e-6
 """Seconds that GPUs of one host take to add up partial sums of a few rows: two H200s, one row of Llama 3 8B and 70B."""
 
 HOP_LATENCY = 20e-6
-"""Seconds from the end of a stage to the begin of the next one on other devices, besides the bytes; not measured."""
+"""Seconds from the end of a stage to the begin of the next one on other devices, besides the bytes; assumed."""
 
 SUMS_PER_LAYER = 2
 """Partial sums of a layer that is split over devices: after attention, and after the MLP."""
@@ -51,6 +51,10 @@ class Model(NamedTuple):
     """
     rounds_activations: bool
     """True if products of many rows are of 8-bit values."""
+    num_experts: int
+    """Experts of a layer, 0 if it has none."""
+    expert_devices: int
+    """Number of devices that have whole experts, 1 if each has a shard of every expert."""
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, model: StepModel, held: Params) -> "Model":
@@ -79,6 +83,8 @@ class Model(NamedTuple):
                 for window, num_layers in model.layout.layers_by_window.items()
             ),
             rounds_activations=any(scheme.rounds_activations is not None for scheme in schemes),
+            num_experts=0 if routing is None else routing.num_experts,
+            expert_devices=model.mesh.shape.get("expert", 1),
         )
 
     def part(self, stage: Stage) -> "Model":
@@ -115,8 +121,8 @@ class Work(NamedTuple):
     bytes_per_sum: float
 
     def seconds(self, gpu: Gpu, *, num_devices: int) -> float:
-        """Return the time of the step by the roofline: reading and computing do not overlap much in a layer, whose
-        parts are one or the other.
+        """Return the sum of the times of all parts: reading and computing do not overlap much in a layer, whose
+        parts are one or the other. A roofline, as `inspect.Roofline` is, would be the longest of them.
         """
         time = self.num_bytes / (gpu.sustained_bandwidth * num_devices)
         time += self.products / (gpu.sustained_flops(in_8_bits=self.in_8_bits) * num_devices)
@@ -133,7 +139,8 @@ def decode_work(model: Model, info: EngineInfo, *, num_rows: int, context: float
     part = model.part(stage)
     products = 2.0 * num_rows * (part.layer_parameters + part.head_parameters)
     products += num_rows * part.attention_products(context, 1)
-    num_bytes = model.bytes_of(stage, info.step_bytes(num_rows, context=context))
+    read = info.step_bytes(num_rows, context=context) + _waited_for(model, info, num_tokens=num_rows)
+    num_bytes = model.bytes_of(stage, read)
     return _work(part, num_bytes, products, num_tokens=num_rows)
 
 
@@ -142,11 +149,13 @@ def prefill_work(model: Model, info: EngineInfo, *, num_rows: int, length: int, 
     part = model.part(stage)
     num_tokens = num_rows * length
     num_steps = num_prefill_steps(info, num_tokens)
-    read = info.expected_weight_bytes(min(num_tokens, info.max_num_batched_tokens))
+    num_tokens_of_step = min(num_tokens, info.max_num_batched_tokens)
+    read = info.expected_weight_bytes(num_tokens_of_step)
+    read += _waited_for(model, info, num_tokens=num_tokens_of_step)
     products = 2.0 * num_tokens * part.layer_parameters + 2.0 * num_rows * part.head_parameters
     products += num_rows * part.attention_products(0, length)
     num_bytes = num_steps * model.bytes_of(stage, read)
-    work = _work(part, num_bytes, products, num_tokens=min(num_tokens, info.max_num_batched_tokens))
+    work = _work(part, num_bytes, products, num_tokens=num_tokens_of_step)
     return work._replace(sums=work.sums * num_steps)
 
 
@@ -163,6 +172,19 @@ def _work(model: Model, num_bytes: float, products: float, *, num_tokens: int) -
         sums=SUMS_PER_LAYER * model.num_layers,
         bytes_per_sum=float(num_tokens * model.hidden_size * model.itemsize),
     )
+
+
+def _waited_for(model: Model, info: EngineInfo, *, num_tokens: int) -> float:
+    """Return the bytes that other devices could read while the busiest one reads its whole experts, if tokens choose
+    experts at random.
+
+    It has more than the mean by sqrt(2 log(devices)) standard deviations, the expected maximum of as many normals.
+    """
+    if model.expert_devices == 1 or not model.num_experts:
+        return 0.0
+    read = 1 - (1 - info.expert_fraction) ** num_tokens
+    deviation = math.sqrt(read * (1 - read) * model.expert_devices / model.num_experts)
+    return info.expert_bytes * min(1 - read, math.sqrt(2 * math.log(model.expert_devices)) * deviation)
 
 
 def _attended(num_tokens: float, window: int | None) -> float:

@@ -234,7 +234,7 @@ class Scheduler(abc.ABC):
             elif not samples:
                 outcomes.append(chunk)
             else:
-                token_ids, stops = request.token_ids, request.request.stop_token_ids
+                token_ids, stops = request.token_ids, request.asked.stop_token_ids
                 if len(new) > 1:
                     _cut_after_stop(new, stops)
                     if request.slot >= 0:  # else it was preempted, and all will be computed again
@@ -382,7 +382,7 @@ class Scheduler(abc.ABC):
         assert num_known < request.max_total_tokens, "a request at its limit still lives"
         # Rows in flight that were planned before drafts were accepted may be too many: the device leaves them out.
         assert num_tokens <= request.max_total_tokens or (request.takes_drafts and request.num_pending > 1)
-        assert request.max_total_tokens - bool(request.request.pooling) <= self._limits.max_model_len
+        assert request.max_total_tokens - bool(request.asked.pooling) <= self._limits.max_model_len
         for group, (table, first) in enumerate(zip(request.block_tables, request.first_blocks, strict=True)):
             least = most = num_computed
             if request.takes_drafts and request.slot >= 0:

@@ -99,7 +99,7 @@ class ContinuousScheduler(Scheduler):
     @override
     def add(self, engine_requests: list[EngineRequest]) -> list[Request]:
         requests = super().add(engine_requests)
-        self._group_sizes.update(request.request.group_id for request in requests)
+        self._group_sizes.update(request.asked.group_id for request in requests)
         return requests
 
     @override
@@ -336,7 +336,7 @@ class ContinuousScheduler(Scheduler):
     @override
     def _finish(self, request: Request, reason: FinishReason) -> None:
         super()._finish(request, reason)
-        group_id = request.request.group_id
+        group_id = request.asked.group_id
         self._group_sizes[group_id] -= 1
         if not self._group_sizes[group_id]:
             del self._group_sizes[group_id]
@@ -349,7 +349,7 @@ class ContinuousScheduler(Scheduler):
             request = self._waiting[0]
             num_available = self._pool.num_free
             for row in step.cut_rows:
-                if row.request.request.group_id == request.request.group_id:
+                if row.request.asked.group_id == request.asked.group_id:
                     return  # the rest of their prompt comes with the next step
                 num_missing = self._num_new_blocks(row.request, len(row.request.token_ids))
                 num_available -= num_missing * len(self._limits.windows)
@@ -454,17 +454,17 @@ class ContinuousScheduler(Scheduler):
     def _shares(self, request: Request) -> bool:
         if self._limits.has_states and not self._limits.num_kept_states:
             return False
-        return self._enable_prefix_caching or self._group_sizes[request.request.group_id] > 1
+        return self._enable_prefix_caching or self._group_sizes[request.asked.group_id] > 1
 
     def _may_hit(self, request: Request) -> bool:
         """Return true if a request may start from cached KV: not if it needs an output of every prompt position."""
-        wants_all = request.request.params.prompt_logprobs is not None or request.request.pooling not in (None, "last")
+        wants_all = request.asked.params.prompt_logprobs is not None or request.asked.pooling not in (None, "last")
         return not wants_all and self._shares(request)
 
     def _domain(self, request: Request) -> bytes:
         """Return the start of the request's hash chain. Only requests of the same domain may share KV."""
-        group_id = "" if self._enable_prefix_caching else request.request.group_id
-        return domain_hash((self._model_domain, request.request.cache_salt.encode(), group_id.encode()))
+        group_id = "" if self._enable_prefix_caching else request.asked.group_id
+        return domain_hash((self._model_domain, request.asked.cache_salt.encode(), group_id.encode()))
 
     def _match(self, request: Request) -> list[list[int]]:
         """Return block tables of the longest cached prefix of the request's tokens.
@@ -536,7 +536,7 @@ class ContinuousScheduler(Scheduler):
         self._states.check_integrity()
         slots = [*self._free_slots, *(request.slot for request in running)]
         assert sorted(slots) == list(range(self._limits.max_num_seqs)), "a slot is lost"
-        assert self._group_sizes == Counter(request.request.group_id for request in self._requests.values())
+        assert self._group_sizes == Counter(request.asked.group_id for request in self._requests.values())
         tails = [table[request.num_computed_tokens // size :] for request in running for table in request.block_tables]
         open_blocks = {block_id for tail in tails for block_id in tail}
         assert self._pool.held_only_by(tails) == open_blocks, "a block that will be written to is shared"

@@ -158,7 +158,7 @@ class DraftPolicy:
         if request.num_forced:
             return min(request.num_forced, limit)
         num_drafts = len(request.proposed)
-        if self.is_late and not request.request.grammar:  # masks need drafts that the host knows
+        if self.is_late and not request.asked.grammar:  # masks need drafts that the host knows
             num_drafts = limit
         rate = request.acceptance_rate if request.num_judged_drafts else self._record.rate
         return sum(rate ** (position + 1) for position in range(min(limit, num_drafts)))

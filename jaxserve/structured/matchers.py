@@ -240,7 +240,7 @@ class Matchers:
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         for index, constraint in wanted if num_columns > 1 else ():
             if not constraint.is_limited:
-                followed = _before_stop((drafts or ())[index], requests[index].request.stop_token_ids)
+                followed = _before_stop((drafts or ())[index], requests[index].asked.stop_token_ids)
                 num_masked[index] = len(followed)
                 if followed:
                     drafted.append((constraint.matcher, index * num_columns, followed))
@@ -259,12 +259,12 @@ class Matchers:
                 failed[requests[index]] = "the grammar has become too complex"
                 continue
             for mask in masks[index, : 1 + num_masked[index]]:
-                self._narrow(mask, constraint, ignores_eos=requests[index].request.params.ignore_eos)
+                self._narrow(mask, constraint, ignores_eos=requests[index].asked.params.ignore_eos)
         return masks, num_masked, failed
 
     def _restore(self, request: Request, constraint: _Constraint, pending: Sequence[int]) -> None:
         """Replace the matcher of a request by a new one that has consumed the same tokens."""
-        again = _Constraint(with_deep_stack(lambda: self._matching(request.request.grammar)), None)
+        again = _Constraint(with_deep_stack(lambda: self._matching(request.asked.grammar)), None)
         again.take([*request.token_ids[request.num_prompt_tokens :], *pending])
         constraint.matcher = again.matcher
 
@@ -289,7 +289,7 @@ class Matchers:
             # With several stages some of those that are drawn have been consumed while they were pending.
             news = [*known[first:], *drawn[max(0, first - len(known)) :]]
             is_followed = True
-            if not request.request.stop_token_ids.isdisjoint(news):
+            if not request.asked.stop_token_ids.isdisjoint(news):
                 is_followed = None  # with speculation, more tokens may have been drawn behind the last
             # the usual case: these are consumed together, on all cores
             elif len(news) == 1 and not constraint.is_limited:

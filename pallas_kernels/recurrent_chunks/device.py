@@ -2,7 +2,7 @@
 transposed loads and stores.
 
 A float32 matrix is taken as the sum of two bfloat16 ones, so that products have some 16 bits at a third of the tensor
-cores' rate; with one term they have eight.
+cores' rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,23 @@ TILES = (cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTrans
 token."""
 
 
-def pairs(num_terms: int) -> list[tuple[int, int]]:
-    """Return which terms of two matrices are multiplied: not the small ones with each other."""
-    return [(a, b) for a in range(num_terms) for b in range(num_terms) if a + b < num_terms]
+NUM_TERMS = 2
+"""Bfloat16 matrices whose sum is a float32 one."""
+
+PAIRS = ((0, 0), (0, 1), (1, 0))
+"""The terms of two matrices that are multiplied: not the small ones with each other."""
 
 
-def split(x: Any, num_terms: int) -> list[Any]:
-    """Return bfloat16 matrices whose sum is x, as far as so many of them can."""
-    terms = [x.astype(jnp.bfloat16)]
-    while len(terms) < num_terms:
-        x = x - terms[-1].astype(jnp.float32)
-        terms.append(x.astype(jnp.bfloat16))
-    return terms
+def split(x: Any) -> list[Any]:
+    """Return the terms of x: x rounded, and what is left of it."""
+    large = x.astype(jnp.bfloat16)
+    return [large, (x - large.astype(jnp.float32)).astype(jnp.bfloat16)]
 
 
-def split_by_xla(x: jax.Array, num_terms: int) -> jax.Array:
+def split_by_xla(x: jax.Array) -> jax.Array:
     """Return `split`, stacked. XLA would drop a conversion forth and back, but not `reduce_precision`."""
     terms = []
-    for _ in range(num_terms):
+    for _ in range(NUM_TERMS):
         term = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         terms.append(term.astype(jnp.bfloat16))
         x = x - term
@@ -81,7 +80,7 @@ def products(*wanted: Product, interpret: bool, meanwhile: Callable[[], Any] | N
     def run(refs: Any) -> None:
         for ref, each in zip(refs, wanted, strict=False):
             for left, right in zip(each.left, each.right, strict=True):
-                for i, j in pairs(len(left)):
+                for i, j in PAIRS:
                     plgpu.wgmma(ref, left[i], right[j])
         if meanwhile is not None:
             refs[-1][...] = meanwhile()
@@ -95,7 +94,7 @@ def _interpreted(wanted: Product) -> Any:
     """Return a sum of products for the interpreter, which has no wgmma with an operand in registers."""
     total = zeros(wanted.right[0][0].shape[1]) if wanted.init is None else wanted.init
     for left, right in zip(wanted.left, wanted.right, strict=True):
-        for i, j in pairs(len(left)):
+        for i, j in PAIRS:
             rows = right[j][...].astype(jnp.float32)
             total = total + jnp.dot(left[i][...].astype(jnp.float32), rows, precision=lax.Precision.HIGHEST)
     plgpu.commit_smem()  # as wgmma reads: ordered before copies that follow

@@ -29,10 +29,11 @@ from pallas_kernels.recurrent_chunks.decays import decayed
 from pallas_kernels.recurrent_chunks.device import (
     CHUNK,
     LAYOUT,
+    NUM_TERMS,
+    PAIRS,
     TILES,
     Product,
     load_transposed,
-    pairs,
     products,
     split,
     split_by_xla,
@@ -45,6 +46,9 @@ from pallas_kernels.recurrent_step import DECAYS_BY_CHANNEL, Tokens
 MAX_BYTES = 2**28
 """Bytes of inverses and scores that are in memory at once, whatever the number of a step's tokens."""
 
+ROWS_AT_ONCE = 16
+"""Most rows of a step that have CTAs of their own."""
+
 # Accesses to shared memory are ordered by barriers of this code.
 _PARAMETERS = dataclasses.replace(BY_LANES, unsafe_no_auto_barriers=True)
 _int = jnp.int32
@@ -56,8 +60,6 @@ class Problem(NamedTuple):
     group_size: int
     key_size: int
     corrects: bool
-    num_terms: int
-    """Number of bfloat16 matrices whose sum is a float32 one."""
     stages: int
     """Chunks that are in shared memory."""
     rows_at_once: int
@@ -107,9 +109,7 @@ def why_not(key_size: int, value_size: int, *, decays_by_channel: bool = False) 
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
-@functools.partial(
-    jax.jit, static_argnames=("corrects", "num_terms", "stages", "rows_at_once", "max_bytes", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("corrects", "stages", "max_bytes", "interpret"))
 def recurrent_chunks_sm90(
     tokens: Tokens,
     states: Float[Array, "S H G K V"],
@@ -120,9 +120,7 @@ def recurrent_chunks_sm90(
     num_rows: Int[Array, ""],
     *,
     corrects: bool,
-    num_terms: int = 2,
     stages: int = 2,
-    rows_at_once: int = 16,
     max_bytes: int = MAX_BYTES,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H G V"], Float[Array, "S H G K V"]]:
@@ -131,13 +129,13 @@ def recurrent_chunks_sm90(
     G, V = tokens.v.shape[2:]
     if (reason := why_not(key_size, V, decays_by_channel=tokens.decays_by_channel)) is not None:
         raise NotImplementedError(reason)
-    problem = Problem(G, key_size, corrects, num_terms, stages, min(rows_at_once, len(slots)), interpret)
-    q, k = (split_by_xla(x, num_terms) for x in (tokens.q, tokens.k))
+    problem = Problem(G, key_size, corrects, stages, min(ROWS_AT_ONCE, len(slots)), interpret)
+    q, k = (split_by_xla(x) for x in (tokens.q, tokens.k))
     # A copy takes that many tokens at least.
     q, k = (jnp.pad(x, ((0, 0), (0, max(0, CHUNK - num_tokens)), (0, 0), (0, 0))) for x in (q, k))
     # Of so many chunks at most: each row ends with one that may have less than 64 tokens.
     max_chunks = min(num_tokens, num_tokens // CHUNK + len(slots))
-    at_once = min(max_chunks, max(1, max_bytes // ((1 + corrects) * H * G * num_terms * CHUNK**2 * 2)))
+    at_once = min(max_chunks, max(1, max_bytes // ((1 + corrects) * H * G * NUM_TERMS * CHUNK**2 * 2)))
     starts, ends = query_starts[:-1], query_starts[1:]
     index = jnp.arange(len(slots), dtype=jnp.int32)
     lengths = jnp.where((index >= first_row) & (index < num_rows), ends - starts, 0)
@@ -190,7 +188,7 @@ def _turn(
     by_heads = (carry[0].reshape(-1, H * G, V), carry[1].reshape(len(carry[1]), H * G, -1, V))
     out, states = map(jax.new_ref, by_heads)  # changed in place by the kernel
     operands = (q, k, v.reshape(-1, H * G, V), vectors, plan.rows, plan.span, out, states, scores, *solved)
-    boxes = (problem.stages, problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
+    boxes = (problem.stages, NUM_TERMS, problem.parts, 2 * CHUNK, CHUNK)
     num_tiles = 1 + problem.corrects
 
     def body(*refs: Any) -> None:
@@ -204,12 +202,10 @@ def _turn(
         out_type=(),
         scratch_types=(
             _views(boxes),
-            plgpu.SMEM((problem.stages, num_tiles, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
-            plgpu.SMEM((1, problem.parts, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
+            plgpu.SMEM((problem.stages, num_tiles, NUM_TERMS, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
+            plgpu.SMEM((1, problem.parts, NUM_TERMS, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES),
             plgpu.SMEM((problem.stages, _NUM_SCANNED, CHUNK), jnp.float32),
-            plgpu.Barrier(
-                num_barriers=problem.stages, num_arrivals=1 + (2 * problem.parts + num_tiles) * problem.num_terms
-            ),
+            plgpu.Barrier(num_barriers=problem.stages, num_arrivals=1 + (2 * problem.parts + num_tiles) * NUM_TERMS),
         ),
         grid=(problem.rows_at_once, H * G, V // CHUNK),
         grid_names=("row", "head", "part"),
@@ -226,7 +222,7 @@ def _views(shape: tuple[int, ...], *others: Any) -> Any:
 
 def _copy_tokens(problem: Problem, k: Any, q: Any, token: Any, head: Any, boxes: Any, full: Any) -> None:
     """Copy a chunk of keys, and of queries behind them. Behind the last token TMA fills in zeros."""
-    for term in range(problem.num_terms):
+    for term in range(NUM_TERMS):
         for part in range(problem.parts):
             columns = pl.ds(part * CHUNK, CHUNK)
             for index, source in enumerate((k, q)):
@@ -257,9 +253,9 @@ def _load(ref: Any, axis: int) -> Any:
 def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> list[Array]:
     """Return the scores of each chunk, and the solution of its system if there is one."""
     num_chunks, num_heads = vectors.shape[:2]
-    shape = jax.ShapeDtypeStruct((num_chunks, num_heads, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16)
-    boxes = (problem.num_terms, problem.parts, 2 * CHUNK, CHUNK)
-    work = plgpu.SMEM((3, problem.num_terms, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES)
+    shape = jax.ShapeDtypeStruct((num_chunks, num_heads, NUM_TERMS, CHUNK, CHUNK), jnp.bfloat16)
+    boxes = (NUM_TERMS, problem.parts, 2 * CHUNK, CHUNK)
+    work = plgpu.SMEM((3, NUM_TERMS, CHUNK, CHUNK), jnp.bfloat16, transforms=TILES)
 
     def body(q: Any, k: Any, vectors: Any, chunks: Any, num_chunks: Any, *others: Any) -> None:
         *results, (tiles, boxes, work), full = others
@@ -273,7 +269,7 @@ def _solve(q: Array, k: Array, vectors: Array, plan: Plan, problem: Problem) -> 
         body,
         kernel_name="recurrent_chunks_solve",
         out_type=[shape] * (1 + problem.corrects),
-        scratch_types=(_views(boxes, work), plgpu.Barrier(num_arrivals=2 * problem.num_terms * problem.parts)),
+        scratch_types=(_views(boxes, work), plgpu.Barrier(num_arrivals=2 * NUM_TERMS * problem.parts)),
         grid=(num_chunks, num_heads),
         grid_names=("chunk", "head"),
         compiler_params=_PARAMETERS,
@@ -285,7 +281,7 @@ def _clear_keys(problem: Problem, tiles: Any, num: Any) -> None:
 
     @pl.when(num < CHUNK)
     def _() -> None:
-        for term in range(problem.num_terms):
+        for term in range(NUM_TERMS):
             for part in range(problem.parts):
                 clear_rows(tiles.at[term, part, _KEYS], num, interpret=problem.interpret)
         plgpu.commit_smem()
@@ -312,7 +308,7 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
         """Return the products of queries or keys with keys."""
 
         def run(acc: Any) -> Any:
-            for i, j in pairs(problem.num_terms):
+            for i, j in PAIRS:
                 for part in range(problem.parts):
                     plgpu.wgmma(acc, tiles.at[i, part, rows], tiles.at[j, part, _KEYS].transpose((1, 0)))
             return written(acc[...])
@@ -321,7 +317,7 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
 
     def put(index: int, x: Any) -> Any:
         """Write a matrix into shared memory; return its terms."""
-        terms = split(x, problem.num_terms)
+        terms = split(x)
         for i, term in enumerate(terms):
             work[index, i] = term
         return terms
@@ -349,7 +345,7 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
             return where(of_row, of_column + 1, operator.eq, x)
 
         def times(x: Any, index: int, init: Any = None) -> Any:
-            right = [[work.at[index, i] for i in range(problem.num_terms)]]
+            right = [[work.at[index, i] for i in range(NUM_TERMS)]]
             return products(Product([x], right, init), interpret=problem.interpret)[0]
 
         # Blocks along the diagonal are inverted, each from those of half its size: powers of the matrix are as large
@@ -359,7 +355,7 @@ def _solve_kernel(problem, q, k, vectors, chunks, results, tiles, boxes, work, f
             terms = put(0, inverse)
             plgpu.commit_smem()
             corner = below(times(terms, 1), size)
-            inverse = times(split(-corner, problem.num_terms), 0, inverse)
+            inverse = times(split(-corner), 0, inverse)
             plgpu.commit_smem()  # all warps have read the old one
         put(0, inverse * _of_columns(_load(of_chunk.at[_OF.beta], 0)))
         give(0, results[1])
@@ -390,7 +386,7 @@ def _scan_row(
     problem, q, k, v, vectors, rows, row, out, states, chunk_tiles, tiles, boxes, of_chunk, held, vector_boxes, full
 ):
     num_slots = states.shape[0]
-    interpret, terms, parts = (problem.interpret, range(problem.num_terms), range(problem.parts))
+    interpret, terms, parts = (problem.interpret, range(NUM_TERMS), range(problem.parts))
     head = lax.axis_index("head")
     part = pl.ds(lax.axis_index("part") * CHUNK, CHUNK)
     first, token, num_tokens = (rows[i, row] for i in range(3))
@@ -434,13 +430,13 @@ def _scan_row(
         old, new = products(of_state, interpret=interpret, meanwhile=values)
         if problem.corrects:
             known, old = old[:, :CHUNK], old[:, CHUNK:]
-            new = split(new - scaled(known, _OF.since), problem.num_terms)
+            new = split(new - scaled(known, _OF.since))
             [new] = products(Product([new], of_tokens(1)), interpret=interpret)
         else:
             new = written(scaled(new, _OF.beta))  # or LLVM would keep both factors for the terms
-        read = Product([split(new, problem.num_terms)], of_tokens(0), scaled(old, _OF.since))
+        read = Product([split(new)], of_tokens(0), scaled(old, _OF.since))
         result, fading = products(read, interpret=interpret, meanwhile=functools.partial(scaled, new, _OF.until))
-        total, writing = (vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading, problem.num_terms)])
+        total, writing = (vector_boxes[stage, _OF.since, CHUNK - 1], [split(fading)])
         writes = (
             Product(writing, [[tiles.at[stage, term, p, _KEYS] for term in terms]], x * total)
             for p, x in enumerate(state)
@@ -454,7 +450,7 @@ def _scan_row(
     def put(state: Any, zero: Any) -> None:
         """Write the terms of the state into shared memory."""
         for p, x in enumerate(state):
-            for i, term in enumerate(split(x, problem.num_terms)):
+            for i, term in enumerate(split(x)):
                 held[zero, p, i] = term
         plgpu.commit_smem()
 

@@ -258,6 +258,7 @@ def matmul_sm90(
         scratch_types=[a for a in scratch if a is not None],
         grid=(problem.num_groups,),
         grid_names=("group",),
+        kernel_name="small_matmul",
         **clusters,
         num_threads=2,
         thread_name="warpgroup",

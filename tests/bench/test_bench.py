@@ -8,7 +8,7 @@ import types
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench import bits_per_byte, full_load, host, latency, speculation, steps, throughput
+from jaxserve.bench import bits_per_byte, full_load, latency, speculation, steps, throughput
 from jaxserve.bench.engine_run import kv_use_at_full_load, traced
 from jaxserve.bench.report import table
 from jaxserve.bench.shapes import LLAMA_100M, eagle3_head, write_config
@@ -160,15 +160,6 @@ def test_throughput_runs_both_schedulers():
 
 
 @pytest.mark.slow
-def test_host_times_every_phase():
-    report = host.run(TINY, num_requests=4, input_len=8, num_steps=5)
-    lines = [line.split("|") for line in report.splitlines() if line.startswith("|")][2:]
-    rows = {cells[1].strip(): float(cells[4]) for cells in lines}  # the slowest: the others may round to 0 us
-    assert set(rows) == {*host.PHASES, "all"}
-    assert all(rows[phase] > 0 for phase in (*host.PHASES, "all"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
     config = EngineConfig(
@@ -305,7 +296,7 @@ def test_workloads_need_no_categories(tmp_path):
         ("latency --peer-entry x", "--peer-entry: of which --peer?"),
         ("latency --shape llama-100m --model x", "--model and --shape exclude each other"),
         ("throughput --peer-python no/such", "--peer-python: no/such is no interpreter"),
-        ("host --num-steps 1", "--num-steps: must be at least 2, got 1"),
+        ("grammar --num-steps 1", "--num-steps: must be at least 2, got 1"),
         ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
         ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
         ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),

@@ -32,13 +32,15 @@ STATES = {
 LATENTS = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2, "vocab_size": 1024}
 
 
-def make_builder(fields, *, num_devices=1, scheme=None, without="", **sizes):
+def make_builder(fields, *, num_devices=1, num_stages=1, scheme=None, without="", **sizes):
     schemes = {}
     if scheme is not None:
         family = get_family(fields)
         schemes = rounded_to(family.param_specs(family.config(fields)), SCHEMES.get(scheme, scheme))
     schemes = {name: scheme for name, scheme in schemes.items() if not without or not name.endswith(without)}
-    mesh = AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Explicit,))
+    shape = (num_stages, num_devices) if num_stages > 1 else (num_devices,)
+    axes = ("pipe", "tensor")[-len(shape) :]
+    mesh = AbstractMesh(shape, axes, axis_types=(AxisType.Explicit,) * len(shape))
     return StepBuilder(make_spec(fields, schemes=schemes, **FEW_SIZES | sizes), mesh)
 
 
@@ -58,6 +60,21 @@ def test_lines_of_a_dense_model():
         "gate_up: gated_linear_unit; LM head: XLA (at most 64 rows, got 128); "
         "attention_norm, mlp_norm, norm: add_rms_norm",
     ]
+
+
+def test_lines_of_stages():
+    """What differs is the LM head of the last one: the others share lines."""
+    builder = make_builder(LLAMA | {"num_hidden_layers": 3, "mlp_bias": True}, num_stages=3)
+    lines = builder.describe_paths()
+    assert [line.partition(": unfused")[0] for line in lines] == [
+        "stages 0, 1: decode of 1 to 128 rows",
+        "stage 2: decode of 1 to 64 rows",
+        "stage 2: decode of 128 rows",
+        "stages 0, 1: prompts, 64 to 512 tokens",
+        "stage 2: prompts, 64 tokens",
+        "stage 2: prompts, 128 to 512 tokens",
+    ]
+    assert ["LM head" in line for line in lines] == [False, True, True] * 2
 
 
 def test_keys_of_layers():

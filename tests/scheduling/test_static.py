@@ -47,7 +47,7 @@ def test_tokens_are_those_of_a_naive_generation(num_in_flight):
     simulation.abort(simulation.requests[2])
     simulation.drain(num_in_flight)
     for request in simulation.requests[3:]:
-        assert (request.token_ids, request.finish_reason) == naive_generation(request.request)
+        assert (request.token_ids, request.finish_reason) == naive_generation(request.asked)
 
 
 def test_every_member_reserves_the_longest_sequence():

@@ -224,7 +224,7 @@ class Device:
         """Return the tokens that a row draws: one, and one for each of its drafts that is right. Drafts are made up
         here, some of them right; `nodes` then has those of all positions that the row computes.
         """
-        request, tokens, nodes = row.request.request, self.tokens[row.slot], self.nodes[row.slot]
+        request, tokens, nodes = row.request.asked, self.tokens[row.slot], self.nodes[row.slot]
         start = self.computed[row.slot]
         assert row.start <= start <= row.start + row.request.num_pending_drafts
         assert row.start == start or row.request.takes_drafts
@@ -413,7 +413,7 @@ class Simulation:
             assert outcome is RowOutcome.FAILED
             assert request.finish_reason == "error"
             return
-        tokens, reason = naive_generation(request.request)
+        tokens, reason = naive_generation(request.asked)
         num_known = len(request.token_ids)
         assert request.token_ids == tokens[:num_known], "not the tokens of a naive generation"
         if not row.samples:

@@ -23,8 +23,9 @@ from jaxserve.layers.paths import Kind, LayerShape, Path, choose
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPaths:
-    """What runs in the programs of a bucket."""
+    """What runs in the programs of a bucket in one stage."""
 
+    stage: int
     num_tokens: int
     is_decode_only: bool
     layers: dict[Kind, tuple[int, str | None]]
@@ -89,7 +90,7 @@ def program_paths(
         for kind in Kind
         if kind in kinds
     }
-    return ProgramPaths(bucket.num_tokens, is_decode_only, found, record)
+    return ProgramPaths(model.stage.index, bucket.num_tokens, is_decode_only, found, record)
 
 
 def _batch(model: StepModel, bucket: Bucket, *, is_decode_only: bool, record: Record) -> Batch:
@@ -143,9 +144,18 @@ def _of_each_kind(
 
 
 def describe(programs: Iterable[ProgramPaths]) -> list[str]:
-    """Return a line for each range of programs in which the same kernels run, by their number of rows."""
-    by_size = sorted(programs, key=lambda program: (not program.is_decode_only, program.num_tokens))
-    return [_line(list(alike)) for _, alike in itertools.groupby(by_size, key=lambda program: program.key)]
+    """Return a line for each range of programs in which the same kernels run, by their number of rows. Stages of which
+    the same is said share a line; one that is not of all stages begins with theirs.
+    """
+    by_size = sorted(programs, key=lambda program: (not program.is_decode_only, program.stage, program.num_tokens))
+    stages: dict[str, list[str]] = {}
+    for (stage, _), alike in itertools.groupby(by_size, key=lambda program: (program.stage, program.key)):
+        stages.setdefault(_line(list(alike)), []).append(str(stage))
+    num_stages = len({program.stage for program in by_size})
+    return [
+        line if len(found) == num_stages else f"stage{'s' * (len(found) > 1)} {', '.join(found)}: {line}"
+        for line, found in stages.items()
+    ]
 
 
 def _line(programs: Sequence[ProgramPaths]) -> str:
