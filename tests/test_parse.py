@@ -55,7 +55,7 @@ def test_a_message_with_thoughts_words_and_a_call(parse, chunk):
     assert message["reasoning"] == message["reasoning_content"] == "Hm."
     assert calls_of(message) == [("f", {"a": "ü"})]
     assert message["tool_calls"][0].keys() == {"id", "type", "function"}
-    assert errors == ["tool calls: hermes, by the option", "thoughts: qwen3, by the option"]
+    assert errors == ["tool calls: hermes, by the option", "reasoning: qwen3, by the option"]
 
 
 def test_words_alone(parse):
@@ -148,7 +148,7 @@ def test_models_prints_the_syntax(parse, model, capsys, monkeypatch):
     assert cli.main(["models", path]) == 0
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[-2:]]
     assert lines[0] == ["tool", "calls", "glm45, by marks of the chat template"]
-    assert lines[1][0] == "thoughts"
+    assert lines[1][0] == "reasoning"
 
 
 @pytest.mark.parametrize(

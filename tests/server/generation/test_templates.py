@@ -144,7 +144,7 @@ def test_the_list_of_templates_is_complete(test_data):
 def test_the_syntax_is_read_off_the_template(load, name, known):
     tools, thoughts = known
     choice = choose(tokenizer_of(load(name)))
-    assert (choice.calls.name, choice.thoughts.name) == (tools or "none", thoughts or "none")
+    assert (choice.calls.name, choice.thoughts.name) == (tools or "not parsed", thoughts or "not parsed")
     if tools is not None:
         assert choice.syntax.calls in TOOL_PARSERS[tools]
     assert choice.syntax.thoughts == (None if thoughts is None else REASONING_PARSERS[thoughts])

@@ -151,6 +151,7 @@ def test_every_field_of_the_snapshot_is_shown():
     shown |= {field for kept in ENGINE_HISTOGRAMS.values() for field in (kept.counts, kept.total)}
     shown |= {"expert_tokens"} | {
         "num_steps",
+        "wait_seconds",
         "kv_bytes_held",
         "spec_decode_num_accepted_tokens_per_pos",
         *WAITING_REASONS.values(),
