@@ -189,7 +189,8 @@ _FIRST_NUMBERS = {
     "gemma4_shared": 127,
     "lfm2_biases": 127,
     "bamba_biases": 141,
-    "kimi_linear_latent_queries": 200,
+    "kimi_linear_latent_queries": 302,
+    "kimi_linear_plain": 201,
 }
 """Numbers of some cases; each other one has the number after that of the case before it."""
 
