@@ -194,8 +194,10 @@ class Parser(configargparse.ArgumentParser):
         shown = [name for action in self.shown() for name in action.option_strings]
         begun = {name[: len(flag) + 1]: name for name in reversed(shown)}  # --tensr begins --tensor-parallel-size
         names = begun | {name: name for name in shown}
-        near = difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
-        return f", did you mean {names[near[0]]}?" if near else ""
+        near = [name for name in shown if name.startswith(flag)] or [
+            names[found] for found in difflib.get_close_matches(flag, names, n=1, cutoff=0.7)
+        ]
+        return f", did you mean {near[0]}?" if near else ""
 
 
 class _Known(argparse.Action):

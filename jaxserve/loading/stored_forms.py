@@ -5,14 +5,17 @@ For some families one tensor has all experts of a layer, `experts.gate_up_proj` 
 `experts.3.gate_proj.weight`. Those of all may be in FP8, with `experts.gate_up_proj_scale_inv` beside them.
 """
 
+import collections
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.errors import CheckpointError
 from jaxserve.quantization.plain import TYPES, Plain
 from jaxserve.quantization.stored import Format, StoredMatrix
 
@@ -73,10 +76,8 @@ class ExpertPart:
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why the stored tensor does not have matrices of such a shape, or None if it does."""
         num_outputs, num_inputs = shape
-        num_experts = next(iter(self.stored.header().get_shape()), 0)
-        if self.expert >= num_experts:
-            return f"is not among the {num_experts} experts of {self.stored.name}"
         matrix = num_outputs * (1 if self.half is None else 2), num_inputs
+        num_experts = self.stored.header().get_shape()[0]
         return self.stored.complaint((num_experts, *(matrix[::-1] if self.is_transposed else matrix)))
 
 
@@ -91,16 +92,31 @@ class _ScalesPart:
 
     def read(self) -> np.ndarray:
         """Return the scales of the blocks of the matrix, or one for all of it."""
-        scales = self.stored.read()
-        if scales.size == 1:
-            return scales.reshape(())
-        scales = scales[self.expert]
+        if not self._is_of_one_expert:
+            return self.stored.read().reshape(())
+        scales = np.asarray(self.stored.read_part((self.expert,)))
         scales = scales.T if self.is_transposed else scales
-        return scales if self.half is None or len(np.atleast_1d(scales)) % 2 else np.split(scales, 2)[self.half]
+        return np.split(scales, 2)[self.half] if self.half is not None and self._has_halves else scales
 
     def header(self) -> _PartHeader:
         """Return the header of the scales."""
-        return _PartHeader(self.stored.header().get_dtype(), self.read().shape)
+        shape = self._shape if self._is_of_one_expert else ()
+        if self.half is not None and self._has_halves:
+            shape = (shape[0] // 2, *shape[1:])
+        return _PartHeader(self.stored.header().get_dtype(), shape)
+
+    @property
+    def _is_of_one_expert(self) -> bool:
+        return math.prod(self.stored.header().get_shape()) > 1
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        _, *shape = self.stored.header().get_shape()
+        return tuple(reversed(shape)) if self.is_transposed else tuple(shape)
+
+    @property
+    def _has_halves(self) -> bool:
+        return self._is_of_one_expert and self._shape != () and self._shape[0] % 2 == 0
 
 
 CUT = tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")
@@ -137,15 +153,21 @@ def in_declared_form(
     """
     found, used = dict(tensors), set[str]()
     plain = next((each for each in formats if isinstance(each, Plain)), None)
+    num_experts = collections.Counter(
+        match.group(1, 3) for match in map(_NAME.fullmatch, expected) if match is not None
+    )
     for name in expected.keys() - tensors.keys():
         if (match := _NAME.fullmatch(name)) is not None:
             module, half = PARTS[match[3]]
             if (whole := f"{match[1]}.{module}") in tensors:
+                _check_experts(tensors[whole], num_experts[match.group(1, 3)])
                 part = int(match[2]), half, _is_transposed(match[1], tensors, expected[name], half)
                 found[name] = ExpertPart(tensors[whole], *part)
                 used.add(whole)
                 if plain is not None and tensors[whole].header().get_dtype() in TYPES:
                     scales = {f"{whole}{end}": leaf for end, leaf in SCALES.items() if f"{whole}{end}" in tensors}
+                    for each in scales:
+                        _check_experts(tensors[each], num_experts[match.group(1, 3)], is_scale=True)
                     leaves = {leaf: _ScalesPart(tensors[each], *part) for each, leaf in scales.items()}
                     found[name] = StoredMatrix(name.removesuffix(".weight"), plain, {"weight": found[name]} | leaves)
                     used |= {*scales, *(f"{whole}{end}" for end in UNUSED)}
@@ -158,6 +180,13 @@ def in_declared_form(
         if name.endswith(CUT[0]):
             found |= _cut_parts([name.removesuffix(CUT[0]) + part for part in CUT], tensors, expected)
     return {name: tensor for name, tensor in found.items() if name not in used}
+
+
+def _check_experts(stored: Any, num_experts: int, *, is_scale: bool = False) -> None:
+    """Raise CheckpointError for a tensor of other experts than those of the model; one scale may be for all."""
+    shape = stored.header().get_shape()
+    if shape[:1] != [num_experts] and not (is_scale and math.prod(shape) == 1):
+        raise CheckpointError(f"{stored.name} has the shape {shape}: its first axis must be {num_experts} experts")
 
 
 def _is_transposed(module: str, tensors: Mapping[str, Any], shape: tuple[int, ...], half: int | None) -> bool:

@@ -4,7 +4,9 @@ Steps that were measured since that day stand beside what plans say of them by t
 the table of docs/plan.md, and needs no GPU.
 """
 
+import argparse
 import contextlib
+import datetime
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,19 +29,22 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(
         prog="python -m jaxserve.planning.held_out", usage="--since DATE", description="plans beside later measurements"
     )
-    parser.add_argument("--since", required=True, metavar="DATE", help="the first day of the runs, in ISO form")
+    parser.add_argument(
+        "--since", required=True, type=_day, metavar="DATE", help="the first day of the runs, as YYYY-MM-DD"
+    )
     args, unknown = parser.parse_known_args(arguments)
     parser.check(unknown, [])
     prepare_jax()
     from jaxserve.bench.report import table
 
     earlier = tuple(batches for batches in MEASURED if batches.date < args.since)
-    if not earlier:
-        parser.error(f"--since {args.since}: no run is of an earlier day")
+    later = [batches for batches in MEASURED if batches not in earlier]
+    if not later:
+        parser.error(f"--since {args.since}: no run is of that day or later")
+    if not {batches.has_experts for batches in later} <= {batches.has_experts for batches in earlier}:
+        parser.error(f"--since {args.since}: no run of an earlier day is of such models")
     rows, errors = [], {}
-    for batches in MEASURED:
-        if batches in earlier:
-            continue
+    for batches in later:
         for run, speed in planned(batches, earlier):
             error = speed.step_ms / run.step - 1
             errors.setdefault(_kind(batches), []).append(error)
@@ -73,6 +78,13 @@ def absent_engine(batches: Batches) -> Iterator["Absent"]:
     options = ["--shape", batches.shape, "--device", batches.gpu, *batches.options.split()]
     with model_of(parser.parse_args(options)) as (config, _):
         yield declare(config, GPUS[batches.gpu], to_compile=False)
+
+
+def _day(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a date such as 2026-11-29, got {text!r}") from None
 
 
 def _kind(batches: Batches) -> str:
