@@ -8,7 +8,15 @@ What computes a part asks here while a program is traced.
 from typing import Any
 
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part
-from pallas_kernels import add_rms_norm, all_gather, all_reduce, expert_routing, recurrent_chunks, recurrent_step
+from pallas_kernels import (
+    add_rms_norm,
+    all_gather,
+    all_reduce,
+    expert_routing,
+    recurrent_chunks,
+    recurrent_step,
+    row_quantization,
+)
 from pallas_kernels.peers import PeerBuffers
 from pallas_kernels.quantized_matmuls import Code
 
@@ -27,10 +35,11 @@ def norm_part(x: Any, code: Code | None, *, kernels: Kernels, has_partial_sums: 
     """
     if has_partial_sums:
         return Part(Kernel.ALL_REDUCE)
-    reason = NO_KERNELS if kernels == "xla" else add_rms_norm.why_not(x.shape[1], x.dtype)
-    if reason is not None:
-        return Part(Kernel.XLA, reason)
-    return Part(Kernel.ADD_RMS_NORM if code is None else Kernel.ROW_QUANTIZATION)
+    operation, kernel = (
+        (add_rms_norm, Kernel.ADD_RMS_NORM) if code is None else (row_quantization, Kernel.ROW_QUANTIZATION)
+    )
+    reason = NO_KERNELS if kernels == "xla" else operation.why_not(x.shape[1], x.dtype)
+    return Part(kernel) if reason is None else Part(Kernel.XLA, reason)
 
 
 def update_norm_part(x: Any, code: Code | None, *, kernels: Kernels) -> Part:

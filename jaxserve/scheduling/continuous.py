@@ -129,7 +129,17 @@ class ContinuousScheduler(Scheduler):
                 continue
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) + request.num_pending
-            if start % block_size == 0 or num_tokens - start != 1 or request.num_pending_drafts:
+            if (
+                start % block_size == 0
+                or num_tokens - start != 1
+                or request.num_pending_drafts
+                # With no step in flight, accepted drafts may have stepped over the beginning of a block.
+                or (
+                    request.takes_drafts
+                    and not request.num_pending
+                    and start // block_size > request.num_indexed_blocks
+                )
+            ):
                 self._extend(request, step)
             elif num_tokens < request.max_total_tokens:  # else its last token is in flight
                 # Inlined `_extend` for the common case: one token into a block that has room.

@@ -176,6 +176,11 @@ def test_keys_of_layers():
             "attention_post_norm: XLA (the next kernel rounds rows); "
             "mlp_post_norm: XLA (the next kernel rounds rows) or add_rms_norm; norm: add_rms_norm",
         ),
+        (
+            LLAMA | {"hidden_size": 2112, "head_dim": 64},
+            {"scheme": ROUNDED_FROM_ONE_ROW},
+            "attention_norm, mlp_norm: XLA (rows must be bfloat16 or float16, of a multiple of 128",
+        ),
         (LLAMA | {"model_type": "olmo2"}, {}, "attention_post_norm, mlp_post_norm, norm: add_rms_norm"),
     ],
     ids=str,
