@@ -100,10 +100,10 @@ class _ScalesPart:
 
     def header(self) -> _PartHeader:
         """Return the header of the scales."""
-        shape = self._shape if self._is_of_one_expert else ()
+        shape = list(self._shape) if self._is_of_one_expert else []
         if self.half is not None and self._has_halves:
-            shape = (shape[0] // 2, *shape[1:])
-        return _PartHeader(self.stored.header().get_dtype(), shape)
+            shape[0] //= 2
+        return _PartHeader(self.stored.header().get_dtype(), tuple(shape))
 
     @property
     def _is_of_one_expert(self) -> bool:
