@@ -48,7 +48,9 @@ WITH_EXPERTS = [
 def test_experts_split_over_devices_equal_one_device(model_type, axes):
     """A few cells of the table that `make meshes` prints."""
     on_one_device = logits_on(model_type, make_mesh(tensor=1))
-    assert relative_error(logits_on(model_type, make_mesh(**axes)), on_one_device) < 2e-5
+    # One of its tokens moves by 1e-5 in any split, the others by 2e-6: roundings of embeddings alone move it by 3e-6.
+    bound = 2e-5 if model_type == "gemma4_text" else 2e-6
+    assert relative_error(logits_on(model_type, make_mesh(**axes)), on_one_device) < bound
 
 
 OF_TOKENS = [
