@@ -109,7 +109,9 @@ def expert_routing_sm90(
     scalars = num_tokens.astype(jnp.int32).reshape(1), jnp.asarray(first_expert, jnp.int32).reshape(1)
     choosers = (logits.reshape(-1),) if selection_bias is None else (logits.reshape(-1), selection_bias)
     if problem.is_chosen:
-        choosing = problem._replace(num_parts=config.num_choosers, num_groups=MAX_GROUPS, is_chosen=False)
+        choosing = problem._replace(
+            num_parts=config.num_choosers, num_groups=MAX_GROUPS, is_chosen=False, num_local=0, tile_rows=0, num_tiles=0
+        )
         weights, experts = _choose(choosers, problem=choosing)
         assigned = _assign_rows((experts,), *scalars, problem=problem)
     else:

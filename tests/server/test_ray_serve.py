@@ -86,6 +86,13 @@ async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
     async def ask(name="one", **more):
         return await http.post(f"{url}/v1/completions", json=BODY | more, headers={"X-Request-Id": name})
 
+    async def ask_until(event, prompt):
+        answers = {}
+        while not event.is_set():
+            name = f"{prompt}-{len(answers)}"
+            answers[name] = await ask(name, prompt=prompt)
+        return answers
+
     with running(log) as (cluster, url):
         async with httpx.AsyncClient(timeout=PATIENCE) as http:
             first = (await ask()).json()
@@ -99,18 +106,20 @@ async def test_routes_streams_and_the_death_of_a_replica(tmp_path):
             streamed = await ask(stream=True)
             assert streamed.headers["content-type"].startswith("text/event-stream")
             assert streamed.text.count("data: ") > 30
-            names = [f"{number}-is-a-number" for number in range(24)]
-            asked = [asyncio.create_task(ask(name, prompt=name)) for name in names]
-            await asyncio.sleep(0.2)
+            killed = asyncio.Event()
+            asking = [asyncio.create_task(ask_until(killed, f"{number}-is-a-number")) for number in range(24)]
+            while len(replicas_of_requests(log)) < 50:
+                await asyncio.sleep(0.05)
             cluster.stdin.write("kill\n")
             cluster.stdin.flush()
-            killed, replica = (await asyncio.to_thread(cluster.stdout.readline)).split()
-            assert killed == "killed"
-            answers = dict(zip(names, await asyncio.gather(*asked), strict=True))
+            answered, replica = (await asyncio.to_thread(cluster.stdout.readline)).split()
+            assert answered == "killed"
+            killed.set()
+            answers = {name: answer for some in await asyncio.gather(*asking) for name, answer in some.items()}
             failed = {name: answer for name, answer in answers.items() if answer.status_code != 200}
             assert all(answer.status_code == 500 and "has died" in answer.text for answer in failed.values())
-            ran_there = {name for name in names if (name, replica) in replicas_of_requests(log)}
-            assert set() < failed.keys() <= ran_there < set(names), "only what ran on the killed replica is lost"
+            ran_there = {name for name in answers if (name, replica) in replicas_of_requests(log)}
+            assert set() < failed.keys() <= ran_there < answers.keys(), "only what ran on the killed replica is lost"
             again = [await ask() for _ in range(4)]
             assert [answer.json()["choices"][0]["text"] for answer in again] == [text] * 4
 
