@@ -223,6 +223,13 @@ def _as_family(text: Fields, wrapper: Wrapper) -> Fields:
     """
     name = text.get("model_type") or wrapper.text
     text["model_type"] = name
+    kind = "full_attention" if text.get("sliding_window", 0) is None else "sliding_attention"
+    kinds = text.get("layer_types")
+    if name == "mistral" and isinstance(kinds, list) and any(each != kind for each in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types is not supported in {wrapper.key}, where transformers reads over it: a mistral "
+            f"there has {kind} in all layers, a ministral what layer_types says"
+        )
     for rope in ("rope_scaling", "rope_parameters"):
         given = text.get(rope)
         if isinstance(given, dict) and "mrope" in (given.get("type"), given.get("rope_type")):

@@ -184,6 +184,10 @@ def test_quantization_may_be_described_in_either_and_lists_name_the_whole(tmp_pa
         ),
         ({"model_type": "llava", "tie_word_embeddings": "yes", "text_config": {}}, "tie_word_embeddings"),
         ({"model_type": "llava", "text_config": {"layer_types": 3}}, "layer_types must be a list"),
+        (
+            {"model_type": "mistral3", "text_config": {"layer_types": ["sliding_attention", "full_attention"]}},
+            "layer_types is not supported in text_config",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path, fields, message):
