@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.activations import ClampedSwiGLU
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing, router_spec
 from jaxserve.layers.names import LLAMA_NAMES
@@ -37,10 +37,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one GPT-OSS; `intermediate_size` is that of one expert."""
 
-    attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     swiglu_alpha: float
     swiglu_limit: float
@@ -70,9 +69,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias, has_sinks=True
-    )
+    attention = replace(config.attention, has_sinks=True)
     gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     experts = Experts(routing=config.routing, size=config.intermediate_size, activation=gate)
     layer = replace(config.layer, feed_forward=experts)
