@@ -18,7 +18,7 @@ from jaxserve.layers.moe import Experts, Routing, router_spec
 from jaxserve.layers.names import LLAMA_NAMES
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -58,11 +58,7 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            scores="softmax_of_chosen",
-        ),
+        routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False),
         rope=hf_rope.rope(fields | positions, theta=150_000.0),
     )
 

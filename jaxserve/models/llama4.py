@@ -13,7 +13,7 @@ from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -71,11 +71,7 @@ def _read(fields: dict[str, Any]) -> Config:
         has_head_norm=hf_config.flag(fields, "use_qk_norm", True),
         query_scale=scale if has_scale else None,
         expert_size=hf_config.integer(fields, "intermediate_size"),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            scores="sigmoid",
-        ),
+        routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=False),
         rope=hf_rope.rope(fields, theta=500_000.0),
     )
 

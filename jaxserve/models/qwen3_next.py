@@ -15,7 +15,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -102,11 +102,7 @@ def _read(fields: dict[str, Any]) -> Config:
         **Config.hybrid_fields(fields),
         sparse_layers=hf_config.sparse_layers(fields),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-        ),
+        routing=mixture.read_routing(fields),
     )
 
 
