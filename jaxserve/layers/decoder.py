@@ -7,7 +7,7 @@ traced once.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,19 @@ class DecoderConfig:
     def layer(self) -> Layer:
         """The layer."""
         return Layer(hidden_size=self.hidden_size, mixer=self.attention, feed_forward=self.feed_forward, norm=self.norm)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BiasedConfig(DecoderConfig):
+    """The fields of families with one flag for the biases of all projections of the attention."""
+
+    attention_bias: bool
+
+    @property
+    @override
+    def attention(self) -> Attention:
+        """The attention block."""
+        return dataclasses.replace(super().attention, qkv_bias=self.attention_bias, out_bias=self.attention_bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

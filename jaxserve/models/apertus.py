@@ -2,11 +2,11 @@
 activation is learned.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import XIELU
 from jaxserve.layers.names import Names
@@ -29,32 +29,20 @@ DEFAULT_ROPE: dict[str, Any] = {
 """The rotation of a config without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Apertus."""
-
-    attention_bias: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> BiasedConfig:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         fields["rope_parameters"] = DEFAULT_ROPE
     activation = "xielu" if fields["hidden_act"] == "xielu" else hf_config.activation(fields)
-    return read_config(Config, fields, activation=activation, rope=hf_rope.rope(fields, theta=12_000_000.0))
+    return read_config(BiasedConfig, fields, activation=activation, rope=hf_rope.rope(fields, theta=12_000_000.0))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm),
-    )
+    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
     activation = XIELU() if config.activation == "xielu" else config.activation
     feed_forward = replace(config.feed_forward, activation=activation, is_gated=False)
     return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
 
 
 NAMES = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(BiasedConfig, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.context import StepContext
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
@@ -24,10 +24,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Command R."""
 
-    attention_bias: bool
     use_qk_norm: bool
     logit_scale: float
 
@@ -41,12 +40,7 @@ def _read(fields: dict[str, Any]) -> Config:
 def attention(config: Config) -> Attention:
     """Return the attention block."""
     norm = replace(config.norm, kind="layer", has_bias=False)
-    return replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=norm, gains="by head") if config.use_qk_norm else None,
-    )
+    return replace(config.attention, head_norm=HeadNorm(norm=norm, gains="by head") if config.use_qk_norm else None)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -22,13 +22,13 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
-    return deepseek_v2.read(
-        fields,
-        mlp_bias=False,
-        is_interleaved=hf_config.flag(fields, "rope_interleave"),
-        sparse_layers=hf_config.sparse_layers_after_dense(fields),
-        routing=routing(fields),
-    )
+    return read(fields, sparse_layers=hf_config.sparse_layers_after_dense(fields), routing=routing(fields))
+
+
+def read(fields: dict[str, Any], **own: Any) -> deepseek_v2.Config:
+    """Read the Config of V3 or of one of its relatives, which read `own`."""
+    is_interleaved = hf_config.flag(fields, "rope_interleave")
+    return deepseek_v2.read(fields, mlp_bias=False, is_interleaved=is_interleaved, **own)
 
 
 def routing(fields: dict[str, Any], scores: Literal["sigmoid", "softmax"] = "sigmoid") -> Routing:

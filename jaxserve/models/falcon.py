@@ -16,7 +16,7 @@ from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import ONE_NORM, PRE_NORMS, Arrangement, Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import bloom, hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -109,20 +109,8 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 def names(config: Config) -> Names:
     """Return the names of weights, of which norms depend on the architecture."""
-    names = Names(
-        embed="transformer.word_embeddings",
-        layers="transformer.h",
-        norm="transformer.ln_f",
-        attention="self_attention",
-        qkv=("query_key_value",),
-        out="dense",
-        is_by_kv_head=True,
-        up="dense_h_to_4h",
-        down="dense_4h_to_h",
-    )
-    if config.use_parallel_residual and config.num_block_norms == 2:
-        return replace(names, attention_norm="ln_attn", mlp_norm="ln_mlp")
-    return names
+    has_two = config.use_parallel_residual and config.num_block_norms == 2
+    return replace(bloom.NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp") if has_two else bloom.NAMES
 
 
 FAMILY = Family(Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=names, doc=__doc__)

@@ -2,14 +2,13 @@
 1.
 """
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
@@ -24,18 +23,11 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Gemma."""
-
-    attention_bias: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> BiasedConfig:
     head_dim = hf_config.integer(fields, "head_dim")
     activation = hf_config.activation(fields)
     return read_config(
-        Config,
+        BiasedConfig,
         fields,
         head_dim=head_dim,
         # The first releases say "gelu" and mean its approximation.
@@ -44,15 +36,14 @@ def _read(fields: dict[str, Any]) -> Config:
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    return (replace(config.layer, mixer=attention, norm=replace(config.norm, offset=1.0)),) * config.num_layers
+    return (replace(config.layer, norm=replace(config.norm, offset=1.0)),) * config.num_layers
 
 
-def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[Array, "T E"]:
+def embed_tokens(params: Params, config: BiasedConfig, batch: Batch) -> Float[Array, "T E"]:
     """Return rows of the embedding, scaled as their squares are in checkpoints of the family."""
     return embed(params["embed"], batch) * config.hidden_size**0.5
 
 
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, embed=embed_tokens, doc=__doc__)
+FAMILY = Family(BiasedConfig, DEFAULTS, _read, layers=layers, embed=embed_tokens, doc=__doc__)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.context import StepContext
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.names import SANDWICH_NAMES
@@ -28,10 +28,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Gemma 2."""
 
-    attention_bias: bool
     query_pre_attn_scalar: float
     sliding_windows: tuple[int | None, ...]
     attention_soft_cap: float | None
@@ -55,13 +54,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention,
-        scale=config.query_pre_attn_scalar**-0.5,
-        soft_cap=config.attention_soft_cap,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-    )
+    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.attention_soft_cap)
     layer = replace(config.layer, norm=replace(config.norm, offset=1.0), norms=SANDWICH_NORMS)
     return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
 

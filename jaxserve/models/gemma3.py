@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
@@ -26,10 +26,9 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Gemma 3."""
 
-    attention_bias: bool
     query_pre_attn_scalar: float
     sliding_windows: tuple[int | None, ...]
     logit_soft_cap: float | None
@@ -63,13 +62,7 @@ def _read(fields: dict[str, Any]) -> Config:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     norm = replace(config.norm, offset=1.0)
-    attention = replace(
-        config.attention,
-        scale=config.query_pre_attn_scalar**-0.5,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=norm),
-    )
+    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, head_norm=HeadNorm(norm=norm))
     local = replace(attention, rope=config.local_rope)
     layer = replace(config.layer, norm=norm, norms=SANDWICH_NORMS)
     return tuple(

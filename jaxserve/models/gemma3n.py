@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.altup import AltUp, Laurel
 from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.layer_input import LayerInput
 from jaxserve.layers.names import SANDWICH_NAMES
@@ -34,7 +34,7 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Gemma 3n; `intermediate_size` is the largest of all layers.
 
     Attributes:
@@ -44,7 +44,6 @@ class Config(DecoderConfig):
         input_vocab_size: the number of tokens that have such embeddings; others have that of token 0.
     """
 
-    attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     sizes: tuple[int, ...]
     sparsities: tuple[float, ...]
@@ -125,8 +124,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     attention = replace(
         config.attention,
         scale=1.0,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         head_norm=HeadNorm(norm=config.norm),
         value_norm=replace(config.norm, has_gain=False),
     )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.dense_and_experts import DenseAndExperts
 from jaxserve.layers.embedding import embed, embedding_spec
 from jaxserve.layers.layer import PRE_NORMS, SANDWICH_NORMS, Layer
@@ -48,7 +48,7 @@ ROPES: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Gemma 4; `num_kv_heads`, `head_dim` are those of layers with a window.
 
     Attributes:
@@ -59,7 +59,6 @@ class Config(DecoderConfig):
         routing, expert_size: of the experts beside the dense feed-forward; None and 0 if there are none.
     """
 
-    attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     full_kv_heads: int
     full_head_dim: int
@@ -148,8 +147,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     attention = replace(
         config.attention,
         scale=1.0,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
         head_norm=HeadNorm(norm=config.norm),
         value_norm=replace(config.norm, has_gain=False),
     )

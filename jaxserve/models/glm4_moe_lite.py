@@ -18,13 +18,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
-    return deepseek_v2.read(
-        fields,
-        mlp_bias=False,
-        is_interleaved=hf_config.flag(fields, "rope_interleave"),
-        sparse_layers=hf_config.sparse_layers_by_type(fields),
-        routing=deepseek_v3.routing(fields),
-    )
+    routing = deepseek_v3.routing(fields)
+    return deepseek_v3.read(fields, sparse_layers=hf_config.sparse_layers_by_type(fields), routing=routing)
 
 
 FAMILY = replace(

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Arrangement, Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
@@ -24,10 +24,9 @@ ALIASES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one GPT-NeoX."""
 
-    attention_bias: bool
     use_parallel_residual: bool
 
 
@@ -50,7 +49,6 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     layer = replace(
         config.layer,
-        mixer=replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias),
         feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
         norm=replace(config.norm, kind="layer"),
         arrangement=Arrangement.PARALLEL if config.use_parallel_residual else Arrangement.SEQUENTIAL,

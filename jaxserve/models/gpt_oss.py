@@ -12,13 +12,13 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.activations import ClampedSwiGLU
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing, router_spec
 from jaxserve.layers.names import LLAMA_NAMES
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.loading.bounds import MAX_WIDTH
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -37,10 +37,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one GPT-OSS; `intermediate_size` is that of one expert."""
 
-    attention_bias: bool
     sliding_windows: tuple[int | None, ...]
     swiglu_alpha: float
     swiglu_limit: float
@@ -59,20 +58,14 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            scores="softmax_of_chosen",
-        ),
+        routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False),
         rope=hf_rope.rope(fields | positions, theta=150_000.0),
     )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias, has_sinks=True
-    )
+    attention = replace(config.attention, has_sinks=True)
     gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     experts = Experts(routing=config.routing, size=config.intermediate_size, activation=gate)
     layer = replace(config.layer, feed_forward=experts)

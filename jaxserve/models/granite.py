@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import StepContext
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
@@ -23,10 +23,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Granite."""
 
-    attention_bias: bool
     mlp_bias: bool
     embedding_multiplier: float
     attention_multiplier: float
@@ -36,12 +35,7 @@ class Config(DecoderConfig):
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention,
-        scale=config.attention_multiplier,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-    )
+    attention = replace(config.attention, scale=config.attention_multiplier)
     feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
     layer = replace(config.layer, mixer=attention, feed_forward=feed_forward, update_scale=config.residual_multiplier)
     return (layer,) * config.num_layers

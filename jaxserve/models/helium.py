@@ -5,7 +5,6 @@ dimensions, and has no bias of the attention's output.
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_rope, llama
@@ -25,7 +24,7 @@ def _read(fields: dict[str, Any]) -> llama.Config:
 
 def layers(config: llama.Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention: Attention = replace(llama.attention(config), out_bias=False)
+    attention = replace(config.attention, out_bias=False)
     return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
 
 

@@ -2,13 +2,12 @@
 and keys after it has rotated them.
 """
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import Attention, HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
@@ -27,16 +26,9 @@ OLD_NAMES = {"attention_head_dim": "head_dim"}
 NAMES = Names(q_norm="query_layernorm", k_norm="key_layernorm")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Hunyuan."""
-
-    attention_bias: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> BiasedConfig:
     check(fields)
-    return read_config(Config, fields, rope=rope(fields))
+    return read_config(BiasedConfig, fields, rope=rope(fields))
 
 
 def check(fields: dict[str, Any]) -> None:
@@ -63,21 +55,16 @@ def rope(fields: dict[str, Any]) -> Rope:
     return replace(rope, theta=rope.theta * stretch ** (rope.head_dim / (rope.head_dim - 2)))
 
 
-def attention(config: Any) -> Attention:
+def attention(config: BiasedConfig) -> Attention:
     """Return the attention block."""
-    return replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm, is_after_rotation=True),
-    )
+    return replace(config.attention, head_norm=HeadNorm(norm=config.norm, is_after_rotation=True))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     """Return the layers."""
     return (replace(config.layer, mixer=attention(config)),) * config.num_layers
 
 
 FAMILY = Family(
-    Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",)
+    BiasedConfig, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",)
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames
@@ -24,7 +25,7 @@ LISTS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(hunyuan_v1_dense.Config):
+class Config(BiasedConfig):
     """The shape of one Hunyuan with experts."""
 
     routing: Routing

@@ -20,7 +20,7 @@ ALIASES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
 
 def layers(config: llama.Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(llama.attention(config), out_bias=config.mlp_bias)
+    attention = replace(config.attention, out_bias=config.mlp_bias)
     return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
 
 

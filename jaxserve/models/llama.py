@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
@@ -20,22 +19,16 @@ OLD_NAMES = {"max_sequence_length": "max_position_embeddings"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Llama."""
 
-    attention_bias: bool
     mlp_bias: bool
-
-
-def attention(config: Config) -> Attention:
-    """Return the attention block."""
-    return replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
-    return (replace(config.layer, mixer=attention(config), feed_forward=feed_forward),) * config.num_layers
+    return (replace(config.layer, feed_forward=feed_forward),) * config.num_layers
 
 
 FAMILY = Family(Config, DEFAULTS, old_names=OLD_NAMES, layers=layers, doc=__doc__)

@@ -9,11 +9,11 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import HeadNorm, QueryScale
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -30,7 +30,7 @@ CHUNKED = "chunked_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Llama 4; `intermediate_size` is that of layers without experts.
 
     Attributes:
@@ -40,7 +40,6 @@ class Config(DecoderConfig):
         expert_size: inner size of an expert, and of the shared one.
     """
 
-    attention_bias: bool
     rotates: tuple[bool, ...]
     chunk_sizes: tuple[int | None, ...]
     sparse_layers: tuple[bool, ...]
@@ -72,11 +71,7 @@ def _read(fields: dict[str, Any]) -> Config:
         has_head_norm=hf_config.flag(fields, "use_qk_norm", True),
         query_scale=scale if has_scale else None,
         expert_size=hf_config.integer(fields, "intermediate_size"),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            scores="sigmoid",
-        ),
+        routing=mixture.read_routing(fields, scores="sigmoid", is_normalized=False),
         rope=hf_rope.rope(fields, theta=500_000.0),
     )
 
@@ -94,10 +89,9 @@ def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
     norm = HeadNorm(norm=replace(config.norm, has_gain=False), is_after_rotation=True)
-    rotating = replace(attention, head_norm=norm if config.has_head_norm else None)
-    unrotated = replace(attention, rope=None, query_scale=config.query_scale)
+    rotating = replace(config.attention, head_norm=norm if config.has_head_norm else None)
+    unrotated = replace(config.attention, rope=None, query_scale=config.query_scale)
     experts = Experts(
         routing=config.routing,
         size=config.expert_size,

@@ -40,10 +40,8 @@ def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
     fields |= {"rope_parameters": parameters, "rope_scaling": None, "partial_rotary_factor": 1.0}
     context = hf_config.integer(fields, "max_position_embeddings")
     original = hf_config.integer(hf_rope.rope_parameters(fields), "original_max_position_embeddings", context)
-    return deepseek_v2.read(
+    return deepseek_v3.read(
         fields,
-        mlp_bias=False,
-        is_interleaved=hf_config.flag(fields, "rope_interleave"),
         sparse_layers=hf_config.sparse_layers_after_dense(fields),
         routing=deepseek_v3.routing(fields, "softmax"),
         query_scale=QueryScale(beta=hf_config.number(given, "llama_4_scaling_beta"), original_context=original),

@@ -9,7 +9,7 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -31,11 +31,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            is_normalized=True,
-        ),
+        routing=mixture.read_routing(fields, is_normalized=True),
         rope=hf_rope.rope(fields, theta=1e6),
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -15,10 +15,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {"vocab_size": 50304, "intermediate_size": 11
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one OLMo."""
 
-    attention_bias: bool
     clip_qkv: float | None
 
 
@@ -28,9 +27,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention, qkv_bias=config.attention_bias, out_bias=config.attention_bias, clip=config.clip_qkv
-    )
+    attention = replace(config.attention, clip=config.clip_qkv)
     norm = replace(config.norm, kind="layer", has_gain=False)
     return (replace(config.layer, mixer=attention, norm=norm),) * config.num_layers
 

@@ -2,12 +2,11 @@
 k.
 """
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import Attention, HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
@@ -20,26 +19,14 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one OLMo 2."""
-
-    attention_bias: bool
-
-
-def attention(config: Config) -> Attention:
+def attention(config: BiasedConfig) -> Attention:
     """Return the attention block."""
-    return replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm, gains="joint"),
-    )
+    return replace(config.attention, head_norm=HeadNorm(norm=config.norm, gains="joint"))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     """Return the layers."""
     return (replace(config.layer, mixer=attention(config), norms=POST_NORMS),) * config.num_layers
 
 
-FAMILY = Family(Config, DEFAULTS, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(BiasedConfig, DEFAULTS, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, olmo2
@@ -17,7 +18,7 @@ DEFAULTS: dict[str, Any] = olmo2.DEFAULTS | {"sliding_window": 4096}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(olmo2.Config):
+class Config(BiasedConfig):
     """The shape of one OLMo 3."""
 
     sliding_windows: tuple[int | None, ...]

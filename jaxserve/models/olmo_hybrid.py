@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import DeltaNames, Names
@@ -29,7 +30,7 @@ PERIOD = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(olmo2.Config):
+class Config(BiasedConfig):
     """The shape of one OLMo Hybrid."""
 
     attends: tuple[bool, ...]

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope, seed_oss
+from jaxserve.models import gpt2, hf_config, hf_rope, seed_oss
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
@@ -61,16 +60,5 @@ def _context(fields: dict[str, Any]) -> int:
     return min(context, trained) if is_stretched else context
 
 
-NAMES = Names(
-    embed="transformer.wte",
-    layers="transformer.h",
-    norm="transformer.ln_f",
-    attention_norm="ln_1",
-    mlp_norm="ln_2",
-    attention="attn",
-    qkv=("c_attn",),
-    out="c_proj",
-    gate_up=("w2", "w1"),
-    down="c_proj",
-)
+NAMES = replace(gpt2.NAMES, gate_up=("w2", "w1"))
 FAMILY = replace(seed_oss.FAMILY, Config=seed_oss.Config, defaults=DEFAULTS, read=_read, names=NAMES, doc=__doc__)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, qwen2
 from jaxserve.models.family import Family
@@ -15,10 +15,9 @@ DEFAULTS: dict[str, Any] = qwen2.DEFAULTS | {"head_dim": 128}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(BiasedConfig):
     """The shape of one Qwen 3."""
 
-    attention_bias: bool
     sliding_windows: tuple[int | None, ...]
 
 
@@ -30,12 +29,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        head_norm=HeadNorm(norm=config.norm),
-    )
+    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
     return tuple(
         replace(config.layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows
     )

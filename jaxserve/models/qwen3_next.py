@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import HeadNorm, OutputGate
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.norm import Norm
-from jaxserve.models import hf_config, hf_rope
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -35,10 +35,9 @@ DELTA_NET = "linear_attention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(DecoderConfig):
+class HybridConfig(BiasedConfig):
     """The shape of a model in which layers with the gated delta rule alternate with layers that attend."""
 
-    attention_bias: bool
     attends: tuple[bool, ...]
     delta_heads: DeltaHeads
 
@@ -64,13 +63,7 @@ class HybridConfig(DecoderConfig):
 
     def hybrid(self, feed_forwards: tuple[FeedForward | Experts, ...]) -> tuple[Layer, ...]:
         """Return the layers with these feed-forwards."""
-        attention = replace(
-            self.attention,
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
-            head_norm=HeadNorm(norm=self.norm),
-            gate=OutputGate(),
-        )
+        attention = replace(self.attention, head_norm=HeadNorm(norm=self.norm), gate=OutputGate())
         attending, recurrent = (
             replace(self.layer, mixer=attention),
             replace(self.layer, mixer=self.delta_net, mixer_name="linear_attn"),
@@ -109,11 +102,7 @@ def _read(fields: dict[str, Any]) -> Config:
         **Config.hybrid_fields(fields),
         sparse_layers=hf_config.sparse_layers(fields),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
-        routing=Routing(
-            num_experts=hf_config.num_experts(fields),
-            num_experts_per_token=hf_config.integer(fields, "num_experts_per_tok"),
-            is_normalized=hf_config.flag(fields, "norm_topk_prob"),
-        ),
+        routing=mixture.read_routing(fields),
     )
 
 

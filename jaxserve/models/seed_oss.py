@@ -23,7 +23,7 @@ class Config(llama.Config):
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(llama.attention(config), out_bias=config.attention_out_bias)
+    attention = replace(config.attention, out_bias=config.attention_out_bias)
     return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
 
 
