@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.execution.batch import pack, wants_prompt_logprobs
@@ -33,7 +33,6 @@ from jaxserve.execution.programs.kinds import (
     Program,
     ResumeState,
     RunStage,
-    TakeTokens,
 )
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.memory import memory_of_step
@@ -178,6 +177,9 @@ class Runner:
         """With several stages: the slots for which plans in flight draw, and the last tokens of all slots after each,
         on the first stage. The oldest plan is first.
         """
+        self._no_tokens = np.zeros(self.model.max_num_seqs, np.int32)
+        """Given to the first stage instead, for plans whose tokens the host knows."""
+        self._places = [_place(model.replicated) for model in builder.models]
         self._loads = [ExpertLoads() for _ in builder.models]
         self.num_blocks = 0
         self.num_waits = 0
@@ -371,12 +373,10 @@ class Runner:
         for copy in plan.passed:
             self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
         built = time.perf_counter()
-        x = None
-        if step.stages:
-            self._hand_over_tokens(plan)
-        for program, following in zip(step.stages, self.builder.models[1:], strict=True):
+        x = self._tokens_to_continue(plan) if step.stages else None
+        for program, following in zip(step.stages, self._places[1:], strict=True):
             x = self._run(program, packed, x, *self._admissions(plan.admitted, program))
-            x = jax.device_put(x, following.replicated)
+            x = jax.device_put(x, following)
         forwarded = self._run(step.forward, packed, x, *self._admissions(plan.admitted, step.forward))
         if step.finish is not None:
             forwarded = self._run(step.finish, forwarded)
@@ -393,9 +393,8 @@ class Runner:
             self._run(step.settle, forwarded.rows, forwarded.unsettled)
         for copy in plan.kept:
             self._run_on_each_stage(KeepState, np.asarray(copy, np.int32))
-        if step.stages:
-            last_tokens = jax.device_put(self.state["slots"].last_tokens, self.builder.models[0].replicated)
-            self._drawn.append(({row.slot for row in plan.rows if row.samples}, last_tokens))
+        if step.stages and (sampling := {row.slot for row in plan.rows if row.samples}):
+            self._drawn.append((sampling, jax.device_put(self.state["slots"].last_tokens, self._places[0])))
         if not self.model.traits.leaves_tokens_on_host:  # else the program copies them
             drawn.token_ids.copy_to_host_async()
         self.seconds["build"] += built - start
@@ -462,16 +461,14 @@ class Runner:
         for index in (*range(self.num_stages - 1), -1):
             self._run(kind(index), packed)
 
-    def _hand_over_tokens(self, plan: StepPlan) -> None:
-        """Let the first stage know the tokens from which rows of the plan continue and that the host does not know: the
-        stage waits for the plan in flight that draws them, and no later one.
+    def _tokens_to_continue(self, plan: StepPlan) -> jax.Array | np.ndarray:
+        """Return the last tokens from which rows of the plan continue and that the host does not know, on the first
+        stage, which waits for the plan in flight that draws them, and for no later one.
         """
         slots = {row.slot for row in plan.rows if row.start >= len(row.request.token_ids)}
-        if slots:
-            last_tokens = next(tokens for drawn, tokens in reversed(self._drawn) if not slots.isdisjoint(drawn))
-            padded = np.full(self.model.max_num_seqs, self.model.max_num_seqs, np.int32)
-            padded[: len(slots)] = list(slots)
-            self._run(TakeTokens(), last_tokens, padded)
+        if not slots:
+            return self._no_tokens
+        return next(tokens for drawn, tokens in reversed(self._drawn) if not slots.isdisjoint(drawn))
 
     def close(self) -> None:
         """Free the device memory and the programs now instead of when the last reference goes."""
@@ -526,6 +523,14 @@ class Runner:
         if not self.model.has_kernels or (lowering is not None and lowering.were_compiled):
             return frozenset()
         return kernels_of(lowered)
+
+
+def _place(sharding: NamedSharding) -> Any:
+    """Return what `device_put` is to be given for arrays that lie as `sharding` says: the device, if it is one, which
+    takes half the time that a sharding takes.
+    """
+    device, *others = sharding.device_set
+    return sharding if others else device
 
 
 def _on_host(logprobs: Logprobs | None) -> HostLogprobs | None:

@@ -169,14 +169,6 @@ def admit_extras(slots: Slots, slot: Int[Array, ""], extras: Extras) -> Slots:
     return dataclasses.replace(slots, sampling=sampling_state.admit_extras(slots.sampling, slot, extras))
 
 
-def take_tokens(slots: Slots, last_tokens: Int[Array, " N"], slot_ids: Int[Array, " N"]) -> Slots:
-    """Take the last tokens of some slots from another stage, which has drawn them. Runs inside a program; `slots` is
-    donated. Slot ids >= N are padding.
-    """
-    taken = last_tokens.at[slot_ids].get(mode="clip")
-    return dataclasses.replace(slots, last_tokens=slots.last_tokens.at[slot_ids].set(taken, mode="drop"))
-
-
 def pack_tokens(rows: Sequence[Row], *, num_slots: int) -> Iterator[np.ndarray]:
     """Yield the uploads by which proposers learn the tokens of new requests: [rows, 2 + tokens] int32, of each row its
     slot, the position of the first token, and tokens padded with 0.

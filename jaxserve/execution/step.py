@@ -238,9 +238,25 @@ def begin(
     return kv_cache, slots, Begun(x, batch, rows)
 
 
-def run_stage(*arguments: Any, **static: Any) -> tuple[KVCache, Slots, Float[Array, "T E"]]:
-    """Run `begin` for a stage before the last one; the next one continues with what it has made of the stream."""
-    kv_cache, slots, begun = begin(*arguments, **static)
+def run_stage(
+    params: Any,
+    kv_cache: KVCache,
+    slots: Slots,
+    peers: Peers | None,
+    packed: Int[Array, " packed"],
+    given: Float[Array, "T E"] | Int[Array, " N"],
+    admissions: Int[Array, "rows width"] | None = None,
+    *,
+    span: range,
+    **static: Any,
+) -> tuple[KVCache, Slots, Float[Array, "T E"]]:
+    """Run `begin` for a stage before the last one; the next one continues with what it has made of the stream. The
+    first one is given the last tokens of all slots, which the last one has drawn.
+    """
+    x = given if span.start else None
+    if x is None:
+        slots = dataclasses.replace(slots, last_tokens=given)
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, **static, span=span)
     return kv_cache, slots, begun.x
 
 

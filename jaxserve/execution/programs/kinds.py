@@ -29,7 +29,6 @@ from jaxserve.execution.slots import (
     admit_tokens,
     allow,
     pack_masks,
-    take_tokens,
 )
 from jaxserve.execution.step import (
     DrawingRows,
@@ -322,22 +321,6 @@ class AdmitTokens(_WritesSlots, frozen=True, tag=True):
         return (packed,)
 
 
-class TakeTokens(_WritesSlots, frozen=True, tag=True):
-    """Runs `slots.take_tokens`: what the last stage has drawn, in the slots of the first one."""
-
-    write: ClassVar[Callable[..., Slots]] = staticmethod(take_tokens)
-
-    @property
-    @override
-    def stage(self) -> int:
-        return 0
-
-    @override
-    def nothing(self, model: StepModel) -> tuple[Any, ...]:
-        num_slots = model.max_num_seqs
-        return np.zeros(num_slots, np.int32), np.full(num_slots, num_slots, np.int32)
-
-
 class Allow(_WritesSlots, frozen=True, tag=True):
     """Runs `slots.allow`: masks of the tokens that `num_rows` rows may sample, in `num_columns`."""
 
@@ -373,7 +356,6 @@ Program = (
     | Admit
     | AdmitExtras
     | AdmitTokens
-    | TakeTokens
     | Allow
 )
 """One compiled program: a function, its shapes and its static arguments."""

@@ -48,18 +48,23 @@ class _WithLayers(Kind, frozen=True):
         """Return true if the program also admits requests, up to ADMISSIONROWS."""
         return False
 
+    def given(self, model: StepModel) -> Any:
+        """Return the shape of what the program is given of other stages; None: nothing."""
+        return None if model.stage.is_first else model.hidden(self.bucket)
+
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
-        packed = model.packed(self.bucket)
-        x = None if model.stage.is_first else model.hidden(self.bucket)
-        return (packed, x, model.replicate(no_admissions(model))) if self.carries_admissions(model) else (packed, x)
+        packed, given = model.packed(self.bucket), self.given(model)
+        if not self.carries_admissions(model):
+            return packed, given
+        return packed, given, model.replicate(no_admissions(model))
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
         packed = pack_nothing(self.bucket, **model.table_sizes)
-        hidden = model.hidden(self.bucket)
-        x = None if model.stage.is_first else np.zeros(hidden.shape, hidden.dtype)
-        return (packed, x, no_admissions(model)) if self.carries_admissions(model) else (packed, x)
+        given = self.given(model)
+        given = None if given is None else np.zeros(given.shape, given.dtype)
+        return (packed, given, no_admissions(model)) if self.carries_admissions(model) else (packed, given)
 
 
 class PlainDecode(_WithLayers, frozen=True, tag=True):
@@ -140,6 +145,10 @@ class RunStage(_WithLayers, frozen=True, tag=True):
     @override
     def carries_admissions(self, model: StepModel) -> bool:
         return model.traits.admits_in_forward and not self.is_decode_only
+
+    @override
+    def given(self, model: StepModel) -> Any:
+        return model.slots.last_tokens if model.stage.is_first else super().given(model)
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:

@@ -28,7 +28,6 @@ from jaxserve.execution.programs.kinds import (
     ResumeState,
     RunStage,
     Settle,
-    TakeTokens,
 )
 from jaxserve.sampling.features import Feature
 
@@ -349,8 +348,6 @@ class StepShapes:
             found |= dict.fromkeys(self._stages(program))
             if isinstance(program, Admit | KeepState | ResumeState):
                 found |= dict.fromkeys(map(type(program), range(self._num_stages - 1)))
-            if isinstance(program, Admit) and self._num_stages > 1:
-                found[TakeTokens()] = None
             found[program] = None
         return list(found)
 
