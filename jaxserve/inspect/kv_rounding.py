@@ -5,6 +5,7 @@ floats, whose vectors are rounded and converted back before they are written, at
 keys, values or both can be rounded.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, no_type_check
@@ -93,7 +94,7 @@ class _RoundedKV:
         q = q / self.rounder.outliers(q)
         qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
         out, pages = self.pages.attend(qkv, batch, scores, rotation=None, head_norms=None, chunk_size=chunk_size)
-        return out, self.replace(pages=pages)
+        return out, dataclasses.replace(self, pages=pages)
 
     def read(self, q: Float[Array, "T H D"], batch: Batch, scores: Any, *, num_kv_heads: int) -> Array:
         """Attend as `PagedKV.read` does."""
@@ -128,7 +129,7 @@ class _RoundedLatent:
         both = jnp.pad(jnp.concatenate([values, keys], axis=1), ((0, 0), (0, rest)))
         q = jnp.pad(q / factors[None], ((0, 0), (0, 0), (latent_size, rest)))
         out, latents = self.latents.attend(q, both, batch, latent_size=latent_size, scale=scale)
-        return out, self.replace(latents=latents)
+        return out, dataclasses.replace(self, latents=latents)
 
 
 def moved_logprobs(
@@ -209,4 +210,4 @@ def _rounded(cache: KVCache, rounder: _Rounder) -> KVCache:
             return _RoundedLatent(pool, rounder)
         return tuple(map(one, pool)) if type(pool) is tuple else pool
 
-    return cache.replace(pools=tuple(map(one, cache.pools)))
+    return dataclasses.replace(cache, pools=tuple(map(one, cache.pools)))
