@@ -37,27 +37,27 @@ StoredFormat = Literal[
 
 # fmt: off
 ToolCallParser = Literal[
-    "auto", "none", "hf", "response_template", "deepseek_v32", "deepseek_v4", "deepseek_v41", "gigachat35",
-    "kimi_k2", "kimi_k3", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss", "seed_oss", "qwen3_coder", "hy_v3",
-    "hy_v4", "iquest_q1", "glm47", "glm45", "minimax_m2", "minimax_m3", "dots", "olmo3", "lfm2", "muse",
-    "k2_horizon", "minicpm5", "step3", "solar_open", "plamo3", "gemma4", "functiongemma", "mirothinker",
-    "functionary_v3_2", "granite", "granite-20b-fc", "phi4_mini_json", "cohere_command3", "hunyuan_a13b", "jamba",
-    "minimax", "nemotron_json", "internlm", "apertus", "longcat", "inkling", "gigachat3", "xlam", "ernie45", "hermes",
-    "pythonic", "llama4_pythonic", "llama3_json", "apertus2509", "cohere_command4", "deepseekv3", "deepseekv31",
-    "deepseekv32", "deepseekv4", "deepseekv41", "glm", "spark", "spark25", "glm53_flash", "ling3", "poolside_v1",
-    "gpt-oss", "openai", "granite4", "qwen", "qwen25", "qwen3_json", "trinity", "hunyuan", "interns1", "llama3",
-    "llama4_json", "minimax-m2", "minimax-m3", "muse_glimmer", "musespark1x", "mimo", "nanbeige", "nemotron_v3",
-    "qwen3_xml", "step3p5", "step5"
+    "auto", "none", "hf", "response_template", "deepseek_v32", "deepseek_v4", "deepseek_v41", "gigachat35", "kimi_k2",
+    "kimi_k3", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss", "seed_oss", "qwen3_coder", "hy_v3", "hy_v4",
+    "iquest_q1", "glm47", "glm45", "minimax_m2", "minimax_m3", "dots", "olmo3", "lfm2", "muse", "k2_horizon",
+    "minicpm5", "step3", "solar_open", "plamo3", "gemma4", "functiongemma", "mirothinker", "functionary_v3_2",
+    "granite", "granite-20b-fc", "phi4_mini_json", "cohere_command3", "hunyuan_a13b", "jamba", "minimax", "hyperclovax",
+    "nemotron_json", "internlm", "apertus", "longcat", "inkling", "gigachat3", "xlam", "ernie45", "hermes", "pythonic",
+    "llama4_pythonic", "llama3_json", "apertus2509", "cohere_command4", "deepseekv3", "deepseekv31", "deepseekv32",
+    "deepseekv4", "deepseekv41", "glm", "spark", "spark25", "glm53_flash", "ling3", "poolside_v1", "gpt-oss", "openai",
+    "granite4", "qwen", "qwen25", "qwen3_json", "trinity", "hunyuan", "hyperclovax_seed_think_14b", "interns1",
+    "llama3", "llama4_json", "minimax-m2", "minimax-m3", "muse_glimmer", "musespark1x", "mimo", "nanbeige",
+    "nemotron_v3", "qwen3_xml", "step3p5", "step5"
 ]
 ReasoningParser = Literal[
     "auto", "none", "hf", "response_template", "deepseek_v3", "olmo3", "glm45", "kimi_k2", "minimax_m2", "mistral",
-    "gemma4", "seed_oss", "apertus", "minimax_m3", "kimi_k3", "k2_horizon", "plamo3", "muse", "muse_glimmer",
-    "inkling", "solar_open", "gpt_oss", "cohere_command4", "cohere_command3", "hunyuan_a13b", "ernie45", "granite",
+    "gemma4", "seed_oss", "apertus", "minimax_m3", "kimi_k3", "k2_horizon", "plamo3", "muse", "muse_glimmer", "inkling",
+    "solar_open", "hyperclovax", "gpt_oss", "cohere_command4", "cohere_command3", "hunyuan_a13b", "ernie45", "granite",
     "functionary_v3_2", "minimax_m2_append_think", "step3", "deepseek_r1", "qwen3", "deepseek-r1", "gigachat35",
     "hunyuan", "hy_v3", "hy_v4", "iquest_q1", "step5", "deepseek-v3", "deepseek-v4", "deepseek-v41", "deepseek_v4",
-    "deepseek_v41", "glm47", "glm53_flash", "ling3", "gpt-oss", "openai_gptoss", "kimi", "minimax",
-    "minimax-append-think", "minimax-m3", "musespark1x", "dots", "granite_thinking_parser", "holo2", "interns1",
-    "mimo", "minicpmv", "nanbeige", "nemotron_3", "nemotron_v3", "poolside_v1", "qwen3-thinking", "step3p5"
+    "deepseek_v41", "glm47", "glm53_flash", "ling3", "gpt-oss", "openai_gptoss", "hyperclovax_seed_think_14b", "kimi",
+    "minimax", "minimax-append-think", "minimax-m3", "musespark1x", "dots", "granite_thinking_parser", "holo2",
+    "interns1", "mimo", "minicpmv", "nanbeige", "nemotron_3", "nemotron_v3", "poolside_v1", "qwen3-thinking", "step3p5"
 ]
 # fmt: on
 

@@ -28,9 +28,9 @@ MAY_IMPORT = {
     "chat": f"{PLAIN} llm",
     "parse": f"{PLAIN} decoding answers loading tokenizer",
     "ray_serve": f"{PLAIN} jaxserve flags server answers engine loading tokenizer",
-    "inspect": f"{PLAIN} gpus tables local_model llm engine execution scheduling layers",
-    "bench": f"{PLAIN} cpus arguments flags vllm_flags llm answers server convert engine structured models loading "
-    "layers tokenizer",
+    "bench": f"{PLAIN} cpus arguments flags vllm_flags inspect llm answers server convert engine structured models "
+    "loading layers tokenizer",
+    "inspect": f"{PLAIN} gpus tables local_model llm engine execution scheduling layers pallas_kernels",
     "jaxserve": "llm async_llm request sampling_params",
     "async_llm": f"{PLAIN} local_model engine",
     "flags": f"{PLAIN} arguments vllm_flags",
@@ -140,6 +140,7 @@ MAY_START_AN_ENGINE = {
     "jaxserve.engine.process": {"jaxserve.engine.local"},
     "jaxserve.bench.bits_per_byte": {"jaxserve.convert", "jaxserve.llm"},
     "jaxserve.bench.full_load": {"jaxserve.engine.local"},
+    "jaxserve.bench.kv_rounding": {"jaxserve.engine.local", "jaxserve.inspect.kv_rounding"},
     "jaxserve.bench.speculation": {"jaxserve.engine.local"},
     "jaxserve.bench.engine_run": {"jaxserve.engine.local", "jaxserve.engine.profile"},
     "jaxserve.bench.latency": {"jaxserve.engine.device", "jaxserve.engine.local", "jaxserve.engine.profile"},

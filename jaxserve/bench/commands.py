@@ -13,7 +13,7 @@ from jaxserve.arguments import Parser
 from jaxserve.bench import bits_per_byte, full_load, latency, load, speculation, start, steps, throughput
 from jaxserve.bench.flags import add_flag, add_number, add_shape, at_least, positive
 from jaxserve.bench.serving.commands import add_serving_commands
-from jaxserve.bench.shapes import LLAMA_100M, SHAPES, eagle3_head, write_config
+from jaxserve.bench.shapes import LLAMA_100M, SHAPES, SMALL_SHAPES, eagle3_head, write_config
 from jaxserve.bench.workloads import BatchShape, mixed_jobs
 from jaxserve.config import DEFAULT_MODEL, EngineConfig, KVCacheDType, Quantization
 from jaxserve.flags import add_config_flags, given, parse_object, parse_size
@@ -45,6 +45,8 @@ def add_commands(parser: Parser) -> None:
         ("steps", "time of each step of batches of equal requests, and of the GPU's kernels in them",
          _steps, _add_steps),
         ("bits-per-byte", "how well a model predicts a text, beside xz -9", _bits_per_byte, _add_bits_per_byte),
+        ("kv-rounding", "how far keys and values in 8 bits move log probabilities, each apart",
+         _kv_rounding, _add_kv_rounding),
         ("speculation", "what speculative decoding gains, in turns with an engine without it",
          _speculation, _add_speculation),
         ("load", "time and memory of loading a generated checkpoint: safetensors, GGUF, a store",
@@ -129,6 +131,30 @@ def _add_bits_per_byte(text: Parser) -> None:
         help="hold keys and values so, too, and print the differences",
     )
     add_config_flags(text, EngineConfig, defaults={"warmup": "none", "enable_prefix_caching": False})
+
+
+def _add_kv_rounding(rounding: Parser) -> None:
+    add_flag(rounding, "--text", type=pathlib.Path, metavar="FILE", help="text to predict, UTF-8")
+    add_flag(
+        rounding,
+        "--shapes",
+        nargs="+",
+        default=(),
+        choices=sorted(SMALL_SHAPES),
+        metavar="NAME",
+        help="small models of random weights, in place of a model and a text: " + ", ".join(sorted(SMALL_SHAPES)),
+    )
+    add_number(rounding, "--num-tokens", 8192, "tokens of the text, from the first on, or random ones", least=2)
+    add_flag(
+        rounding,
+        "--outliers",
+        type=positive,
+        nargs="*",
+        default=(16.0, 128.0),
+        metavar="FACTOR",
+        help="multiply a channel of each key by these, and divide that of queries; default: 16 128",
+    )
+    add_config_flags(rounding, EngineConfig, defaults={"dtype": "float32", "kernels": "xla", "warmup": "none"})
 
 
 def _add_speculation(drafts: Parser) -> None:
@@ -345,6 +371,19 @@ def _parsing(args: argparse.Namespace) -> None:
 def _bits_per_byte(args: argparse.Namespace) -> None:
     config = EngineConfig(**given(args, EngineConfig))
     print(bits_per_byte.run(config, text_path=args.text, quantizations=args.beside, kv_cache_dtypes=args.beside_kv))
+
+
+def _kv_rounding(args: argparse.Namespace) -> None:
+    from jaxserve.bench import kv_rounding  # imported late: a tokenizer is too heavy for `--help`
+
+    if bool(args.text) == bool(args.shapes):
+        args.parser.error("--text and --shapes: one of them must be given")
+    config, options = EngineConfig(**given(args, EngineConfig)), {"num_tokens": args.num_tokens}
+    if args.text:
+        print(kv_rounding.of_text(config, text_path=args.text, outliers=args.outliers, **options))
+        return
+    for report in kv_rounding.of_shapes(config, args.shapes, outliers=args.outliers, **options):
+        print(report, end="\n\n", flush=True)
 
 
 def _speculation(args: argparse.Namespace) -> None:

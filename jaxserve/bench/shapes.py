@@ -194,6 +194,77 @@ SHAPES: dict[str, dict[str, Any]] = {
     "kimi-linear-48b-a3b": KIMI_LINEAR_48B_A3B, "lfm2-8b-a1b": LFM2_8B_A1B, "nemotron-h-8b": NEMOTRON_H_8B,
 }
 """Shapes to run with random weights, by name."""
+
+SMALL: dict[str, Any] = LLAMA_100M | {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 1000, "dtype": "bfloat16",
+}
+
+SMALL_SHAPES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "many-heads": SMALL | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    "qwen2": SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 64},
+    "qwen3": SMALL | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 80},
+    "window": SMALL | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 40, "head_dim": 64,
+    },
+    "sinks": SMALL | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 64, "sliding_window": 40,
+        "num_local_experts": 8, "num_experts_per_tok": 8,
+    },
+    "caps-and-windows": SMALL | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 40, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "experts": SMALL | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 64,
+        "moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    },
+    "latents": SMALL | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 8,
+        "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "moe_intermediate_size": 192, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    },
+    "decays-by-channel": SMALL | {
+        "model_type": "kimi_linear", "num_key_value_heads": 8, "tie_word_embeddings": False, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "linear_attn_config": {"head_dim": 64, "num_heads": 4, "full_attn_layers": [2, 4], "kda_layers": [1, 3]},
+        "moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_token": 8,
+    },
+    "heads-of-two-sizes": SMALL | {
+        "model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1, "sliding_window": 40, "head_dim": 128, "global_head_dim": 256,
+        "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1000,
+    },
+    "several-streams": SMALL | {
+        "model_type": "gemma3n_text", "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1, "sliding_window": 40, "head_dim": 128,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 1000,
+    },
+    "heads-beyond-kernels": SMALL | {
+        "model_type": "gemma4_text", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "sliding_window": 40, "head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    },
+    "delta-rule": SMALL | {
+        "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "moe_intermediate_size": 192, "shared_expert_intermediate_size": 192, "num_experts": 8,
+        "num_experts_per_tok": 8,
+    },
+    "mamba": SMALL | {
+        "model_type": "nemotron_h", "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "head_dim": 64,
+        "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 4,
+    },
+    "short-convolutions": SMALL | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "head_dim": 64},
+}
+"""Small shapes with what kernels tell apart, by name: the families of the tests on a GPU. All experts are active: which
+ones are best may depend on rounding.
+"""
 # fmt: on
 
 

@@ -297,6 +297,8 @@ def test_workloads_need_no_categories(tmp_path):
         ("latency --shape llama-100m --model x", "--model and --shape exclude each other"),
         ("throughput --peer-python no/such", "--peer-python: no/such is no interpreter"),
         ("grammar --num-steps 1", "--num-steps: must be at least 2, got 1"),
+        ("kv-rounding", "--text and --shapes: one of them must be given"),
+        ("kv-rounding --text x --shapes window", "--text and --shapes: one of them must be given"),
         ("latency --bandwidth nan", "--bandwidth: must be a positive number, got nan"),
         ("speculation --workload x --at-once 1 0", "--at-once: must be at least 1, got 0"),
         ("speculation --workload x --beside [1]", "--beside: '[1]' is not a JSON object"),
@@ -350,6 +352,25 @@ def test_bits_per_byte_names_a_text_that_is_not_there(tmp_path):
     with pytest.raises(InvalidRequest, match=r"missing\.txt") as refusal:
         bits_per_byte.run(EngineConfig(), text_path=tmp_path / "missing.txt")
     assert refusal.value.param == "text"
+
+
+@pytest.mark.slow
+def test_kv_rounding_of_a_text_and_of_a_small_shape(tmp_path, capsys):
+    text_path = tmp_path / "text.txt"
+    text_path.write_text("Once upon a time there was a king. " * 10)
+    for flags in (
+        ["--model", "scribe-2m", "--text", str(text_path), "--num-tokens", "40"],
+        ["--shapes", "window", "--num-tokens", "50"],
+    ):
+        main(["bench", "kv-rounding", *flags, "--outliers", "8"])
+        rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        assert [name.strip() for name in rows[0][1:]] == ["K", "V", "both", "K, outliers x 8"]
+        names = ["fp8_e4m3", "fp8_e5m2", "int8"]
+        assert [row[0].strip() for row in rows[2:]] == [n for name in names for n in (name, f"{name}, static")]
+        for row in rows[2:]:
+            for cell in row[1:]:
+                mean, largest = map(float, cell.split("/"))
+                assert 0 < mean < largest
 
 
 @pytest.mark.parametrize("rates", [[2.0, 1.0, 4.0], [3.0]])

@@ -6,7 +6,7 @@ import jax
 import pytest
 from tiny_tokenizer import byte_level
 
-from jaxserve.bench.shapes import LLAMA_100M, write_config
+from jaxserve.bench.shapes import SMALL_SHAPES, write_config
 from jaxserve.execution.programs import model
 from jaxserve.layers import launch
 from jaxserve.llm import LLM
@@ -15,131 +15,6 @@ from jaxserve.quantization.scheme import SCHEMES, Scheme
 from jaxserve.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
-SHAPES = {
-    "llama": {},
-    "many heads": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 64},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 80},
-    "window": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40, "head_dim": 64},
-    "caps and windows": {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 40,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 30.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    # A token has all of them: which are best may depend on rounding.
-    "experts": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "head_dim": 64,
-        "moe_intermediate_size": 192,
-        "num_experts": 8,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
-    "latents": {
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 8,
-        "q_lora_rank": 256,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        "moe_intermediate_size": 192,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
-    "decays by channel": {
-        "model_type": "kimi_linear",
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 8,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        "linear_attn_config": {"head_dim": 64, "num_heads": 4, "full_attn_layers": [2, 4], "kda_layers": [1, 3]},
-        "moe_intermediate_size": 192,
-        "num_experts": 8,
-        "num_experts_per_token": 8,
-    },
-    "heads of two sizes": {
-        "model_type": "gemma4_text",
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 1,
-        "sliding_window": 40,
-        "head_dim": 128,
-        "global_head_dim": 256,
-        "hidden_size_per_layer_input": 64,
-        "vocab_size_per_layer_input": 1000,
-    },
-    "several streams": {
-        "model_type": "gemma3n_text",
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 1,
-        "sliding_window": 40,
-        "head_dim": 128,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
-        "hidden_size_per_layer_input": 64,
-        "vocab_size_per_layer_input": 1000,
-    },
-    "heads beyond kernels": {
-        "model_type": "gemma4_text",
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "sliding_window": 40,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "hidden_size_per_layer_input": 0,
-    },
-    "delta rule": {
-        "model_type": "qwen3_next",
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "moe_intermediate_size": 192,
-        "shared_expert_intermediate_size": 192,
-        "num_experts": 8,
-        "num_experts_per_tok": 8,
-    },
-    "mamba": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-        "head_dim": 64,
-        "mamba_num_heads": 16,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 64,
-        "n_groups": 4,
-    },
-    "short convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "head_dim": 64},
-}
-SMALL = LLAMA_100M | {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "vocab_size": 1000,
-    "dtype": "bfloat16",
-}
-
 OTHER_CODES = {
     "nf4": Scheme(codes="nf4", group_size=64),
     "nvfp4": Scheme(codes="e2m1", group_size=16, scale_dtype="float8_e4m3fn", factor_dtype="float32"),
@@ -158,11 +33,11 @@ def _prompts_are_two_programs(monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("shape", "max_num_seqs"), [*((shape, 32) for shape in SHAPES), ("llama", 12), ("many heads", 12)]
+    ("shape", "max_num_seqs"), [*((shape, 32) for shape in SMALL_SHAPES), ("llama", 12), ("many-heads", 12)]
 )
 def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     """Chunks, prefix hits, many rows and few: each greedy token is the likeliest in plain XLA too, up to rounding."""
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs)
+    compare_with_xla(tmp_path, SMALL_SHAPES[shape], max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -170,19 +45,19 @@ def test_kernels_choose_what_xla_finds_as_likely(tmp_path, shape, max_num_seqs):
     ("shape", "kv_cache_dtype"),
     [
         *(("llama", dtype) for dtype in ("fp8", "fp8_e5m2", "int8")),
-        *((shape, "fp8") for shape in ("many heads", "window", "caps and windows", "experts", "latents")),
-        *((shape, "int8") for shape in ("latents", "heads of two sizes", "delta rule")),
+        *((shape, "fp8") for shape in ("many-heads", "window", "caps-and-windows", "experts", "latents")),
+        *((shape, "int8") for shape in ("latents", "heads-of-two-sizes", "delta-rule")),
     ],
 )
 def test_kernels_read_and_write_kv_in_8_bits_as_xla_does(tmp_path, shape, kv_cache_dtype):
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=32, kv_cache_dtype=kv_cache_dtype, bound=0.1)
+    compare_with_xla(tmp_path, SMALL_SHAPES[shape], max_num_seqs=32, kv_cache_dtype=kv_cache_dtype, bound=0.1)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize(
     ("shape", "kv_cache_dtype"),
     [
-        *((shape, "auto") for shape in ("llama", "experts", "latents", "delta rule", "short convolutions")),
+        *((shape, "auto") for shape in ("llama", "experts", "latents", "delta-rule", "short-convolutions")),
         ("llama", "fp8"),
     ],
 )
@@ -191,7 +66,7 @@ def test_tokens_drawn_with_drafts_are_as_likely(tmp_path, shape, kv_cache_dtype)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     options = {"kv_cache_dtype": kv_cache_dtype, "speculative_config": drafts}
     compare_with_xla(
-        tmp_path, SHAPES[shape], max_num_seqs=12, bound=0.1 if kv_cache_dtype == "fp8" else 0.03, **options
+        tmp_path, SMALL_SHAPES[shape], max_num_seqs=12, bound=0.1 if kv_cache_dtype == "fp8" else 0.03, **options
     )
 
 
@@ -199,7 +74,7 @@ def test_tokens_drawn_with_drafts_are_as_likely(tmp_path, shape, kv_cache_dtype)
 @pytest.mark.parametrize(("shape", "max_num_seqs"), [("llama", 12), ("llama", 32), ("experts", 32)])
 @pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
 def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, quantization, shape, max_num_seqs):
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=max_num_seqs, quantization=quantization)
+    compare_with_xla(tmp_path, SMALL_SHAPES[shape], max_num_seqs=max_num_seqs, quantization=quantization)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -215,7 +90,7 @@ def test_kernels_of_quantized_weights_choose_what_xla_finds_as_likely(tmp_path, 
 def test_kernels_of_other_codes_choose_what_xla_finds_as_likely(tmp_path, monkeypatch, name, shape):
     """They take int4's place: `--quantization` does not round to them."""
     monkeypatch.setitem(SCHEMES, "int4", OTHER_CODES[name])
-    sizes = SHAPES[shape] | ({"moe_intermediate_size": 256} if shape == "experts" else {})
+    sizes = SMALL_SHAPES[shape] | ({"moe_intermediate_size": 256} if shape == "experts" else {})
     # Scales and minimums of Q4_K are rounded to bfloat16: its weights change by 2.4e-3 of their norm.
     bound = 0.1 if name == "Q4_K" else 0.03
     compare_with_xla(tmp_path, sizes, max_num_seqs=32, quantization="int4", bound=bound)
@@ -226,7 +101,7 @@ def test_kernels_of_other_codes_choose_what_xla_finds_as_likely(tmp_path, monkey
     ("shape", "quantization", "max_num_seqs"),
     [
         ("llama", None, 32),
-        ("many heads", None, 12),
+        ("many-heads", None, 12),
         ("experts", None, 32),
         ("llama", "int4", 32),
         ("llama", "fp8", 12),
@@ -236,7 +111,7 @@ def test_kernels_of_other_codes_choose_what_xla_finds_as_likely(tmp_path, monkey
 )
 def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, shape, quantization, max_num_seqs):
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 1024, "quantization": quantization}
-    compare_with_xla(tmp_path, SHAPES[shape], parallel={"tensor_parallel_size": 2}, **options)
+    compare_with_xla(tmp_path, SMALL_SHAPES[shape], parallel={"tensor_parallel_size": 2}, **options)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
@@ -249,7 +124,7 @@ def test_kernels_on_two_gpus_choose_what_xla_finds_as_likely_on_one(tmp_path, sh
     ],
 )
 def test_stages_and_whole_experts_on_two_gpus(tmp_path, shape, parallel):
-    compare_with_xla(tmp_path, SHAPES[shape], max_num_seqs=32, parallel=parallel)
+    compare_with_xla(tmp_path, SMALL_SHAPES[shape], max_num_seqs=32, parallel=parallel)
 
 
 def compare_with_xla(
@@ -264,7 +139,7 @@ def compare_with_xla(
     speculative_config=None,
     bound=0.03,
 ):
-    folder = str(write_config(byte_level(tmp_path / "model"), SMALL | shape))
+    folder = str(write_config(byte_level(tmp_path / "model"), shape))
     rng = random.Random(0)
     shared = [rng.randrange(1000) for _ in range(40)]
     prompts = [[rng.randrange(1000) for _ in range(rng.choice([1, 2, 15, 16, 17, 90, 300]))] for _ in range(30)]

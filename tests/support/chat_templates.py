@@ -371,6 +371,14 @@ MARKED = {
         thoughts=("<|think|>", "<|end|><|begin|>assistant<|content|>"),
         gap="<|end|><|begin|>assistant",
     ),
+    "hyperclovax": Written(
+        "{{- {'name': name, 'arguments': args} | tojson }}",
+        begin=" -> tool/function_call\n[",
+        between=", ",
+        end="]<|im_end|>",
+        thoughts=("/think\n", "<|im_end|>\n<|im_start|>assistant"),
+        gap="<|im_end|>\n<|im_start|>assistant",
+    ),
     "inkling": Written(
         "{{- '<|content_invoke_tool_json|>{\"name\": ' + name | tojson + ', \"args\": ' + args | tojson + '}<|end_message|>' }}",
         between="<|message_model|>",

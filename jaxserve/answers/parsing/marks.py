@@ -218,8 +218,16 @@ class Marks:
 
     @functools.cached_property
     def _hidden(self) -> str:
-        """Texts that are not shown, and end nothing."""
-        return group("hidden", "|".join(hidden_text(text, self._plain) for text in self._thoughts.hidden))
+        """Texts that are not shown, and end nothing; one that may yet become a mark of thoughts waits."""
+        thoughts = self._thoughts
+
+        def pattern(text: str) -> str:
+            longer = [mark for mark in thoughts.closing if mark.startswith(text) and mark != text]
+            return hidden_text(text, self._plain) + "".join(
+                no_beginning(mark.removeprefix(text).lstrip()) for mark in longer
+            )
+
+        return group("hidden", "|".join(map(pattern, thoughts.hidden)))
 
     # Patterns: words and thoughts.
 

@@ -210,6 +210,8 @@ class Reader(AnswerReader):
             pass
         # In thoughts, a mark that ends calls and thoughts (Inkling's) decides whether the call was only thought of.
         is_empty = not block.has_calls and marks.nothing.match("".join(source.taken or ())) is not None
+        if is_empty and self._is_fresh:
+            self._spaces = []
         if block.is_closed and self._held is None and (block.has_calls or is_empty):
             while (yield from source.accept(marks.closing)) is not None:
                 pass

@@ -259,6 +259,7 @@ _FORMS: dict[str, Calls] = {
     "minimax": replace(
         _LINES, section=("<tool_calls>\n", "\n</tool_calls>"), signs=("<tool_calls>\n", "<beginning_of_sentence>")
     ),
+    "hyperclovax": replace(_LIST, section=(" -> tool/function_call\n", ""), signs=("-> tool/function_call",)),
     "nemotron_json": replace(_LIST, section=("<TOOLCALL>", "</TOOLCALL>"), signs=("<TOOLCALL>",)),
     "internlm": Calls(
         arguments=_PARAMETERS, call=("<|action_start|><|plugin|>\n", "<|action_end|>"), signs=("<|action_start|>",)
@@ -334,6 +335,7 @@ _ALIASES = {
     "gpt_oss": ("gpt-oss", "openai"),
     "hermes": ("granite4", "qwen", "qwen25", "qwen3_json", "trinity"),
     "hy_v3": ("hunyuan",),
+    "hyperclovax": ("hyperclovax_seed_think_14b",),
     "internlm": ("interns1",),
     "llama3_json": ("llama3", "llama4_json"),
     "minimax_m2": ("minimax-m2",),

@@ -54,7 +54,7 @@ def may_think(tokenizer: Tokenizer, body: TemplateFields, *, prompt: str, syntax
     if turns_thinking_off(body, tokenizer.template_defaults):
         return False
     thoughts = syntax.thoughts
-    if thoughts is None or thoughts.reopens:
+    if thoughts is None or thoughts.reopens or thoughts.lead:  # a prompt that ends before a lead is a message's begin
         return True
     return not prompt.rstrip().endswith(tuple(mark.strip() for mark in thoughts.closing if mark.strip()))
 

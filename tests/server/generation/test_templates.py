@@ -13,11 +13,12 @@ import transformers
 from jaxserve.answers.choosing.choice import choose
 from jaxserve.answers.choosing.message_style import message_style
 from jaxserve.answers.choosing.served_tokenizer import served_tokenizer
+from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.answers.syntaxes.thought_table import REASONING_PARSERS
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.server.generation.template import render_chat
+from jaxserve.server.generation.template import may_think, render_chat
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.tokenizer import Tokenizer
 
@@ -263,3 +264,18 @@ def test_no_system_message_is_left_out(load, name, messages):
     if message_style(tokenizer).shows_late_system:
         as_system = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
         assert text == natively(load(name), as_system, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "expected"),
+    [
+        ("hyperclovax", "Hi.<|im_end|>\n<|im_start|>assistant", True),  # the mark that ends thoughts begins any message
+        ("deepseek_r1", "<|assistant|><think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<|assistant|>", True),
+    ],
+)
+def test_a_prompt_that_has_ended_thoughts_leaves_no_room_for_them(name, end, expected):
+    syntax, tokenizer = object.__new__(ModelSyntax), object.__new__(Tokenizer)
+    syntax.thoughts, tokenizer._template_defaults = REASONING_PARSERS[name], {}
+    body = msgspec.convert({"messages": [USER]}, ChatRequest)
+    assert may_think(tokenizer, body, prompt=end, syntax=syntax) is expected
