@@ -24,7 +24,7 @@ from jaxserve.speculative.drafter import Drafter
 class DraftModel(Drafter):
     """A model of any family whose layers keep no states."""
 
-    k: int
+    num_drafts: int
     family: Family
     config: Any
     context: int
@@ -49,11 +49,6 @@ class DraftModel(Drafter):
             raise ConfigError("speculative_config: model has layers that read keys and values of others")
         vocab_size = get_family(target).config(target).vocab_size
         return cls(speculation.num_drafts, family, config, context, vocab_size)
-
-    @property
-    @override
-    def num_drafts(self) -> int:
-        return self.k
 
     @property
     def _served(self) -> Any:

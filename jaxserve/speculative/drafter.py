@@ -28,10 +28,8 @@ class Drafter(abc.ABC):
     Instances are immutable and hashable: programs are compiled for them.
     """
 
-    @property
-    @abc.abstractmethod
-    def num_drafts(self) -> int:
-        """Largest number of tokens that it drafts for a row."""
+    num_drafts: int
+    """Largest number of tokens that it drafts for a row."""
 
     @property
     @abc.abstractmethod
@@ -127,12 +125,7 @@ class Later(Proposer):
     what it keeps.
     """
 
-    k: int
-
-    @property
-    @override
-    def num_drafts(self) -> int:
-        return self.k
+    num_drafts: int
 
     @override
     def init_state(self, *, num_slots: int, max_length: int) -> tuple[()]:
@@ -146,4 +139,4 @@ class Later(Proposer):
 
     @override
     def propose(self, state: tuple[()], new: NewTokens) -> tuple[tuple[()], Int[Array, "R k"], Int[Array, " R"]]:
-        return state, jnp.zeros((new.slots.shape[0], self.k), jnp.int32), jnp.zeros_like(new.counts)
+        return state, jnp.zeros((new.slots.shape[0], self.num_drafts), jnp.int32), jnp.zeros_like(new.counts)

@@ -45,7 +45,7 @@ class Eagle3(Drafter):
         adds_normed: its layer's updates are added to the normalised feature.
     """
 
-    k: int
+    num_drafts: int
     config: llama.Config
     context: int
     layers_read: tuple[int, ...]
@@ -90,7 +90,7 @@ class Eagle3(Drafter):
                 f"speculative_config: model is for a hidden size of {read}, but the model that it drafts for has {size}"
             )
         return cls(
-            k=speculation.num_drafts,
+            num_drafts=speculation.num_drafts,
             config=config,
             context=context,
             layers_read=taps,
@@ -100,11 +100,6 @@ class Eagle3(Drafter):
             head_of=None if fields["has_lm_head"] else (family, of_target),
             adds_normed=fields["norm_before_residual"],
         )
-
-    @property
-    @override
-    def num_drafts(self) -> int:
-        return self.k
 
     @property
     def _layer(self) -> Layer:

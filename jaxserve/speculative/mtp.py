@@ -83,7 +83,7 @@ FORMS: Mapping[str, Form] = {
 class MTP(Drafter):
     """The further layer of a model of `family`, whose own config is `config`."""
 
-    k: int
+    num_drafts: int
     form: Form
     family: Family
     config: Any
@@ -114,11 +114,6 @@ class MTP(Drafter):
             )
         family = get_family(target)
         return cls(speculation.num_drafts, form, family, family.config(target), context)
-
-    @property
-    @override
-    def num_drafts(self) -> int:
-        return self.k
 
     def _layer_of(self, config: Any) -> Layer:
         """Return the layer, which attends to all tokens and has experts: where it is numbered by itself, as the first

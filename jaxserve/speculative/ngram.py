@@ -20,7 +20,7 @@ from jaxserve.speculative.proposer import NewTokens, Proposer
 class NGram(Proposer):
     """Looks up the last `max_n` tokens, then fewer, down to `min_n`. Its state are all tokens of each slot, [N, M]."""
 
-    k: int
+    num_drafts: int
     min_n: int
     max_n: int
 
@@ -28,11 +28,6 @@ class NGram(Proposer):
     def of(cls, speculation: Speculation) -> "NGram":
         """Make the proposer of these options."""
         return cls(speculation.num_drafts, speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-
-    @property
-    @override
-    def num_drafts(self) -> int:
-        return self.k
 
     @override
     def init_state(self, *, num_slots: int, max_length: int) -> Int[Array, "N M"]:
@@ -51,8 +46,10 @@ class NGram(Proposer):
         state = append(state, new)
         with jax.named_scope("lookup"):
             history = state.at[new.slots].get(mode="clip")
-            drafts, is_found = lookup(history, new.lengths + new.counts, k=self.k, min_n=self.min_n, max_n=self.max_n)
-        return state, drafts, jnp.where(is_found, self.k, 0)
+            drafts, is_found = lookup(
+                history, new.lengths + new.counts, k=self.num_drafts, min_n=self.min_n, max_n=self.max_n
+            )
+        return state, drafts, jnp.where(is_found, self.num_drafts, 0)
 
 
 def append(history: Int[Array, "N M"], new: NewTokens) -> Int[Array, "N M"]:

@@ -27,10 +27,8 @@ class Proposer(abc.ABC):
     Instances are immutable and hashable: programs are compiled for them.
     """
 
-    @property
-    @abc.abstractmethod
-    def num_drafts(self) -> int:
-        """Largest number of tokens that it proposes for a row."""
+    num_drafts: int
+    """Largest number of tokens that it proposes for a row."""
 
     @abc.abstractmethod
     def init_state(self, *, num_slots: int, max_length: int) -> Any:

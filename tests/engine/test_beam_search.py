@@ -6,10 +6,9 @@ import pathlib
 
 import numpy as np
 import pytest
-from engine_harness import GOLDENS
+from engine_harness import tiny_config
 
 from jaxserve import AsyncLLM, BeamSearchParams
-from jaxserve.config import EngineConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.local import LocalEngineClient
 from jaxserve.errors import InvalidRequest
@@ -20,17 +19,7 @@ CASES = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "beams.json"
 
 @pytest.fixture(scope="module")
 def model(byte_level):
-    client = LocalEngineClient.start(
-        EngineConfig(
-            model=str(GOLDENS / "llama_untied"),
-            max_model_len=64,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            block_size=4,
-            kv_cache_memory=2**20,
-            warmup="none",
-        )
-    )
+    client = LocalEngineClient.start(tiny_config("llama_untied", max_num_seqs=8, max_num_batched_tokens=64))
     llm = LLM.from_frontend(Frontend(client, byte_level))
     yield llm
     llm.close()

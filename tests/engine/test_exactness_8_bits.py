@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import Model, request, run
+from engine_harness import Model, request, run, tiny_config
 from golden_folder import with_tensors
 from test_exactness import prompts
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.report import kv_kinds
 from jaxserve.engine.startup import start_engine
 from jaxserve.gpus import GPUS
@@ -89,16 +88,14 @@ def test_static_scales_of_a_checkpoint(tmp_path):
     """
     of_keys, of_values = np.float32([0.002, 0.003]), np.float32([0.001, 0.004])
     path = with_tensors(tmp_path, {"model.layers.1.self_attn.k_scale": of_keys, LAST_SCALE: of_values})
-    config = EngineConfig(
-        model=str(path),
+    config = tiny_config(
+        path,
         kv_cache_dtype="fp8",
         kv_cache_memory=2**16,
         max_model_len=32,
-        block_size=4,
         max_num_seqs=1,
         max_num_batched_tokens=8,
         tensor_parallel_size=2,
-        warmup="none",
     )
     engine, _ = start_engine(config, mesh=None, progress=False)
     assert len(run(engine, [request("r", [1, 2, 3, 4, 5], 2)])["r"].token_ids) == 2

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import quantized_models
 from depths import quick_first
-from engine_harness import request, run
+from engine_harness import request, run, tiny_config
 from quantized_models import specs_of, write_random
 
-from jaxserve.config import EngineConfig
 from jaxserve.convert import convert
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
@@ -47,15 +46,7 @@ def store(checkpoint, tmp_path_factory):
 
 
 def start(path, num_devices):
-    config = EngineConfig(
-        model=str(path),
-        tensor_parallel_size=num_devices,
-        max_num_seqs=4,
-        max_num_batched_tokens=4,
-        block_size=4,
-        kv_cache_memory=2**20,
-        warmup="none",
-    )
+    config = tiny_config(path, max_model_len=None, tensor_parallel_size=num_devices, max_num_batched_tokens=4)
     return start_engine(config, mesh=None, progress=False)
 
 

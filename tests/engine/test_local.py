@@ -13,7 +13,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from engine_harness import GOLDENS, request
+from engine_harness import request, tiny_config
 from waiting import PATIENCE, wait_until
 
 from jaxserve.config import EngineConfig
@@ -32,15 +32,7 @@ from jaxserve.errors import (
 from jaxserve.execution.programs.compile import CompiledSteps
 from jaxserve.execution.runner import PendingStep
 
-CONFIG = EngineConfig(
-    model=str(GOLDENS / "llama_untied"),
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    block_size=4,
-    kv_cache_memory=2**20,
-    warmup="none",
-)
+CONFIG = tiny_config("llama_untied")
 
 
 def start(**changes):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from depths import quick_only
-from engine_harness import Model, Result, assert_naive, drain, request, run
+from engine_harness import Model, Result, assert_naive, drain, request, run, tiny_config
 from golden_folder import GOLDENS
 
 from jaxserve.config import EngineConfig
@@ -123,16 +123,7 @@ def test_a_request_that_ends_early_leaves_nothing_behind(model):
 def test_an_engine_starts(tmp_path, changes):
     fields = load_config(GOLDENS / GOLDEN) | (changes or {}) | {"eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = EngineConfig(
-        model=str(tmp_path),
-        load_format="dummy",
-        warmup="none",
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        max_model_len=64,
-        block_size=4,
-        kv_cache_memory=2**16,
-    )
+    config = tiny_config(tmp_path, load_format="dummy", kv_cache_memory=2**16)
     engine, info = start_engine(config, mesh=None, progress=False)
     try:
         assert info.enable_prefix_caching

@@ -7,26 +7,16 @@ import time
 
 import pytest
 from depths import quick_first
-from engine_harness import GOLDENS, drain, request, run
+from engine_harness import drain, request, run, tiny_config
 from waiting import PATIENCE
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine import device, startup
 from jaxserve.execution.programs.kinds import AdmitExtras, Draw, Embed, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
 from jaxserve.sampling_params import SamplingParams
 
-CONFIG = EngineConfig(
-    model=str(GOLDENS / "llama_untied"),
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=8,
-    block_size=4,
-    kv_cache_memory=2**20,
-    warmup="background",
-    compilation_cache_dir="",
-)
+CONFIG = tiny_config("llama_untied", max_num_batched_tokens=8, warmup="background", compilation_cache_dir="")
 KINDS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9, top_k=20, seed=3),

@@ -8,10 +8,9 @@ import time
 import jax
 import numpy as np
 import pytest
-from golden_folder import GOLDENS
+from engine_harness import tiny_config
 from waiting import PATIENCE, wait_until
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import compile as compile_module
@@ -48,15 +47,8 @@ def test_the_counter_counts():
 @pytest.mark.slow
 def test_no_compile_after_warm_up():
     """Every kind of request, in batches of every size, with preemption and prefix hits."""
-    config = EngineConfig(
-        model=str(GOLDENS / "llama_untied"),
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        block_size=4,
-        kv_cache_memory=24 * 4 * 4 * 12 * 2 * 2 * 4,
-        warmup="full",
-        compilation_cache_dir="",
+    config = tiny_config(
+        "llama_untied", kv_cache_memory=24 * 4 * 4 * 12 * 2 * 2 * 4, warmup="full", compilation_cache_dir=""
     )
     engine, info = start_engine(config, mesh=None, progress=False)
     assert info.num_blocks == 24

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from depths import quick_first
-from engine_harness import Model, Result, request, run
+from engine_harness import Model, Result, request, run, tiny_config
 from golden_folder import GOLDENS
 from naive import dense_cache, one_sequence
 from safetensors.numpy import save_file
@@ -296,17 +296,15 @@ def from_files(folder, kind):
 def test_an_engine_from_files_on_two_devices_with_8_bits(tmp_path, kind, quantization):
     """A whole start; the text is that of the same engine without drafts. The drafter's matrices alone are rounded."""
     model, options = from_files(tmp_path, kind)
-    config = EngineConfig(
-        model=str(model),
+    config = tiny_config(
+        model,
         speculative_config=options | {"quantization": quantization},
         kv_cache_dtype="fp8",
         kv_cache_memory=2**17,
         max_model_len=32,
-        block_size=4,
         max_num_seqs=1,
         max_num_batched_tokens=8,
         tensor_parallel_size=2,
-        warmup="none",
     )
     engine, _ = start_engine(config, mesh=None, progress=False)
     params, schemes = engine.runner.state["params"], engine.runner.builder.spec.schemes

@@ -40,7 +40,7 @@ def test_the_latest_of_the_longest_matches(texts, behind, bounds):
 
 
 def test_tokens_are_appended_to_the_rows_that_drew_some():
-    proposer = NGram(k=2, min_n=1, max_n=2)
+    proposer = NGram(num_drafts=2, min_n=1, max_n=2)
     state = proposer.init_state(num_slots=3, max_length=8)
     # In pieces of three, the last one padded; a slot out of range.
     pieces = jnp.array([[5, 6, 7], [5, 0, 0], [9, 9, 9]], jnp.int32)

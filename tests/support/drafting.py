@@ -13,15 +13,11 @@ from jaxserve.speculative.proposer import NewTokens, Proposer
 @dataclasses.dataclass(frozen=True)
 class Told(Proposer):
     """Proposes what follows in the one of some texts with which a sequence begins, with errors in some of 8 places, and
-    fewer than k tokens at some lengths. What it is told is a part of its state: nothing is compiled again.
+    fewer than `num_drafts` tokens at some lengths. What it is told is a part of its state: nothing is compiled again.
     """
 
-    k: int
+    num_drafts: int
     num_texts: int
-
-    @property
-    def num_drafts(self):
-        return self.k
 
     def init_state(self, *, num_slots, max_length):
         return {
@@ -40,10 +36,14 @@ class Told(Proposer):
         lengths = new.lengths + new.counts
         is_behind = jnp.arange(history.shape[1])[None, None] >= lengths[:, None, None]
         is_same = jnp.all((history[:, None] == texts[None]) | is_behind, axis=2)
-        place = lengths[:, None] + jnp.arange(self.k, dtype=jnp.int32)[None]
+        place = lengths[:, None] + jnp.arange(self.num_drafts, dtype=jnp.int32)[None]
         drafts = jnp.take_along_axis(texts[jnp.argmax(is_same, axis=1)], place, axis=1, mode="clip")
         drafts = jnp.where(place * 37 % 71 % 8 < state["errors"], (drafts + 1) % 7, drafts)
-        return state, drafts, jnp.where(lengths % 5 == 4, lengths % (self.k + 1), self.k).astype(jnp.int32)
+        return (
+            state,
+            drafts,
+            jnp.where(lengths % 5 == 4, lengths % (self.num_drafts + 1), self.num_drafts).astype(jnp.int32),
+        )
 
 
 def tell(runner: Any, texts: list[list[int]], *, errors: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from golden_folder import GOLDENS
 from naive import greedy_choices, naive_greedy, naive_logits
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.programs.builder import StepBuilder
 from jaxserve.execution.programs.spec import ON_CPU, StepSpec
@@ -23,6 +24,13 @@ from jaxserve.speculative import make_drafter
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_MODEL_LEN = 96
+
+
+def tiny_config(model, **changes):
+    """Return the options of an engine with few, small shapes for a golden checkpoint, or for that of a folder."""
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4}
+    options = {"kv_cache_memory": 2**20, "warmup": "none"}
+    return EngineConfig(model=str(GOLDENS / model), **(sizes | options | changes))
 
 
 class Model:
