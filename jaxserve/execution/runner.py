@@ -527,7 +527,7 @@ class Runner:
 
 def _place(sharding: NamedSharding) -> Any:
     """Return what `device_put` is to be given for arrays that lie as `sharding` says: the device, if it is one, which
-    takes half the time that a sharding takes.
+    costs the host less than a sharding.
     """
     device, *others = sharding.device_set
     return sharding if others else device
