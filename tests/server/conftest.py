@@ -14,6 +14,7 @@ from wire_clock import WireClock
 from jaxserve.answers.syntaxes.table import TOOL_PARSERS
 from jaxserve.config import EngineConfig
 from jaxserve.engine.local import LocalEngineClient
+from jaxserve.structured.pool import GrammarPool
 
 SPECIAL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """What may be a special token of the marks of calls."""
@@ -33,6 +34,24 @@ def patience():
         patch.setattr("jaxserve.server.routes.responses.WAIT_FOR_CANCEL", PATIENCE)
         patch.setattr("jaxserve.structured.matchers.COMPILE_TIMEOUT", PATIENCE)
         yield
+
+
+class SharedGrammars(GrammarPool):
+    """The grammars of all servers of a test process: starting the two processes that compile them takes longer than
+    most tests of a server. They end with the test process.
+    """
+
+    def close(self):
+        """Leave the processes to the next server."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grammars(patience):  # noqa: ARG001 - the limits of the processes are read when they start
+    with pytest.MonkeyPatch.context() as patch:
+        pool = SharedGrammars()
+        patch.setattr("jaxserve.engine.frontend.GrammarPool", lambda: pool)
+        yield
+        GrammarPool.close(pool)
 
 
 @pytest.fixture(scope="session")

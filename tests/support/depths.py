@@ -24,6 +24,11 @@ def examples(number):
     return max(1, number // 5) if settings.get_current_profile_name() == QUICK_PROFILE else number
 
 
+def drawn(cases, number):
+    """Return the cases from which a property draws: before each commit the first `number`, those that cost least."""
+    return cases[:number] if settings.get_current_profile_name() == QUICK_PROFILE else cases
+
+
 def _slow(case):
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)
