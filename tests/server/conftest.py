@@ -45,13 +45,18 @@ class SharedGrammars(GrammarPool):
         """Leave the processes to the next server."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def grammars(patience):  # noqa: ARG001 - the limits of the processes are read when they start
+@pytest.fixture(scope="session")
+def shared_grammars(patience):  # noqa: ARG001 - the limits of the processes are read when they start
+    pool = SharedGrammars()
+    yield pool
+    GrammarPool.close(pool)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grammars(shared_grammars):
     with pytest.MonkeyPatch.context() as patch:
-        pool = SharedGrammars()
-        patch.setattr("jaxserve.engine.frontend.GrammarPool", lambda: pool)
+        patch.setattr("jaxserve.engine.frontend.GrammarPool", lambda: shared_grammars)
         yield
-        GrammarPool.close(pool)
 
 
 @pytest.fixture(scope="session")
