@@ -46,7 +46,8 @@ class SharedGrammars(GrammarPool):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def grammars(patience):  # noqa: ARG001 - the limits of the processes are read when they start
+def grammars(patience):
+    """One pool for all front ends, whose processes have the limits of `patience`."""
     with pytest.MonkeyPatch.context() as patch:
         pool = SharedGrammars()
         patch.setattr("jaxserve.engine.frontend.GrammarPool", lambda: pool)
