@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import sys
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -43,6 +44,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.devices()
     os.environ["XLA_FLAGS"] = flags
 
+COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"
+"""Folder of compiled programs."""
+
+MAX_AGE = 14 * 24 * 3600
+"""Seconds after which a compiled program that no run has read is deleted."""
+
 # As in the processes that lower an engine's steps.
 ask_ptxas_once()
 infer_layouts_faster()
@@ -59,9 +66,10 @@ settings.load_profile("repeat")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What several tests or runs compile is compiled once.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+# What several tests or runs compile is compiled once, however little time that takes. A program's key is a hash of what
+# XLA is given: a change of code that changes the program is never hidden.
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 MAX_MAPS = 10_000
@@ -86,6 +94,15 @@ def pytest_collection_modifyitems(items):
     num_slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     num_tests = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in longest, -num_slow[item.path], -num_tests[item.path]))
+
+
+def pytest_sessionfinish(session):
+    """Delete the compiled programs that are no longer used, in the process that starts the others if there are any."""
+    if hasattr(session.config, "workerinput") or not COMPILED.exists():
+        return
+    for file in COMPILED.iterdir():
+        if time.time() - file.stat().st_atime > MAX_AGE:
+            file.unlink(missing_ok=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -46,7 +46,8 @@ class SharedGrammars(GrammarPool):
 
 
 @pytest.fixture(scope="session")
-def shared_grammars(patience):  # noqa: ARG001 - the limits of the processes are read when they start
+def shared_grammars(patience):
+    """The processes have the limits of `patience`."""
     pool = SharedGrammars()
     yield pool
     GrammarPool.close(pool)

@@ -34,7 +34,10 @@ DRAFTS = {
 }
 GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
 STATES = {
-    "delta rule": ("qwen3_next_biases", {"vocab_size": 123}),
+    "delta rule": (
+        "qwen3_next_biases",
+        {"vocab_size": 123, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "decays by channel": ("kimi_linear_plain", {"vocab_size": 123}),
     "short convolutions": ("lfm2_biases", {"vocab_size": 123}),
     "Mamba-2 beside attention": ("falcon_h1_multipliers", {"vocab_size": 123}),

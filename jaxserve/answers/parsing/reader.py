@@ -210,8 +210,6 @@ class Reader(AnswerReader):
             pass
         # In thoughts, a mark that ends calls and thoughts (Inkling's) decides whether the call was only thought of.
         is_empty = not block.has_calls and marks.nothing.match("".join(source.taken or ())) is not None
-        if is_empty and self._is_fresh:
-            self._spaces = []
         if block.is_closed and self._held is None and (block.has_calls or is_empty):
             while (yield from source.accept(marks.closing)) is not None:
                 pass
@@ -266,6 +264,8 @@ class Reader(AnswerReader):
             text = "" if block.is_closed else marks.spare.sub("", text, count=1)
         elif marks.nothing.fullmatch(text):
             text = ""
+            if self._is_fresh:
+                self._spaces = []
         elif block.is_closed and block.in_section and not marks.call_like.search(text):
             text = marks.section_marks.sub("", text).strip()
         elif not text:
