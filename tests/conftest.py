@@ -101,8 +101,9 @@ def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput") or not COMPILED.exists():
         return
     for file in COMPILED.iterdir():
-        if time.time() - file.stat().st_atime > MAX_AGE:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run deletes it, too
+            if file.is_file() and time.time() - file.stat().st_atime > MAX_AGE:
+                file.unlink()
 
 
 @pytest.hookimpl(wrapper=True)
