@@ -135,6 +135,25 @@ def pair_of_bytes(word: Any, index: int, code: Code) -> Any:
     return _asm([word], _REGISTERS + _BYTES_TO[code][index] + _BYTES[code])
 
 
+def halves_of_bytes(word: Any, code: Code) -> list[Any]:
+    """Return in two registers the values of the first two and the last two codes of a word of four, as float16."""
+    match code:
+        case "fp8":
+            return [
+                _asm([word], f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {half}; }}")
+                for half in "lh"
+            ]
+        case "e5m2":  # the upper byte of float16
+            return [_asm([word], f"prmt.b32 $0, $1, 0, {selector};") for selector in ("0x1404", "0x3424")]
+        case "int8":  # 1024 + 128 + the code, less that
+            text = "{ .reg .b32 a, m; xor.b32 a, $1, 0x80808080; mov.b32 m, 0x64806480; "
+            return [
+                _asm([word], text + f"prmt.b32 a, a, 0x64646464, {selector}; sub.f16x2 $0, a, m; }}")
+                for selector in ("0x4140", "0x4342")
+            ]
+    raise ValueError(f"no codes of 8 bits: {code}")
+
+
 def float_of(word: Any, index: int, dtype: str) -> Any:
     """Return in float32 a number of a word of them, of a type of 4, 2 or 1 bytes; a power of two (e8m0) is not NaN."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()

@@ -1,7 +1,8 @@
-"""Keys and values of 8 bits in shared memory, as the attention kernels multiply by them, in bfloat16, and scales.
+"""Keys and values of 8 bits in shared memory, as the attention kernels multiply by them, and scales.
 
 Each operation is executed by one warpgroup; `interpret` replaces it for the interpreter. Blocks of [rows, D] are tiled
-and swizzled as `transforms` says. bfloat16 represents every number of 8 bits exactly.
+and swizzled as `transforms` says. float16 represents every number of 8 bits exactly and takes the fewest instructions to
+make, bfloat16 has room for values times their scales.
 """
 
 from typing import Any, Literal, cast
@@ -11,7 +12,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import Code, pair_of_bytes, rearranged, times_sum
+from pallas_kernels.device.codes import Code, halves_of_bytes, pair_of_bytes, rearranged, times_sum
 from pallas_kernels.device.mlir import REF, const_i32, inline, thread, vector_of
 from pallas_kernels.device.registers import matrix_of, registers_for, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
@@ -34,87 +35,99 @@ def transforms(num_columns: int, *, itemsize: int) -> tuple[Any, Any]:
 
 
 def permuted(columns: Any) -> Any:
-    """Return columns [..., D] in the order of those of `as_operand`: of each 16, the even ones, then the odd ones."""
+    """Return columns [..., D] in the order of those of `as_operand`: of each 16, the first two of each four, then the
+    others.
+    """
     *rest, size = columns.shape
-    return columns.reshape(*rest, size // 16, 8, 2).swapaxes(-1, -2).reshape(*rest, size)
+    return columns.reshape(*rest, size // 16, 4, 2, 2).swapaxes(-3, -2).reshape(*rest, size)
 
 
 def as_operand(ref: Any, *, interpret: bool) -> Any:
-    """Return [rows, D] in bfloat16 in registers, as wgmma takes its first operand, the columns `permuted`."""
+    """Return [rows, D] in float16 in registers, as wgmma takes its first operand, the columns `permuted`."""
     rows, size = ref.shape
     if interpret:
-        return permuted(ref[...].astype(jnp.bfloat16))
+        return permuted(ref[...].astype(jnp.float16))
     code = CODES[jnp.dtype(ref.dtype).name]
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
         registers = registers_for(size, rows=rows)
-        for tile in range(rows // 64):
-            for half in range(2):
-                own = arith.addi(row, const_i32(64 * tile + 8 * half))
-                for chunk in range(size // 16):
-                    offset = _offset(size, 1, own, chunk)
-                    word = _load(ref, arith.addi(offset, arith.muli(quarter, const_i32(4))), 1)
-                    for index in range(2):
-                        pair = utils.bitcast(pair_of_bytes(word, index, code), _pair())
-                        registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = pair
+        in_chunk = arith.muli(quarter, const_i32(4))
+        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(size // 16)]
+        for tile, chunk, half in np.ndindex(rows // 64, size // 16, 2):
+            below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half))
+            word = _load(ref, arith.addi(offsets[chunk], below), 1)
+            for index, pair in enumerate(halves_of_bytes(word, code)):
+                registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(pair, _pair())
         return matrix_of(registers)
 
-    out = plgpu.ShapeDtypeStruct((rows, size), jnp.bfloat16, layout=_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((rows, size), jnp.float16, layout=_LAYOUT)
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 
 def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1] = 0, *, interpret: bool) -> None:
-    """Copy [rows, D], converted to bfloat16, once all threads have arrived here; `commit_smem` shows it to wgmma.
+    """Copy [rows, D], converted to float16; `commit_smem` shows it to wgmma. No thread may still wait for a product
+    of what was there.
 
-    With `scales_ref`, [pages, 2, S], rows are multiplied by their scales of this kind.
+    With `scales_ref`, [pages, 2, S], rows are converted to bfloat16 and multiplied by their scales of this kind.
     """
     rows, size = source.shape
     if interpret:
         found = source[...].astype(jnp.float32)
         if scales_ref is not None:
             found = found * scales_ref[:, kind].reshape(-1, 1)
-        target[...] = found.astype(jnp.bfloat16)
+        target[...] = found.astype(target.dtype)
         return
     code = CODES[jnp.dtype(source.dtype).name]
 
     def run(_: Any, target: Any, source: Any, scales_ref: Any = None) -> None:
-        utils.warpgroup_barrier()  # nobody reads what is there any more
         chunks = size // 16
-        per_step = 128 // chunks if 128 % chunks == 0 else 0
         own = thread()
+
+        def move(row: Any, chunk: Any, below: int = 0) -> None:
+            """Convert a chunk of the row so many rows, whole tiles of 8, below this one."""
+            source_offset = arith.addi(_offset(size, 1, row, chunk), const_i32(_bytes_of_rows(size, 1, below)))
+            words = _load(source, source_offset, 4)
+            scale_row = arith.addi(row, const_i32(below))
+            factors = None if scales_ref is None else _factors(_scale(scales_ref, kind, scale_row, 1))
+            for part in range(2):
+                values = []
+                for i in range(2):
+                    word = vector.extract(words, [], [2 * part + i])
+                    if factors is None:
+                        values += halves_of_bytes(word, code)
+                        continue
+                    even, odd = (times_sum(pair_of_bytes(word, index, code), *factors) for index in range(2))
+                    values += [rearranged(even, odd, "0x5410"), rearranged(even, odd, "0x7632")]
+                at = arith.addi(arith.muli(chunk, const_i32(2)), const_i32(part))
+                offset = arith.addi(_offset(size, 2, row, at), const_i32(_bytes_of_rows(size, 2, below)))
+                _store(target, offset, vector_of(values))
+
+        if chunks == 8:  # whole rows of 128 bytes: no two lanes of a transaction use the same bank
+            first = _without_conflicts(own)
+            for below in range(0, rows, 16):
+                move(*first, below)
+            return
         for step in range(-(-rows * chunks // 128)):
             number = arith.addi(own, const_i32(128 * step))
-            if chunks == 8:  # whole rows of 128 bytes: no two lanes of a transaction use the same bank
-                row, chunk = _without_conflicts(number)
-            else:
-                row, chunk = arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks))
-
-            def move(row: Any = row, chunk: Any = chunk) -> None:
-                words = _load(source, _offset(size, 1, row, chunk), 4)
-                factors = None if scales_ref is None else _factors(_scale(scales_ref, kind, row, 1))
-                for part in range(2):
-                    values = []
-                    for i in range(2):
-                        word = vector.extract(words, [], [2 * part + i])
-                        even, odd = pair_of_bytes(word, 0, code), pair_of_bytes(word, 1, code)
-                        if factors is not None:
-                            even, odd = (times_sum(pair, *factors) for pair in (even, odd))
-                        values += [rearranged(even, odd, "0x5410"), rearranged(even, odd, "0x7632")]
-                    at = arith.addi(arith.muli(chunk, const_i32(2)), const_i32(part))
-                    _store(target, _offset(size, 2, row, at), vector_of(values))
-
-            if per_step or (step + 1) * 128 <= rows * chunks:
-                move()
+            place = arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks))
+            if (step + 1) * 128 <= rows * chunks:
+                move(*place)
             else:
                 with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, const_i32(rows * chunks))):
-                    move()
+                    move(*place)
 
     kinds = [plgpu.RefType(transforms(size, itemsize=itemsize)) for itemsize in (2, 1)]
     if scales_ref is None:
         inline(run, *kinds)(target, source)
     else:
         inline(run, *kinds, REF)(target, source, scales_ref)
+
+
+def wait_for_all(*, interpret: bool) -> None:
+    """Wait until all threads of the warpgroup have arrived here."""
+    if not interpret:
+        inline(lambda _: utils.warpgroup_barrier())()
 
 
 def scales(ref: Any, kind: Literal[0, 1], shape: tuple[int, int], *, axis: int, interpret: bool) -> Any:
@@ -201,8 +214,13 @@ def _offset(size: int, itemsize: int, row: Any, chunk: Any) -> Any:
     return arith.addi(row_offset, arith.muli(column, const_i32(16)))
 
 
+def _bytes_of_rows(size: int, itemsize: int, rows: int) -> int:
+    """Return by how much more the offset is so many rows further down, a multiple of 8."""
+    return rows * size * itemsize
+
+
 def _pair() -> Any:
-    return ir.VectorType.get((2,), ir.BF16Type.get())
+    return ir.VectorType.get((2,), ir.F16Type.get())
 
 
 def _load(ref: Any, offset: Any, words: int) -> Any:

@@ -18,6 +18,8 @@ from pallas_kernels.paged_attention import query_columns, query_rows
 from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
 
 _LAYOUT = plgpu.Layout.WGMMA
+SMALLEST_SCALE = 2.0**-64
+"""Scales of values that are smaller, of vectors of zeros, count as this one, so that totals stay finite."""
 
 
 def copy(problem, split, refs, scratch):
@@ -190,7 +192,10 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     if is_masked:
         plgpu.barrier_wait(scratch.v_full.at[slot])
         if problem.has_scales:
+            vectors_of_8_bits.wait_for_all(interpret=problem.interpret)  # for the values before
             _convert(problem, scratch, slot)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.v_free.at[slot])
         is_cut = (block * block_kv < first_held) | ((block + 1) * block_kv > tile.seq_len)
 
         @pl.when(is_cut)
@@ -198,20 +203,23 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
             _clear_outside(problem, values, block, first_held, tile.seq_len)
 
     plgpu.barrier_wait(scratch.k_full.at[slot])
-    scores = form.scores(problem, scratch.k.at[slot], scratch)
+    k_scales: Any = None
     v_scales: Any = None
     if problem.has_scales:
         k_scales, v_scales = (
             vectors_of_8_bits.scales(
                 scratch.scales.at[slot],
                 kind,
-                (scores.shape[0], scores.shape[1]),
+                (block_kv, problem.columns),
                 axis=form.KEYS,
                 interpret=problem.interpret,
             )
             for kind in (0, 1)
         )
+    scores = form.scores(problem, scratch.k.at[slot], scratch)
+    if problem.has_scales:
         scores = scores * k_scales
+        v_scales = jnp.log2(jnp.maximum(v_scales, SMALLEST_SCALE))
     plgpu.barrier_arrive(scratch.k_free.at[slot])
 
     if problem.soft_cap is None:
@@ -235,21 +243,30 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
                 allowed = allowed & (key > position - problem.sliding_window)
         scores = jnp.where(allowed, scores, LOWEST)
 
-    new_maximum = jnp.maximum(maximum, form.maxima(problem, scores, scratch))
-    keep = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(scores - form.spread(problem, new_maximum, scores.shape))
-    total = form.add_weights(problem, total, keep, weights)
-    acc = acc * form.spread(problem, keep, acc.shape)
+    # Weights are 1 at most times their values' scales, too, so that float16 has room for them.
+    scaled = scores
     if problem.has_scales:
-        weights = weights * v_scales
+        scaled = scores + v_scales
         if is_masked:  # scales outside the context may be NaN
-            weights = jnp.where(allowed, weights, 0.0)
+            scaled = jnp.where(allowed, scaled, LOWEST)
+    new_maximum = jnp.maximum(maximum, form.maxima(problem, scaled, scratch))
+    keep = jnp.exp2(maximum - new_maximum)
+    spread_maximum = form.spread(problem, new_maximum, scores.shape)
+    weights = jnp.exp2(scaled - spread_maximum)
+    in_total = jnp.exp2(scores - spread_maximum) if problem.has_scales else weights
+    total = form.add_weights(problem, total, keep, in_total)
+    acc = acc * form.spread(problem, keep, acc.shape)
     weights = weights.astype(values.dtype)
 
     if not is_masked:
         plgpu.barrier_wait(scratch.v_full.at[slot])
-        if problem.has_scales:
-            _convert(problem, scratch, slot)
+    form.put_weights(problem, weights, scratch)
+    if problem.has_scales and not is_masked:
+        _convert(problem, scratch, slot)  # all have waited for the maxima since they had done with the values before
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.v_free.at[slot])
+    elif problem.columns:
+        plgpu.commit_smem()
     acc = form.add_values(problem, acc, weights, values, scratch)
     if not problem.has_scales:
         plgpu.barrier_arrive(scratch.v_free.at[slot])
@@ -259,8 +276,6 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
 def _convert(problem, scratch, slot):
     """Convert a block of values; wgmma, which takes none of 8 bits whose rows are keys, reads them from there."""
     vectors_of_8_bits.convert(scratch.converted, scratch.v.at[slot], interpret=problem.interpret)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.v_free.at[slot])
 
 
 def _query_position(problem, tile, key):

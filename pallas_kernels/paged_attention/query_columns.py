@@ -78,14 +78,18 @@ def spread(problem, x, shape):
     return problem.cast(lax.broadcast_in_dim(x, shape, [1]), LAYOUT)
 
 
+def put_weights(problem, weights, scratch):
+    """Put weights, [keys, columns], to where wgmma reads them; `commit_smem` shows them to it."""
+    if not problem.interpret:
+        device.store_transposed(scratch.weights, weights)
+
+
 def add_values(problem, acc, weights, values, scratch):
-    """Add values^T weights to the sums; weights are [keys, columns]."""
+    """Add values^T weights to the sums; `put_weights` has put the weights."""
     if problem.interpret:
         acc = acc + jnp.dot(values[...].astype(jnp.float32).T, weights.astype(jnp.float32))
         plgpu.commit_smem()
         return acc
-    device.store_transposed(scratch.weights, weights)
-    plgpu.commit_smem()
 
     def add_product(acc_ref):
         plgpu.wgmma(acc_ref, values.transpose((1, 0)), scratch.weights.transpose((1, 0)))

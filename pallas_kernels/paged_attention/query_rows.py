@@ -63,6 +63,10 @@ def spread(_, x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def put_weights(_, __, ___):
+    """Do nothing: wgmma reads weights from registers."""
+
+
 def add_values(problem, acc, weights, values, _):
     """Add weights values to the sums; weights are [queries, keys]."""
     if problem.interpret:

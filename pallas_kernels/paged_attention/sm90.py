@@ -75,7 +75,7 @@ def paged_attention_sm90(
 
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    num_rows, num_queries, num_heads, head_dim = q.shape
+    (num_rows, num_queries, num_heads, head_dim), dtype = q.shape, q.dtype
     num_kv_heads, block_size = pages.k.shape[1:3]
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
@@ -113,7 +113,8 @@ def paged_attention_sm90(
         sliding_window=scores.sliding_window,
     )
     if has_scales:
-        q = vectors_of_8_bits.permuted(q)
+        largest = float(jnp.finfo(jnp.float16).max)
+        q = vectors_of_8_bits.permuted(jnp.clip(q, -largest, largest).astype(jnp.float16))
     # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
@@ -132,7 +133,7 @@ def paged_attention_sm90(
     operands = [tiles, pages.k, pages.v, block_tables, *plan, by_row(scores.sinks)]
     operands += [by_row(scores.alibi_slopes), pages.scales]
     num_out_rows = max(tiles.shape[0], room * num_kv_heads * padded_rows)
-    out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, q.dtype, operands)
+    out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, dtype, operands)
 
     def by_query(x: Array) -> Array:
         x = x.reshape(-1, num_kv_heads, padded_rows, x.shape[-1])[:, :, :head_rows]
@@ -146,7 +147,7 @@ def paged_attention_sm90(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call(problem, num_items, num_out_rows, dtype, operands):
     """Run the kernel. Jitted, so that the layers of a model use one lowering."""
-    config, head_dim = problem.config, problem.head_dim
+    config, head_dim, multiplied = problem.config, problem.head_dim, operands[0].dtype
     given = [operand for operand in operands if operand is not None]
 
     def body(*refs):
@@ -189,13 +190,12 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
     transforms = (tiling((8, columns)), swizzle(2 * columns))
     pages_per_block = max(1, config.block_kv // problem.block_size)
     streams, slots = config.streams, config.streams * config.stages
-    blocks = plgpu.SMEM((slots, config.block_kv, head_dim), dtype, transforms=transforms)
+    blocks = plgpu.SMEM((slots, config.block_kv, head_dim), multiplied, transforms=transforms)
     width = problem.columns or ROWS
-    rows = plgpu.SMEM((streams, width, head_dim), dtype)
     weights = exchanged = None
     if problem.columns:
         shape = streams, problem.columns, config.block_kv
-        weights = plgpu.SMEM(shape, dtype, transforms=device.SWIZZLED)
+        weights = plgpu.SMEM(shape, multiplied, transforms=device.SWIZZLED)
         exchanged = plgpu.SMEM((streams, device.EXCHANGED), jnp.float32)
     full = k_full = plgpu.Barrier(num_barriers=slots, num_arrivals=pages_per_block)
     scales = converted = None
@@ -207,15 +207,15 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         )
         rows_per_copy = config.block_kv // pages_per_block
         scales = plgpu.SMEM((slots, pages_per_block, 2, rows_per_copy), jnp.float32)
-        converted = plgpu.SMEM((streams, config.block_kv, head_dim), dtype, transforms=transforms)
+        converted = plgpu.SMEM((streams, config.block_kv, head_dim), multiplied, transforms=transforms)
         k_full = plgpu.Barrier(num_barriers=slots, num_arrivals=2 * pages_per_block)
     free = plgpu.Barrier(num_barriers=slots)
     scratch = Scratch(
-        q_in=rows,
-        q=plgpu.SMEM((streams, width, head_dim), dtype, transforms=transforms),
+        q_in=plgpu.SMEM((streams, width, head_dim), multiplied),
+        q=plgpu.SMEM((streams, width, head_dim), multiplied, transforms=transforms),
         k=blocks,
         v=blocks,
-        out=rows,
+        out=plgpu.SMEM((streams, width, head_dim), dtype),
         weights=weights,
         exchanged=exchanged,
         scales=scales,

@@ -14,6 +14,7 @@ from depths import quick_first
 from interpreting import interpret
 from kernel_results import in_float
 from poisoned_pages import make_scores
+from rounded_pages import rounded_pages
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
@@ -27,13 +28,15 @@ TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
 OF_A_ROW = 1.5
 
 
-def make_case(lens, *, heads, block_size=16, num_queries=1, dtype=jnp.bfloat16, **options):
+def make_case(lens, *, heads, block_size=16, num_queries=1, dtype=jnp.bfloat16, kv_dtype=None, **options):
     """Arguments of `paged_attention`, arrays and then the others, and the result it should have."""
     rng = np.random.default_rng(len(lens) + sum(lens))
     arrays, layout = of_rows.make_case(
         rng, lens, num_queries=num_queries, max_blocks=None, heads=heads, block_size=block_size, dtype=dtype
     )
     scores = make_scores(rng, heads[0], **{"scale": heads[2] ** -0.5} | options)
+    if kv_dtype is not None:
+        arrays = arrays[0], rounded_pages(arrays[1], kv_dtype)
     want = of_rows.expected(arrays, layout, scores)
     # Room for results of others.
     return arrays, layout | {"scores": jax.tree.map(jnp.asarray, scores), "room": len(lens) + 3}, want
@@ -78,6 +81,16 @@ INTERPRETED = {
         "soft_cap": 4.0,
         "dtype": jnp.float16,
     },
+    "pages of 8 bits": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64), "kv_dtype": jnp.float8_e4m3fn},
+    "verification, pages of 8 bits": {
+        "lens": [70, 12, 300],
+        "heads": (4, 1, 64),
+        "num_queries": 3,
+        "has_sinks": True,
+        "sliding_window": 90,
+        "soft_cap": 4.0,
+        "kv_dtype": jnp.int8,
+    },
 }
 
 
@@ -120,6 +133,21 @@ ON_A_GPU = {
         for n in (2, 5, 8)
     },
     "all queries": {"lens": [8, 9, 500], "heads": (64, 1, 128), "num_queries": 8, "sliding_window": 30},
+    **{
+        f"pages of {dtype.__name__}": {"lens": MIX, "heads": (32, 8, 128), "kv_dtype": dtype}
+        for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+    },
+    "FP8, head_dim 64, sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True, "kv_dtype": jnp.float8_e4m3fn},
+    "FP8, head_dim 256": {"lens": MIX, "heads": (16, 4, 256), "kv_dtype": jnp.float8_e4m3fn},
+    "FP8, pages of 64": {"lens": MIX, "heads": (8, 2, 128), "block_size": 64, "kv_dtype": jnp.float8_e4m3fn},
+    "FP8, 3 queries": {
+        "lens": [length + 3 for length in MIX],
+        "heads": (32, 8, 128),
+        "num_queries": 3,
+        "sliding_window": 257,
+        "soft_cap": 20.0,
+        "kv_dtype": jnp.float8_e4m3fn,
+    },
 }
 
 
