@@ -1,8 +1,8 @@
 """Keys and values of 8 bits in shared memory, as the attention kernels multiply by them, and scales.
 
 Each operation is executed by one warpgroup; `interpret` replaces it for the interpreter. Blocks of [rows, D] are tiled
-and swizzled as `transforms` says. float16 represents every number of 8 bits exactly and takes the fewest instructions to
-make, bfloat16 has room for values times their scales.
+and swizzled as `transforms` says. float16 represents every number of 8 bits exactly and takes the fewest instructions,
+bfloat16 has room for values times their scales.
 """
 
 from typing import Any, Literal, cast

@@ -189,11 +189,17 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     slot = scratch.stream * problem.config.stages + lax.rem(index, jnp.int32(problem.config.stages))
     first_held = _first_held(problem, tile)
     values = scratch.converted if problem.has_scales else scratch.v.at[slot]
-    if is_masked:
+
+    def take_values():
         plgpu.barrier_wait(scratch.v_full.at[slot])
         if problem.has_scales:
-            vectors_of_8_bits.wait_for_all(interpret=problem.interpret)  # for the values before
-            _convert(problem, scratch, slot)
+            # wgmma takes no values of 8 bits, whose rows are keys. All have done with those of the block before.
+            vectors_of_8_bits.wait_for_all(interpret=problem.interpret)
+            vectors_of_8_bits.convert(values, scratch.v.at[slot], interpret=problem.interpret)
+
+    if is_masked:
+        take_values()
+        if problem.has_scales:
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.v_free.at[slot])
         is_cut = (block * block_kv < first_held) | ((block + 1) * block_kv > tile.seq_len)
@@ -216,7 +222,9 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
             )
             for kind in (0, 1)
         )
-    scores = form.scores(problem, scratch.k.at[slot], scratch)
+    is_converted_meanwhile = problem.has_scales and not is_masked
+    meanwhile = take_values if is_converted_meanwhile else lambda: None
+    scores = form.scores(problem, scratch.k.at[slot], scratch, meanwhile)
     if problem.has_scales:
         scores = scores * k_scales
         v_scales = jnp.log2(jnp.maximum(v_scales, SMALLEST_SCALE))
@@ -258,24 +266,17 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     acc = acc * form.spread(problem, keep, acc.shape)
     weights = weights.astype(values.dtype)
 
-    if not is_masked:
-        plgpu.barrier_wait(scratch.v_full.at[slot])
+    if not (is_masked or is_converted_meanwhile):
+        take_values()
     form.put_weights(problem, weights, scratch)
-    if problem.has_scales and not is_masked:
-        _convert(problem, scratch, slot)  # all have waited for the maxima since they had done with the values before
+    if problem.columns:
         plgpu.commit_smem()
+    if is_converted_meanwhile:
         plgpu.barrier_arrive(scratch.v_free.at[slot])
-    elif problem.columns:
-        plgpu.commit_smem()
     acc = form.add_values(problem, acc, weights, values, scratch)
     if not problem.has_scales:
         plgpu.barrier_arrive(scratch.v_free.at[slot])
     return acc, new_maximum, total
-
-
-def _convert(problem, scratch, slot):
-    """Convert a block of values; wgmma, which takes none of 8 bits whose rows are keys, reads them from there."""
-    vectors_of_8_bits.convert(scratch.converted, scratch.v.at[slot], interpret=problem.interpret)
 
 
 def _query_position(problem, tile, key):

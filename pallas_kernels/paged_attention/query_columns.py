@@ -36,12 +36,13 @@ def take_queries(problem, scratch):
     device.copy_rows(scratch.q, scratch.q_in, interpret=problem.interpret)
 
 
-def scores(problem, keys, scratch):
-    """Return a score for each key and query: [keys, columns]."""
+def scores(problem, keys, scratch, meanwhile):
+    """Return a score for each key and query: [keys, columns]. `meanwhile` is called while they are computed."""
     if problem.interpret:
         held = vectors_of_8_bits.as_operand(keys, interpret=True) if problem.has_scales else keys[...]
         result = jnp.dot(held.astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
         plgpu.commit_smem()
+        meanwhile()
         return result
 
     def product(scores_ref):
@@ -50,6 +51,7 @@ def scores(problem, keys, scratch):
             plgpu.wgmma(scores_ref, keys_in_registers, scratch.q.transpose((1, 0)))
         else:
             plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))
+        meanwhile()
         return written(scores_ref[...])
 
     return pl.run_scoped(product, plgpu.ACC((keys.shape[0], problem.columns), jnp.float32))

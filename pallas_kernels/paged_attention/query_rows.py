@@ -29,7 +29,7 @@ def take_queries(problem, scratch):
     scratch.q[...] = problem.load(scratch.q_in, LAYOUT)
 
 
-def scores(problem, keys, scratch):
+def scores(problem, keys, scratch, _):
     """Return a score for each query and key: [queries, keys]."""
     if problem.interpret:
         result = jnp.dot(scratch.q[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
