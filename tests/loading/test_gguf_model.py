@@ -98,6 +98,12 @@ ALTERED = {
     "bailing_moe_unit_head": {"first_k_dense_replace": 0, "norm_head": False, "use_qkv_bias": False},
     "kimi_linear_plain": {"linear_num_heads": 3, "hidden_act": "silu"},
     "mellum_windows": {"mlp_layer_types": ["sparse"] * 3},
+    "mimo_v2_flash_windows": {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        }
+    },
     "olmo_clipped": {"attention_bias": False},
     "qwen3_vl_moe_some_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [], "norm_topk_prob": True},
 }
@@ -122,6 +128,8 @@ FIELDS_COMPARED = {
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
     **{name: keys for name, keys in gguf_files.RECORDED.items() if name not in ALTERED},
+    "mistral4_beyond_original": gguf_files.RECORDED["mistral4_beyond_original"]
+    | {"mistral4.attention.temperature_scale": 0.3},
     "qwen_untied": gguf_files.RECORDED["qwen_untied"] | {"qwen.attention.key_length": 10},
     "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
     "hunyuan_v1_dense_alpha": gguf_files.RECORDED["hunyuan_v1_dense_biases"]

@@ -93,6 +93,7 @@ def _as_published(tensors):
     leaves = {
         ".dt_bias": ".dt_proj.bias",
         "_correction_bias": "_correction.bias",
+        "attention_sink_bias": "attention_sink_bias.weight",
         ".expert_bias": ".expert_bias.bias",
         ".layer_scalar": ".layer_scalar.weight",
         "experts.down_proj": "experts.down_proj.weight",
@@ -165,7 +166,7 @@ def _parts(architecture, key, name, tensor):
         *qkv, z = (part.reshape(-1, tensor.shape[-1]) for part in np.split(group, sizes, axis=1))
         yield f"{layer}.attn_qkv.weight", np.concatenate(qkv)
         yield f"{layer}.attn_gate.weight", z
-    elif module == "input_linear" or (leaf == "gate_up_proj" and architecture != "gemma4"):
+    elif module == "input_linear" or (leaf == "gate_up_proj" and architecture not in ("gemma4", "mistral4")):
         if architecture == "llama4":
             tensor = tensor.swapaxes(1, 2)
         kind = "_exps" if tensor.ndim == 3 else "_shexp" if key("expert_count") else ""
