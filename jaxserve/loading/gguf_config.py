@@ -23,15 +23,19 @@ from jaxserve.loading.gguf_tokenizer import end_token_ids
 NOT_SERVED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
+    "attention.output_scale",
     "attention.scale",
+    "attention.temperature_length",
     "attention.temperature_scale",
     "attention.value_scale",
     "attn_logit_softcapping",
     "embedding_scale",
     "expert_count",
+    "expert_group_scale",
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "router_logit_softcapping",
     "swiglu_clamp_exp",
     "swiglu_clamp_shexp",
 )
@@ -262,6 +266,7 @@ class Architecture(NamedTuple):
 
 
 _EXPERTS = ("expert_count",)
+_TEMPERATURE = ("attention.temperature_length", "attention.temperature_scale")
 _GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 ARCHITECTURES = {
     "afmoe": Architecture(gguf_mixtures.trinity_fields, served=_EXPERTS),
@@ -310,7 +315,7 @@ ARCHITECTURES = {
     "mimo2": Architecture(gguf_mixtures.mimo_fields, "mimo_v2_flash", (*_EXPERTS, "attention.value_scale")),
     "minimax-m2": Architecture(gguf_mixtures.minimax_fields, "minimax_m2", _EXPERTS),
     "mistral3": Architecture(gguf_families.ministral_fields, "ministral3", ("attention.temperature_scale",)),
-    "mistral4": Architecture(gguf_latents.mistral_fields, served=(*_EXPERTS, "attention.temperature_scale")),
+    "mistral4": Architecture(gguf_latents.mistral_fields, served=(*_EXPERTS, *_TEMPERATURE)),
     "nemotron": Architecture(_nemotron_fields),
     "nemotron_h": Architecture(gguf_families.nemotron_fields),
     "nemotron_h_moe": Architecture(gguf_families.nemotron_fields, "nemotron_h", _EXPERTS),

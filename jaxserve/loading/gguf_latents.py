@@ -34,7 +34,7 @@ def deepseek_fields(file: GGUFFile) -> dict[str, Any]:
 def mistral_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Mistral Small 4.
 
-    llama.cpp's converter does not write how queries grow beyond the original context; then they grow as in the published
+    llama.cpp's converter leaves out how queries grow beyond the original context: then they do as in the published
     model.
     """
     fields = _latent_fields(file, gating=SOFTMAX)

@@ -1,4 +1,4 @@
-"""Fields of config.json of GGUF files whose layers differ from Llama's by experts alone. No jax."""
+"""Fields of config.json of GGUF files whose layers are Llama's with experts, or nearly so. No jax."""
 
 from typing import Any
 
@@ -181,7 +181,7 @@ def minimax_fields(file: GGUFFile) -> dict[str, Any]:
 def mimo_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a MiMo V2 Flash. Its layers with experts are those that have a router, as in llama.cpp.
 
-    Files of llama.cpp's first converters omit the factor of values; then it is that of the published model.
+    llama.cpp's first converter left out the factor of values: then it is that of the published model.
     """
     refuse(file, expert_weights_norm=True)
     count, head_dim = num_layers(file), positive_integer(file, "attention.key_length")
@@ -189,7 +189,7 @@ def mimo_fields(file: GGUFFile) -> dict[str, Any]:
     refuse(file, **{"attention.key_length_swa": head_dim, "attention.value_length_swa": value_dim})
     rope = rope_fields(file, head_dim)
     if "rope_type" in rope:
-        raise CheckpointError(f"{file.path}: a mimo2 with rope.scaling {rope['rope_type']!r} is not supported")
+        raise CheckpointError(f"{file.path}: mimo2.rope.scaling ({rope['rope_type']}) is not supported")
     file.require("mimo2.attention.sliding_window_pattern", list)  # one number would be that of all layers
     types = layer_types(file, 0)
     has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(count)]
@@ -224,10 +224,13 @@ def _kv_heads_by_type(file: GGUFFile, types: list[str]) -> tuple[int, int]:
     name = "attention.head_count_kv"
     by_layer = get(file, name)
     if not isinstance(by_layer, list):
-        return (positive_integer(file, name),) * 2
-    counts = by_layer[: len(types)]
-    full, local = ({n for n, each in zip(counts, types) if each == kind} for kind in (ATTENTION, "sliding_attention"))
-    if len(counts) < len(types) or len(full) > 1 or len(local) > 1:
+        count = positive_integer(file, name)
+        return count, count
+    full, local = (
+        {count for count, each in zip(by_layer, types, strict=False) if each == kind}
+        for kind in (ATTENTION, "sliding_attention")
+    )
+    if len(by_layer) < len(types) or len(full) > 1 or len(local) > 1:
         raise CheckpointError(
             f"{file.path}: {file.architecture}.{name} {by_layer!r:.100} must have the same number for all of "
             f"{len(types)} layers with a window, and for all others"

@@ -32,9 +32,10 @@ NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
 """What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
-were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints. Rows of AFMoE,
-EXAONE MoE, Jais 2, Kimi Linear, Nemotron and OLMo 1 were written by hand, by the converter's source; but that has fewer
-rotated dimensions of Nemotron where a head's size is not the hidden size by the number of heads, as here.
+were called attention and mamba, Hunyuan's number of experts was a list, and MiMo's fields had their old names, as in
+published checkpoints. Rows of AFMoE, EXAONE MoE, Jais 2, Kimi Linear, Nemotron and OLMo 1 were written by hand, by the
+converter's source; but that has fewer rotated dimensions of Nemotron where a head's size is not the hidden size by the
+number of heads, as here.
 """
 
 EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
