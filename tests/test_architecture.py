@@ -118,9 +118,10 @@ NO_JAX = {
     "router scoring sizing stream subprocesses wire",
     "jaxserve.execution.programs": "workers",
     "jaxserve.loading": "affixes bounds builtin causality classifier dequantization generation_fields gguf "
-    "gguf_config gguf_decoder gguf_families gguf_keys gguf_mixtures gguf_names gguf_rope gguf_sources gguf_tokenizer "
-    "hub json_files mistral_pattern model_types multimodal overrides partial_files pickles quantization_files "
-    "reranker reranking sentence_bert sentence_transformers tied_head tokenizer_files torch_activations",
+    "gguf_config gguf_decoder gguf_families gguf_keys gguf_latents gguf_mixtures gguf_names gguf_rope gguf_sources "
+    "gguf_tokenizer hub json_files mistral_pattern model_types multimodal overrides partial_files pickles "
+    "quantization_files reranker reranking sentence_bert sentence_transformers tied_head tokenizer_files "
+    "torch_activations",
     "jaxserve.planning": "commands measured times",
     "pallas_kernels.device": "code_values",
 }

@@ -6,35 +6,36 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxserve.errors import CheckpointError
-from jaxserve.loading import gguf_families, gguf_mixtures
+from jaxserve.loading import gguf_families, gguf_latents, gguf_mixtures
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_decoder import (
-    SIGMOID,
-    SOFTMAX,
     SOFTMAX_OF_CHOSEN,
     common_fields,
     decoder_fields,
-    has,
     layer_norm_fields,
     layer_types,
     routing_fields,
     without_window,
 )
-from jaxserve.loading.gguf_keys import check_numbers, get, num_layers, number, positive_integer, refuse
-from jaxserve.loading.gguf_rope import rope_fields
+from jaxserve.loading.gguf_keys import check_numbers, get, number, positive_integer, refuse
 from jaxserve.loading.gguf_tokenizer import end_token_ids
 
 NOT_SERVED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
+    "attention.output_scale",
     "attention.scale",
+    "attention.temperature_length",
     "attention.temperature_scale",
+    "attention.value_scale",
     "attn_logit_softcapping",
     "embedding_scale",
     "expert_count",
+    "expert_group_scale",
     "final_logit_softcapping",
     "logit_scale",
     "residual_scale",
+    "router_logit_softcapping",
     "swiglu_clamp_exp",
     "swiglu_clamp_shexp",
 )
@@ -196,48 +197,6 @@ def _hybrid_fields(file: GGUFFile, *, period: int, num_layers_of_27b: int) -> di
     }
 
 
-def _deepseek_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of V2, whose files may omit that it routes by softmax, or of V3 and R1, which route by sigmoid.
-
-    If a file omits the number of groups of experts, as older ones do, it is one, as in llama.cpp. Relatives of V3 may
-    omit that they route by sigmoid, but have biases of the choice.
-    """
-    default = SIGMOID if has(file, "exp_probs_b.bias") else SOFTMAX
-    is_v3 = get(file, "expert_gating_func", default) == SIGMOID
-    if not is_v3:
-        refuse(file, expert_weights_norm=False)
-    num_groups = positive_integer(file, "expert_group_count", 1)
-    rotated = positive_integer(file, "rope.dimension_count")
-    return {
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "hidden_size": positive_integer(file, "embedding_length"),
-        "intermediate_size": positive_integer(file, "feed_forward_length"),
-        "num_hidden_layers": num_layers(file),
-        "num_attention_heads": positive_integer(file, "attention.head_count"),
-        "max_position_embeddings": positive_integer(file, "context_length"),
-        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
-        "q_lora_rank": get(file, "attention.q_lora_rank") or None,
-        "kv_lora_rank": positive_integer(file, "attention.kv_lora_rank"),
-        "qk_nope_head_dim": _length_of_heads(file, "attention.key_length") - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": _length_of_heads(file, "attention.value_length"),
-        "attention_bias": "blk.0.attn_kv_a_mqa.bias" in file.tensors,
-        "mlp_bias": any(name.endswith((".ffn_up.bias", ".ffn_up_shexp.bias")) for name in file.tensors),
-        **gguf_mixtures.mixture_fields(file, gating=SIGMOID if is_v3 else SOFTMAX),
-        "scoring_func": "sigmoid" if is_v3 else "softmax",
-        "topk_method": "noaux_tc" if is_v3 else "greedy" if num_groups == 1 else "group_limited_greedy",
-        "rope_parameters": rope_fields(file, rotated),
-    }
-
-
-def _length_of_heads(file: GGUFFile, name: str) -> int:
-    """Read the size of a head. In files that split the latents' keys and values, `name` is the cached size, and the
-    heads' own is under *_mla.
-    """
-    own = f"{name}_mla"
-    return positive_integer(file, name if get(file, own) is None else own)
-
-
 def _gpt_oss_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a GPT-OSS. The gate's clamp, the kind of routing and YaRN's unrounded range are the same in
     all.
@@ -307,6 +266,7 @@ class Architecture(NamedTuple):
 
 
 _EXPERTS = ("expert_count",)
+_TEMPERATURE = ("attention.temperature_length", "attention.temperature_scale")
 _GRANITE = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 ARCHITECTURES = {
     "afmoe": Architecture(gguf_mixtures.trinity_fields, served=_EXPERTS),
@@ -319,7 +279,7 @@ ARCHITECTURES = {
     "chatglm": Architecture(_glm_fields, "glm"),
     "cohere2": Architecture(gguf_families.cohere2_fields, served=("logit_scale",)),
     "command-r": Architecture(_cohere_fields, "cohere", ("logit_scale",)),
-    "deepseek2": Architecture(_deepseek_fields, served=_EXPERTS),
+    "deepseek2": Architecture(gguf_latents.deepseek_fields, served=_EXPERTS),
     "dots1": Architecture(gguf_mixtures.dots_fields, served=_EXPERTS),
     "ernie4_5": Architecture(_ernie_fields),
     "ernie4_5-moe": Architecture(gguf_mixtures.ernie_moe_fields, "ernie4_5_moe", _EXPERTS),
@@ -352,8 +312,10 @@ ARCHITECTURES = {
     "llama4": Architecture(gguf_families.llama4_fields, "llama4_text", _EXPERTS),
     "mamba2": Architecture(gguf_families.mamba_fields),
     "mellum": Architecture(gguf_mixtures.mellum_fields, served=_EXPERTS),
+    "mimo2": Architecture(gguf_mixtures.mimo_fields, "mimo_v2_flash", (*_EXPERTS, "attention.value_scale")),
     "minimax-m2": Architecture(gguf_mixtures.minimax_fields, "minimax_m2", _EXPERTS),
     "mistral3": Architecture(gguf_families.ministral_fields, "ministral3", ("attention.temperature_scale",)),
+    "mistral4": Architecture(gguf_latents.mistral_fields, served=(*_EXPERTS, *_TEMPERATURE)),
     "nemotron": Architecture(_nemotron_fields),
     "nemotron_h": Architecture(gguf_families.nemotron_fields),
     "nemotron_h_moe": Architecture(gguf_families.nemotron_fields, "nemotron_h", _EXPERTS),

@@ -54,15 +54,17 @@ def refuse(file: GGUFFile, **served: Any) -> None:
             raise CheckpointError(f"{file.path}: {key} {file.metadata[key]!r} is not supported")
 
 
-def head_counts(file: GGUFFile) -> tuple[int, int]:
-    """Return the number of query heads, and of KV heads, which must be the same in all layers that have some."""
+def head_counts(file: GGUFFile, layer: int | None = None) -> tuple[int, int]:
+    """Return the number of query heads, and of KV heads: those of a layer, or of all layers that have some, which must
+    be the same.
+    """
     num_heads = positive_integer(file, "attention.head_count")
     if file.architecture == "kimi-linear":  # whose counts are those of latents
         return num_heads, num_heads
     by_layer = get(file, "attention.head_count_kv")
     if not isinstance(by_layer, list):
         return num_heads, positive_integer(file, "attention.head_count_kv", num_heads)
-    counts = {count for count in by_layer if count}
+    counts = {count for count in (by_layer if layer is None else by_layer[layer : layer + 1]) if count}
     if len(counts) > 1:
         raise CheckpointError(
             f"{file.path}: {file.architecture}.attention.head_count_kv {by_layer!r:.100} of layers that differ is not "

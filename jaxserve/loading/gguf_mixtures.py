@@ -1,7 +1,8 @@
-"""Fields of config.json of GGUF files whose layers differ from Llama's by experts alone. No jax."""
+"""Fields of config.json of GGUF files whose layers are Llama's with experts, or nearly so. No jax."""
 
 from typing import Any
 
+from jaxserve.errors import CheckpointError
 from jaxserve.loading.gguf import GGUFFile
 from jaxserve.loading.gguf_decoder import (
     ATTENTION,
@@ -14,6 +15,10 @@ from jaxserve.loading.gguf_decoder import (
     without_window,
 )
 from jaxserve.loading.gguf_keys import get, num_layers, number, positive_integer, refuse
+from jaxserve.loading.gguf_rope import rope_fields
+
+VALUE_SCALE = 0.707
+"""`attention_value_scale` of the published MiMo V2 Flash."""
 
 
 def mixture_fields(file: GGUFFile, *, gating: int = SIGMOID) -> dict[str, Any]:
@@ -171,3 +176,63 @@ def minimax_fields(file: GGUFFile) -> dict[str, Any]:
     refuse(file, expert_weights_norm=True)
     size = positive_integer(file, "expert_feed_forward_length")
     return without_window(file) | routing_fields(file, gating=SIGMOID) | {"intermediate_size": size}
+
+
+def mimo_fields(file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of a MiMo V2 Flash. Its layers with experts are those that have a router, as in llama.cpp.
+
+    llama.cpp's first converter left out the factor of values: then it is that of the published model.
+    """
+    refuse(file, expert_weights_norm=True)
+    count, head_dim = num_layers(file), positive_integer(file, "attention.key_length")
+    value_dim = positive_integer(file, "attention.value_length", head_dim)
+    refuse(file, **{"attention.key_length_swa": head_dim, "attention.value_length_swa": value_dim})
+    rope = rope_fields(file, head_dim)
+    if "rope_type" in rope:
+        raise CheckpointError(f"{file.path}: mimo2.rope.scaling ({rope['rope_type']}) is not supported")
+    file.require("mimo2.attention.sliding_window_pattern", list)  # one number would be that of all layers
+    types = layer_types(file, 0)
+    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(count)]
+    num_kv_heads, local_kv_heads = _kv_heads_by_type(file, types)
+    return {
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "intermediate_size": positive_integer(file, "feed_forward_length"),
+        "num_hidden_layers": count,
+        "num_attention_heads": positive_integer(file, "attention.head_count"),
+        "num_key_value_heads": num_kv_heads,
+        "swa_num_key_value_heads": local_kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": value_dim,
+        "max_position_embeddings": positive_integer(file, "context_length"),
+        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+        "attention_bias": has(file, "attn_q.bias") or has(file, "attn_qkv.bias"),
+        "attention_value_scale": number(file, "attention.value_scale", VALUE_SCALE) or 1.0,
+        "sliding_window_size": positive_integer(file, "attention.sliding_window"),
+        "layer_types": types,
+        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+        "rope_parameters": {
+            ATTENTION: rope,
+            "sliding_attention": rope | {"rope_theta": number(file, "rope.freq_base_swa")},
+        },
+        **mixture_fields(file),
+        "norm_topk_prob": True,  # in all of them, as in llama.cpp
+    }
+
+
+def _kv_heads_by_type(file: GGUFFile, types: list[str]) -> tuple[int, int]:
+    """Return the KV heads of layers that see everything, and of those with a window."""
+    name = "attention.head_count_kv"
+    by_layer = get(file, name)
+    if not isinstance(by_layer, list):
+        count = positive_integer(file, name)
+        return count, count
+    full, local = (
+        {count for count, each in zip(by_layer, types, strict=False) if each == kind}
+        for kind in (ATTENTION, "sliding_attention")
+    )
+    if len(by_layer) < len(types) or len(full) > 1 or len(local) > 1:
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.{name} {by_layer!r:.100} must have the same number for all of "
+            f"{len(types)} layers with a window, and for all others"
+        )
+    return min(full or local), min(local or full)

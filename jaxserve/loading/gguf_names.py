@@ -23,6 +23,7 @@ OF_LAYERS = {
 LEAVES = {
     "A_log": "A_log.",
     "D": "D.",
+    "attention_sink_bias": "attention_sink_bias.weight",
     "correct_output_scale": "correct_output_scale.weight",
     "dt_bias": "dt_proj.bias",
     "e_score_correction_bias": "e_score_correction.bias",

@@ -13,9 +13,9 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Tensors that belong to the config: factors of the wavelengths of rotary embedding."""
 
 
-LOG_MULTIPLIERS = {"deepseek2": 10, "mistral3": 1}
+LOG_MULTIPLIERS = {"deepseek2": 10, "mistral3": 1, "mistral4": 10}
 """What turns `yarn_log_multiplier` into `mscale_all_dim`."""
-OWN_BASE_IN_WINDOWS = ("gemma3", "gemma3n", "mellum", "olmo2")
+OWN_BASE_IN_WINDOWS = ("gemma3", "gemma3n", "mellum", "mimo2", "olmo2")
 """Architectures whose layers with a window may rotate by a base of their own."""
 
 

@@ -169,16 +169,18 @@ def _rows_of_fused(
     file: GGUFFile, fused: str, part: str, shape: tuple[int, ...], undo: Callable[..., np.ndarray] | None
 ) -> Source:
     """Return the rows of q, k or v, of a tensor that has those of q first, then k's and v's."""
-    num_heads, num_kv_heads = head_counts(file)
-    rows = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
-    unit = shape[0] // rows[part]
-    first = unit * {"q": 0, "k": num_heads, "v": num_heads + num_kv_heads}[part]
+    num_heads, num_kv_heads = head_counts(file, layer=int(fused.split(".")[1]))
+    unit = shape[0] // (num_heads if part == "q" else num_kv_heads)
+    lengths = [get(file, f"attention.{each}_length") for each in ("key", "value")]
+    key_size, value_size = (unit, unit) if None in lengths or lengths[0] == lengths[1] else lengths
+    sizes = {"q": num_heads * key_size, "k": num_kv_heads * key_size, "v": num_kv_heads * value_size}
+    first = {"q": 0, "k": sizes["q"], "v": sizes["q"] + sizes["k"]}[part]
 
     def rows_of(whole: np.ndarray) -> np.ndarray:
         rows = whole[first : first + shape[0]]
         return undo(rows) if undo else rows
 
-    return Source({fused: (unit * sum(rows.values()), *shape[1:])}, rows_of, rows_of)
+    return Source({fused: (sum(sizes.values()), *shape[1:])}, rows_of, rows_of)
 
 
 def _fused_of_parts(file: GGUFFile, fused: str, shape: tuple[int, ...]) -> Source:

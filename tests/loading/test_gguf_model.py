@@ -77,7 +77,7 @@ TESTED = (
     *("gpt_oss_mxfp4", "granite_multipliers", "llama_tied_llama3_rope", "llama_untied", "olmo2_untied", "phi3_fused"),
     *("phi3_long_factors", "arcee_untied", "ernie4_5_biases", "gemma3n_shared", "minimax_m2_half_rotated"),
     *("olmoe_biases", "seed_oss_untied"),
-    "kimi_k2_one_group",
+    *("kimi_k2_one_group", "mistral4_beyond_original"),
     *("phi_untied", "qwen2_moe_tied", "qwen2_tied", "qwen3_moe_normalised", "qwen3_tied", "stablelm_qk_norm"),
 )
 
@@ -85,7 +85,7 @@ TESTED = (
 @pytest.mark.parametrize("name", quick_only(TESTED, "llama_untied"))
 def test_logits_of_the_safetensors(tmp_path, name):
     fields = json.loads((GOLDENS / name / "config.json").read_text())
-    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name))
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of(name), metadata=FIELDS_COMPARED.get(name))
     params, config, family, mesh = load_model(tmp_path / "m.gguf")
     golden = params, config, family, np.load(GOLDENS / name / "golden.npz"), mesh
     assert golden_error(full_logits(golden), golden) < 1e-5
@@ -98,6 +98,13 @@ ALTERED = {
     "bailing_moe_unit_head": {"first_k_dense_replace": 0, "norm_head": False, "use_qkv_bias": False},
     "kimi_linear_plain": {"linear_num_heads": 3, "hidden_act": "silu"},
     "mellum_windows": {"mlp_layer_types": ["sparse"] * 3},
+    "mimo_v2_flash_windows": {
+        "routed_scaling_factor": 1.0,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    },
     "olmo_clipped": {"attention_bias": False},
     "qwen3_vl_moe_some_dense": {"model_type": "qwen3_moe", "mlp_only_layers": [], "norm_topk_prob": True},
 }
@@ -122,6 +129,8 @@ FIELDS_COMPARED = {
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
     **{name: keys for name, keys in gguf_files.RECORDED.items() if name not in ALTERED},
+    "mistral4_beyond_original": gguf_files.RECORDED["mistral4_beyond_original"]
+    | {"mistral4.attention.temperature_scale": 0.3},
     "qwen_untied": gguf_files.RECORDED["qwen_untied"] | {"qwen.attention.key_length": 10},
     "cohere2_windows": gguf_files.RECORDED["cohere2_windows"] | {"cohere2.attention.sliding_window_pattern": 2},
     "hunyuan_v1_dense_alpha": gguf_files.RECORDED["hunyuan_v1_dense_biases"]
@@ -392,6 +401,74 @@ def test_experts_are_quantized_together(tmp_path):
     gguf_files.write_model(tmp_path / "plain.gguf", fields, tensors)
     quantized, plain = load_model(tmp_path / "quantized.gguf")[0], load_model(tmp_path / "plain.gguf")[0]
     jax.tree.map(lambda got, expected: np.testing.assert_allclose(got, expected, atol=0.03), quantized, plain)
+
+
+WIDE = {
+    "mimo_v2_flash_windows": (
+        {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16, "v_head_dim": 8},
+        {"embedding_length": 64, "feed_forward_length": 96, "expert_feed_forward_length": 32}
+        | {"attention.key_length": 16, "attention.value_length": 8, "rope.dimension_count": 8},
+    ),
+    "mistral4_beyond_original": (
+        {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "qk_nope_head_dim": 32}
+        | {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 8, "rope_parameters": None},
+        {"embedding_length": 64, "feed_forward_length": 96, "expert_feed_forward_length": 32}
+        | {"attention.q_lora_rank": 32, "attention.kv_lora_rank": 32}
+        | {"attention.key_length_mla": 40, "attention.value_length_mla": 8},
+    ),
+}
+"""Sizes of goldens, as fields and as metadata, whose rows are whole blocks."""
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_matrices_and_experts_in_q8_0(tmp_path, name):
+    sizes, own = WIDE[name]
+    keys = dict(gguf_files.RECORDED[name])
+    architecture = keys.pop("general.architecture")
+    keys |= {f"{architecture}.{key}": value for key, value in own.items()}
+    recorded = keys | {"general.architecture": architecture}
+    converted = gguf_files.convert_recorded(
+        recorded, random_tensors(load_config(GOLDENS / name) | ALTERED.get(name, {}) | sizes)
+    )
+    if architecture == "mistral4":  # as its checkpoints have them
+        gate, up = (converted.pop(f"blk.1.ffn_{part}_exps.weight") for part in ("gate", "up"))
+        converted["blk.1.ffn_gate_up_exps.weight"] = np.concatenate([gate, up], axis=1)
+    kinds = {each: "Q8_0" for each, tensor in converted.items() if tensor.ndim > 1 and "gate_inp" not in each}
+    gguf_files.write(tmp_path / "quantized.gguf", architecture, keys, converted, kinds)
+    for each in kinds:
+        blocks = gguf.quants.quantize(converted[each], gguf.GGMLQuantizationType.Q8_0)
+        converted[each] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+    gguf_files.write(tmp_path / "rounded.gguf", architecture, keys, converted)
+    assert_same_weights(tmp_path / "quantized.gguf", tmp_path / "rounded.gguf")
+
+
+def test_what_converters_leave_out_is_that_of_the_published_models(tmp_path):
+    keys = dict(gguf_files.RECORDED["mimo_v2_flash_windows"])
+    del keys["mimo2.attention.value_scale"]
+    gguf_files.write_model(tmp_path / "mimo.gguf", {}, tensors_of("mimo_v2_flash_windows"), metadata=keys)
+    assert load_model(tmp_path / "mimo.gguf")[1].value_scale == 0.707
+    keys = gguf_files.RECORDED["mistral4_beyond_original"]
+    fields = json.loads((GOLDENS / "mistral4_beyond_original" / "config.json").read_text())
+    gguf_files.write_model(tmp_path / "mistral.gguf", fields, tensors_of("mistral4_beyond_original"), metadata=keys)
+    scale = load_model(tmp_path / "mistral.gguf")[1].query_scale
+    assert (scale.beta, scale.original_context) == (0.1, 8)
+
+
+def test_further_layers_of_mimo_are_left_out(tmp_path, caplog):
+    name = "mimo_v2_flash_windows"
+    keys, converted = (
+        dict(gguf_files.RECORDED[name]),
+        gguf_files.convert_recorded(gguf_files.RECORDED[name], tensors_of(name)),
+    )
+    architecture = keys.pop("general.architecture")
+    gguf_files.write(tmp_path / "m.gguf", architecture, keys, converted)
+    keys |= {"mimo2.block_count": 3, "mimo2.nextn_predict_layers": 1}
+    keys |= {"mimo2.attention.head_count_kv": [1, 2, 2], "mimo2.attention.sliding_window_pattern": [0, 1, 1]}
+    further = {each.replace("blk.1.", "blk.2."): tensor for each, tensor in converted.items() if "blk.1." in each}
+    gguf_files.write(tmp_path / "more.gguf", architecture, keys, converted | further)
+    with caplog.at_level(logging.INFO):
+        assert_same_weights(tmp_path / "more.gguf", tmp_path / "m.gguf")
+    assert f"{len(further)} tensors of layers that predict further tokens are left out" in caplog.text
 
 
 def test_falcon_with_a_norm_for_each_block(tmp_path):

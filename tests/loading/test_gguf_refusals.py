@@ -133,6 +133,63 @@ def test_what_all_hy3_have_is_required(tmp_path, name, value):
         load_config(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attention.head_count_kv", [1], r"mimo2.attention.head_count_kv .1. must have the same number for all of 2"),
+        ("attention.key_length_swa", 8, "mimo2.attention.key_length_swa 8 is not supported"),
+        ("attention.sliding_window", 0, "mimo2.attention.sliding_window must be positive, got 0"),
+        ("attention.sliding_window_pattern", 6, "mimo2.attention.sliding_window_pattern must be of type list, got 6"),
+        ("attention.sliding_window_pattern", [1, 1], r"mimo2.attention.head_count_kv .1, 2. must have the same number"),
+        ("attention.value_length", 13, "v_head_dim .13. is more than head_dim .12."),
+        ("attention.value_length_swa", 8, "mimo2.attention.value_length_swa 8 is not supported"),
+        ("expert_gating_func", 1, "mimo2.expert_gating_func 1 is not supported"),
+        ("expert_shared_count", 1, "n_shared_experts"),
+        ("expert_weights_norm", False, "mimo2.expert_weights_norm False is not supported"),
+        ("rope.dimension_count_swa", 4, "mimo2.rope.dimension_count_swa 4 is not supported"),
+        ("rope.scaling.factor", 2.0, "mimo2.rope.scaling .linear. is not supported"),
+    ],
+)
+def test_what_mimo_does_not_serve_is_named(tmp_path, name, value, message):
+    keys = gguf_files.RECORDED["mimo_v2_flash_windows"] | {f"mimo2.{name}": value}
+    gguf_files.write_model(tmp_path / "m.gguf", {}, tensors_of("mimo_v2_flash_windows"), metadata=keys)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attention.temperature_length", 16, "mistral4.attention.temperature_length 16 is not supported"),
+        ("attention.output_scale", 0.5, "mistral4.attention.output_scale 0.5 is not supported"),
+        ("attention.value_scale", 0.5, "mistral4.attention.value_scale 0.5 is not supported"),
+        ("expert_gating_func", 2, "mistral4.expert_gating_func 2 is not supported"),
+        ("rope.scaling.yarn_attn_factor", 2.0, "mistral4.rope.scaling.yarn_attn_factor 2.0 is not supported"),
+    ],
+)
+def test_what_mistral_small_4_does_not_serve_is_named(tmp_path, name, value, message):
+    fields = json.loads((GOLDENS / "mistral4_beyond_original" / "config.json").read_text())
+    keys = gguf_files.RECORDED["mistral4_beyond_original"] | {f"mistral4.{name}": value}
+    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors_of("mistral4_beyond_original"), metadata=keys)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("golden", "name", "size"),
+    [
+        ("mimo_v2_flash_windows", "blk.0.attn_sinks.weight", 4),  # of a layer without a window
+        ("mistral4_beyond_original", "blk.1.exp_probs_b.bias", 6),
+    ],
+)
+def test_tensors_that_some_models_do_not_have_are_named(tmp_path, golden, name, size):
+    keys = dict(gguf_files.RECORDED[golden])
+    converted = gguf_files.convert_recorded(keys, tensors_of(golden)) | {name: np.ones(size, np.float32)}
+    gguf_files.write(tmp_path / "m.gguf", keys.pop("general.architecture"), keys, converted)
+    with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
+        load_model(tmp_path / "m.gguf")
+
+
 def test_unknown_architecture(tmp_path):
     for name in ("mamba", "opt"):  # llama.cpp has no OPT
         gguf_files.write(tmp_path / "m.gguf", name, {}, {"x": np.ones(3, np.float32)})

@@ -32,9 +32,10 @@ NAMED_LIKE = {"hy_v3": "dots1", "mellum": "qwen3moe"}
 
 RECORDED = json.loads(pathlib.Path(__file__).with_name("gguf_metadata.json").read_text())
 """What llama.cpp's converter wrote as the metadata of these goldens, in 2026-11, but for tokenizers. Granite's layers
-were called attention and mamba, and Hunyuan's number of experts was a list, as in published checkpoints. Rows of AFMoE,
-EXAONE MoE, Jais 2, Kimi Linear, Nemotron and OLMo 1 were written by hand, by the converter's source; but that has fewer
-rotated dimensions of Nemotron where a head's size is not the hidden size by the number of heads, as here.
+were called attention and mamba, Hunyuan's number of experts was a list, and MiMo's fields had their old names, as in
+published checkpoints. Rows of AFMoE, EXAONE MoE, Jais 2, Kimi Linear, Nemotron and OLMo 1 were written by hand, by the
+converter's source; but that has fewer rotated dimensions of Nemotron where a head's size is not the hidden size by the
+number of heads, as here.
 """
 
 EXPERT = re.compile(r"(.+)\.(?:experts|norms)\.(\d+)\.(.+)")
@@ -93,6 +94,7 @@ def _as_published(tensors):
     leaves = {
         ".dt_bias": ".dt_proj.bias",
         "_correction_bias": "_correction.bias",
+        "attention_sink_bias": "attention_sink_bias.weight",
         ".expert_bias": ".expert_bias.bias",
         ".layer_scalar": ".layer_scalar.weight",
         "experts.down_proj": "experts.down_proj.weight",
@@ -165,7 +167,7 @@ def _parts(architecture, key, name, tensor):
         *qkv, z = (part.reshape(-1, tensor.shape[-1]) for part in np.split(group, sizes, axis=1))
         yield f"{layer}.attn_qkv.weight", np.concatenate(qkv)
         yield f"{layer}.attn_gate.weight", z
-    elif module == "input_linear" or (leaf == "gate_up_proj" and architecture != "gemma4"):
+    elif module == "input_linear" or (leaf == "gate_up_proj" and architecture not in ("gemma4", "mistral4")):
         if architecture == "llama4":
             tensor = tensor.swapaxes(1, 2)
         kind = "_exps" if tensor.ndim == 3 else "_shexp" if key("expert_count") else ""
