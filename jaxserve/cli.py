@@ -280,7 +280,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 
         from jaxserve.engine.local import LocalEngineClient
 
-        with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+        with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
             frontend = Frontend(client, tokenizer, default_sampling=defaults, seed=config.seed)
             summary = batch.run(frontend, server_config, source=source, output=output)
     return batch.tell(summary, destination)

@@ -79,7 +79,7 @@ class Engine:
         server_config = ServerConfig(**options)
         config = resolve_names(config)
         tokenizer = served_tokenizer(Tokenizer.load(config.tokenizer or config.model), server_config)
-        self._client = LocalEngineClient.start(config, progress=False)
+        self._client = LocalEngineClient.start(config, progress=False, owns_process=True)
         frontend = Frontend(self._client, tokenizer, default_sampling=sampling_defaults(config.model), seed=config.seed)
         state = make_state(frontend, server_config)
         state.grammars.pool.start()

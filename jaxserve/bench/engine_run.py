@@ -61,7 +61,7 @@ def run(spec: RunSpec) -> EngineRun:
     """Start an engine, submit all jobs at once and wait until the last one has finished."""
     from jaxserve.engine.local import LocalEngineClient
 
-    with contextlib.closing(LocalEngineClient.start(spec.engine)) as client:
+    with contextlib.closing(LocalEngineClient.start(spec.engine, owns_process=True)) as client:
         complete(client, spec.jobs[:1], prefix="warmup")
         before = client.stats()
         start, cpu_start = time.perf_counter(), time.process_time()

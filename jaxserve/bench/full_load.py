@@ -54,7 +54,7 @@ def run(
     from jaxserve.engine.local import LocalEngineClient
 
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
-    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
         rows, longest = [], client.info.max_model_len
         if too_long := [str(setting) for setting in settings if setting.input_len + setting.output_len > longest]:
             raise InvalidRequest(f"max_model_len is {longest}: no room for {', '.join(too_long)}", param="settings")

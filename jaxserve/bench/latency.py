@@ -138,7 +138,7 @@ def run(
     from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
-    engine = LocalEngineClient.start(config, progress=True)
+    engine = LocalEngineClient.start(config, progress=True, owns_process=True)
     started = time.perf_counter() - start
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
@@ -194,7 +194,7 @@ def _rates(config: EngineConfig, shapes: list[BatchShape]) -> Iterator[tuple[Bat
     """Yield tokens a second of prompts and of output for each shape, and the bytes of all weights."""
     from jaxserve.engine.local import LocalEngineClient
 
-    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
         for shape in shapes:
             measured = _measure(client, shape, profile=False)
             prefill = shape.batch_size * shape.input_len / measured.prefill

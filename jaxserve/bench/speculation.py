@@ -99,8 +99,8 @@ def _engines(config: EngineConfig) -> "Iterator[tuple[LocalEngineClient, LocalEn
         raise InvalidRequest("there is nothing to compare without --speculative-config", param="speculative_config")
     plain = dataclasses.replace(config, speculative_config=None)
     with (
-        contextlib.closing(LocalEngineClient.start(plain, progress=True)) as off,
-        contextlib.closing(LocalEngineClient.start(config, progress=True)) as on,
+        contextlib.closing(LocalEngineClient.start(plain, progress=True, owns_process=True)) as off,
+        contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as on,
     ):
         yield off, on
 

@@ -28,7 +28,7 @@ def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Ite
     """
     from jaxserve.engine.local import LocalEngineClient
 
-    with contextlib.closing(LocalEngineClient.start(config, progress=True)) as client:
+    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
         for shape in shapes:
             yield _steps(client, shape)
             if profile:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import sys
@@ -127,11 +128,14 @@ class LocalEngineClient(EngineClient):
         mesh: "Mesh | None" = None,
         progress: bool = False,
         workers: Sequence[Worker] = (),
+        owns_process: bool = False,
     ) -> "LocalEngineClient":
         """Load the model, size the KV cache, compile the steps, and run.
 
         `mesh` overrides `config.tensor_parallel_size`; `progress` shows bars; `workers` are those of
-        `early.start_early`. Raises StartupError, and EngineDead in a forked child, where jax would wait forever.
+        `early.start_early`. With `owns_process`, what there is after the start lives as long as the process: full
+        garbage collections, each of which would hold a step up for a tenth of a second, pass over it. Raises
+        StartupError, and EngineDead in a forked child, where jax would wait forever.
         """
         cls._check_process()
         from jaxserve.engine.startup import start_engine
@@ -141,6 +145,9 @@ class LocalEngineClient(EngineClient):
                 engine, info = start_engine(config, mesh=mesh, progress=progress, workers=workers)
                 on_error.callback(engine.close)
             on_error.pop_all()
+        if owns_process:
+            gc.collect()
+            gc.freeze()
         timeout = config.watchdog_timeout
         if timeout is None:  # a CPU may well take so long for a step of a large model
             timeout = 0.0 if engine.runner.mesh.devices.flat[0].platform == "cpu" else WATCHDOG_TIMEOUT

@@ -7,7 +7,6 @@ main thread reads the clients' messages and sends the stats; it never waits for 
 import collections
 import contextlib
 import faulthandler
-import gc
 import logging
 import pathlib
 import sys
@@ -243,9 +242,7 @@ def _main(parent: Parent) -> int:
     wake_devices(settings.engine)
     from jaxserve.engine.local import LocalEngineClient
 
-    client = LocalEngineClient.start(settings.engine, progress=True, workers=workers)
-    gc.collect()
-    gc.freeze()  # what a start leaves lives as long as the process: a full collection would take a tenth of a second
+    client = LocalEngineClient.start(settings.engine, progress=True, workers=workers, owns_process=True)
     return serve(parent, client, pathlib.Path(settings.folder))
 
 
