@@ -36,6 +36,8 @@ _FULL = (
     _step("256 x 1152", (1152,) * 256),
     _step("63 x 512 and 1 x 65536", (512,) * 63 + (65536,)),
     _step("64 x 1152, FP8", (1152,) * 64, kv_dtype="float8_e4m3fn"),
+    _step("256 x 1152, FP8", (1152,) * 256, kv_dtype="float8_e4m3fn"),
+    _step("1024 x 190, FP8", (190,) * 1024, kv_dtype="float8_e4m3fn"),
     _step("8 x 32768", (32768,) * 8),
     _step("8 x 32768, FP8", (32768,) * 8, kv_dtype="float8_e4m3fn"),
     _step("64 x 1152, pages of 64", (1152,) * 64, block_size=64),
