@@ -18,6 +18,7 @@ from jaxserve.engine.output import RequestGroup
 from jaxserve.engine.prompts import Prompt, as_prompt_list
 from jaxserve.engine.scoring import NO_INSTRUCTION, check_pair_options, pair_scorer
 from jaxserve.errors import InvalidRequest, RequestFailed
+from jaxserve.garbage import full_collections
 from jaxserve.local_model import ChatOptions, LocalModel, Message, classification_of, embedding_of, flag, optional_flag
 from jaxserve.progress import Progress
 from jaxserve.request import Pooling, RequestOutput
@@ -45,6 +46,7 @@ class LLM(LocalModel):
     The same `seed` and the same calls give the same texts; parallel calls from several threads have no fixed order.
     """
 
+    @full_collections.later()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
@@ -68,6 +70,7 @@ class LLM(LocalModel):
         given: Any = prompt_token_ids if prompts is None else prompts
         return self._run(self._prepare(as_prompt_list(given), sampling_params), use_tqdm=use_tqdm)
 
+    @full_collections.later()
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -86,6 +89,7 @@ class LLM(LocalModel):
         prompts = [self._render(conversation, options) for conversation in conversations]
         return self._run(self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
 
+    @full_collections.later()
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, concurrency_limit: int | None = None
     ) -> list[BeamSearchOutput]:
@@ -120,6 +124,7 @@ class LLM(LocalModel):
         """Run `stream` for the next message of a conversation."""
         return self.stream(self._render(messages, options), sampling_params)
 
+    @full_collections.later()
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
