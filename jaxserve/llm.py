@@ -227,8 +227,8 @@ class LLM(LocalModel):
             Progress(len(groups), is_shown=use_tqdm) as progress,
             contextlib.closing(self._frontend.generate(groups)) as events,
         ):
-            for group, delta in events:
-                progress.update(group, delta)
+            for group, news in events:
+                progress.update(group, news)
         for number, group in enumerate(groups):
             if group.error is not None:
                 logger.error("prompts[%d] could not be finished: %s", number, group.error)
@@ -236,11 +236,12 @@ class LLM(LocalModel):
 
     def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
         with contextlib.closing(self._frontend.generate([group])) as events:
-            for _, delta in events:
+            for _ in events:
                 if group.error is not None:
                     raise RequestFailed(group.error) if group.refusal is None else group.refusal.error()
-                yield delta
-                group.forget_logprobs()
+                if (delta := group.take_delta()) is not None:
+                    yield delta
+                    group.forget_logprobs()
 
 
 class _DefaultLLMs:

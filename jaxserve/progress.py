@@ -3,7 +3,7 @@
 import time
 
 from jaxserve.engine.output import RequestGroup
-from jaxserve.request import RequestOutput
+from jaxserve.request import EngineOutput
 
 _RATE_INTERVAL = 0.2  # seconds between two updates of the rates
 
@@ -26,12 +26,12 @@ class Progress:
         self._show_rates(time.perf_counter())
         self._bar.close()
 
-    def update(self, group: RequestGroup, delta: RequestOutput) -> None:
-        """Count a prompt's new output."""
+    def update(self, group: RequestGroup, news: list[EngineOutput]) -> None:
+        """Count what a prompt has taken."""
         if not self._is_shown:
             return
-        self._num_out += sum(len(output.token_ids) for output in delta.outputs)
-        if delta.finished:
+        self._num_out += sum(len(output.new_token_ids) for output in news)
+        if group.is_finished:
             self._num_in += len(group.prompt_token_ids)
             self._bar.update()
         now = time.perf_counter()

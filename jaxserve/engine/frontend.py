@@ -27,7 +27,7 @@ from jaxserve.loading.classifier import ClassificationHead, read_head
 from jaxserve.loading.overrides import origin
 from jaxserve.loading.reranking import PairTemplate, read_pair_template
 from jaxserve.loading.sentence_transformers import Embedder, read_embedder
-from jaxserve.request import EngineOutput, EngineRequest, Pooling, RequestOutput, TruncationSide
+from jaxserve.request import EngineOutput, EngineRequest, Pooling, TruncationSide
 from jaxserve.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SEED_LIMIT, SamplingParams
 from jaxserve.structured.pool import GrammarPool
 from jaxserve.tokenizer import Tokenizer, read_generation_config
@@ -218,8 +218,8 @@ class Frontend:
         ]
         return RequestGroup(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
-    def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, RequestOutput]]:
-        """Run prepared prompts together; yield (group, its new output) as it arrives, until all have finished.
+    def generate(self, groups: Sequence[RequestGroup]) -> Generator[tuple[RequestGroup, list[EngineOutput]]]:
+        """Run prepared prompts together; yield (group, what it has taken) as it arrives, until all have finished.
 
         A sequence that the engine could not finish ends with finish_reason "error", and its group's `error` has the
         reason; the others go on. Ending the iteration early, also by an exception such as KeyboardInterrupt, aborts the
@@ -232,11 +232,13 @@ class Frontend:
             self.client.submit([request for group in groups for request in group.requests], outputs.put)
             while unfinished:
                 for group, news in _by_group(self._next(outputs), group_of):
-                    delta = self._advance(group, news)
+                    if stopped := group.push(news):
+                        self.client.abort(stopped)
+                    if group.error is not None and not self.client.is_alive():
+                        raise EngineDead(group.error)
                     if group.is_finished:
                         unfinished.discard(group.request_id)
-                    if delta is not None:
-                        yield group, delta
+                    yield group, news
         finally:
             rest = [request_id for group in groups for request_id in group.unfinished_ids]
             if rest:
@@ -280,13 +282,6 @@ class Frontend:
             except queue.Empty:
                 if not self.client.is_alive():
                     raise EngineDead("the engine has died") from None
-
-    def _advance(self, group: RequestGroup, outputs: list[EngineOutput]) -> RequestOutput | None:
-        if stopped := group.push(outputs):
-            self.client.abort(stopped)
-        if group.error is not None and not self.client.is_alive():
-            raise EngineDead(group.error)
-        return group.take_delta()
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams, *, shorten_output: bool) -> int:
         """Return the output's limit in tokens. Raises ContextLengthExceeded when prompt and output do not fit the

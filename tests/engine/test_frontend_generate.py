@@ -32,7 +32,7 @@ class TestGenerate:
     def test_deltas_come_as_they_are_made(self, start, tokenizer):
         frontend = start(tokenizer)
         group = frontend.prepare("the upon", SamplingParams(max_tokens=6), request_id="x")
-        deltas = [delta.outputs[0].text for _, delta in frontend.generate([group])]
+        deltas = [delta.outputs[0].text for _ in frontend.generate([group]) if (delta := group.take_delta())]
         assert deltas == [" the", " upon"] * 3
 
     def test_a_stop_string_aborts_in_the_engine(self, start, tokenizer):
