@@ -178,11 +178,21 @@ def test_a_nan_inside_the_context_shows(poisoned):
 
 @functools.cache
 def compiled(
-    heads, *, num_layers=1, num_rows=64, num_queries=1, block_size=16, has_alibi=False, dtype=jnp.bfloat16, **options
+    heads,
+    *,
+    num_layers=1,
+    num_rows=64,
+    num_queries=1,
+    block_size=16,
+    has_alibi=False,
+    dtype=jnp.bfloat16,
+    kv_dtype=None,
+    **options,
 ):
     num_heads, num_kv_heads, head_dim = heads
-    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
-    pools = [Pages(pool, pool)] * num_layers
+    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), kv_dtype or dtype)
+    scales = None if kv_dtype is None else jax.ShapeDtypeStruct((1024, num_kv_heads, 2, block_size), jnp.float32)
+    pools = [Pages(pool, pool, scales)] * num_layers
     q = jax.ShapeDtypeStruct((num_rows, num_queries, num_heads, head_dim), dtype)
     tables = jax.ShapeDtypeStruct((num_rows, 512), jnp.int32)
     seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
@@ -208,6 +218,8 @@ def compiled(
         {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
         {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
         {"heads": (32, 32, 128), "has_alibi": True},
+        {"heads": (32, 8, 128), "kv_dtype": jnp.float8_e4m3fn},
+        {"heads": (32, 8, 128), "kv_dtype": jnp.int8, "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
         {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
     ],
     ids=str,
