@@ -18,6 +18,10 @@ from pallas_kernels.paged_attention import query_columns, query_rows
 from pallas_kernels.paging.tiles import LOG2E, LOWEST, ROWS, for_each_tile, normalize, put_together
 
 _LAYOUT = plgpu.Layout.WGMMA
+HEADROOM = 15.0
+"""Weights times the scales of their values are at most 2^15, so that float16, which has no room for more, rounds those
+of 2^-29 of the largest as well as that, and loses none of more than 2^-40 of it.
+"""
 SMALLEST_SCALE = 2.0**-64
 """Scales of values that are smaller, of vectors of zeros, count as this one, so that totals stay finite."""
 
@@ -251,13 +255,15 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
                 allowed = allowed & (key > position - problem.sliding_window)
         scores = jnp.where(allowed, scores, LOWEST)
 
-    # Weights are 1 at most times their values' scales, too, so that float16 has room for them.
     scaled = scores
     if problem.has_scales:
         scaled = scores + v_scales
         if is_masked:  # scales outside the context may be NaN
             scaled = jnp.where(allowed, scaled, LOWEST)
-    new_maximum = jnp.maximum(maximum, form.maxima(problem, scaled, scratch))
+    reference = form.maxima(problem, scaled, scratch)
+    if problem.has_scales:
+        reference = reference - HEADROOM
+    new_maximum = jnp.maximum(maximum, reference)
     keep = jnp.exp2(maximum - new_maximum)
     spread_maximum = form.spread(problem, new_maximum, scores.shape)
     weights = jnp.exp2(scaled - spread_maximum)

@@ -33,8 +33,6 @@ _COMPUTING = {
     (True, 3): 104,
 }
 """Registers of a computing thread, by whether pages have scales and the number of streams."""
-LARGEST_QUERY = 65280.0
-"""The largest bfloat16 that float16 has room for. float16's own maximum, 65504, is 65536 in bfloat16, and infinite."""
 
 
 def heuristic(head_dim: int, num_tiles: int) -> Config:
@@ -115,7 +113,7 @@ def paged_attention_sm90(
         sliding_window=scores.sliding_window,
     )
     if has_scales:
-        q = vectors_of_8_bits.permuted(jnp.clip(q, -LARGEST_QUERY, LARGEST_QUERY).astype(jnp.float16))
+        q = vectors_of_8_bits.permuted(q.astype(jnp.float16))  # beyond 65,504 infinite, which shows in the result
     # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
