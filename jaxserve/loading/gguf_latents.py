@@ -52,6 +52,7 @@ def mistral_fields(file: GGUFFile) -> dict[str, Any]:
 
 def _latent_fields(file: GGUFFile, *, gating: int) -> dict[str, Any]:
     """Return the fields of a decoder with latent attention, shared experts and experts chosen by such scores."""
+    refuse(file, **{"attention.sliding_window": 0})
     rotated = positive_integer(file, "rope.dimension_count")
     return {
         "hidden_size": positive_integer(file, "embedding_length"),

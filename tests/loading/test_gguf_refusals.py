@@ -162,6 +162,7 @@ def test_what_mimo_does_not_serve_is_named(tmp_path, name, value, message):
     [
         ("attention.temperature_length", 16, "mistral4.attention.temperature_length 16 is not supported"),
         ("attention.output_scale", 0.5, "mistral4.attention.output_scale 0.5 is not supported"),
+        ("attention.sliding_window", 64, "mistral4.attention.sliding_window 64 is not supported"),
         ("attention.value_scale", 0.5, "mistral4.attention.value_scale 0.5 is not supported"),
         ("expert_gating_func", 2, "mistral4.expert_gating_func 2 is not supported"),
         ("rope.scaling.yarn_attn_factor", 2.0, "mistral4.rope.scaling.yarn_attn_factor 2.0 is not supported"),
