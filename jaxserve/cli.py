@@ -213,7 +213,7 @@ def _add_convert(convert: Parser) -> None:
     add = functools.partial(convert.add_flag, "store")
     add("--dtype", choices=get_args(DType), default="auto", help="auto: the checkpoint's")
     add("--quantization", "-q", choices=get_args(Quantization), help="round matrices, as serve does")
-    add("--dequantize", action="store_true", help="write values where the source has codes")
+    add("--dequantize", action="store_true", help="write floats where the source has quantized weights")
     add("--force", action="store_true", help="replace DST, if it was made by convert")
 
 

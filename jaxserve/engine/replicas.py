@@ -202,7 +202,7 @@ def total_stats(each: list[EngineStats]) -> EngineStats:
         elif isinstance(values[0], tuple):
             total[name] = tuple(map(sum, itertools.zip_longest(*values, fillvalue=0)))
         else:
-            total[name] = sum(values) / (len(values) if name in _MEANS else 1)
+            total[name] = sum(values) / len(values) if name in _MEANS else sum(values)
     return EngineStats(**total)
 
 

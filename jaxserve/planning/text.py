@@ -39,7 +39,7 @@ def _size_rows(plan: Plan, sizes: Sizes, *, total: int) -> list[list[str]]:
         steps += f", {size_text(sizes.peer_bytes)} for rows of other devices"
     rows = [
         ["memory", f"{size_text(sizes.memory_bytes)}, of which {size_text(sizes.usable_bytes)} may be used"],
-        ["  weights", f"{size_text(sizes.weight_bytes)} in {plan.dtype}, quantized matrices as they are held"],
+        ["  weights", f"{size_text(sizes.weight_bytes)}; what is not quantized is in {plan.dtype}"],
         ["  steps", f"{size_text(sizes.step_bytes)}, {steps}; {plan.how_sized}"],
         ["  reserve", size_text(sizes.reserve_bytes)],
         [

@@ -115,4 +115,5 @@ def test_several_engines_are_told_as_one():
     total = total_stats([one, other])
     assert (total.num_running, total.kv_cache_usage, total.kv_bytes_held) == (3, 0.25, {"full": 7})
     assert total.step_time_counts == (1, 2)
+    assert type(total.num_running) is int  # /load has it in JSON
     assert total_stats([]) == EngineStats()

@@ -97,7 +97,7 @@ class ServingOptions:
 
     save_json: str | None = _option(None, "report", "file for the summary as JSON")
     per_request: bool = _option(False, "report", "each request's times in the JSON, too", aliases=("--save-detailed",))
-    save_plot: str | None = _option(None, "report", "file for the plots, PNG")
+    save_plot: str | None = _option(None, "report", "file for the plots: PNG, of load-curve SVG")
     progress: bool = _option(True, "report", "show a progress bar")
 
     def __post_init__(self) -> None:
