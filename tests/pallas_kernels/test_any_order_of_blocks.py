@@ -19,7 +19,7 @@ from emulated_grid import emulate
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import counters, registers
+from pallas_kernels.device import counters, registers, vectors_of_8_bits
 from pallas_kernels.device import product_of_tiles as gated_kernel
 from pallas_kernels.gated_linear_unit.sm90 import gated_linear_unit_sm90
 from pallas_kernels.paged_attention import device as paged_device
@@ -130,6 +130,16 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     monkeypatch.setattr(paged_device, "store_transposed", lambda swizzled, x: put(swizzled, x.T))
     monkeypatch.setattr(paged_device, "maxima", lambda x, *_, **__: x.max(axis=0))
     monkeypatch.setattr(paged_device, "sums", lambda x, *_, **__: x.sum(axis=0))
+
+    def scales(ref, kind, shape, **_):
+        return np.broadcast_to(ref[...][:, kind].reshape(-1, 1), shape)
+
+    in_float16 = {
+        "as_operand": lambda ref, **_: vectors_of_8_bits.permuted(ref[...].astype(np.float16)),
+        "convert": lambda target, source, **_: put(target, source[...].astype(np.float16)),
+    }
+    for operation, emulated in ({"scales": scales, "wait_for_all": lambda **_: None} | in_float16).items():
+        monkeypatch.setattr(vectors_of_8_bits, operation, emulated)
     fault(grid, monkeypatch)
     with jax.disable_jit():
         attend: Any = paged_sm90.paged_attention_sm90

@@ -89,7 +89,7 @@ INTERPRETED = {
         "has_sinks": True,
         "sliding_window": 90,
         "soft_cap": 4.0,
-        "kv_dtype": jnp.int8,
+        "kv_dtype": jnp.float8_e5m2,
     },
 }
 
