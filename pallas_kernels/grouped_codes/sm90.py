@@ -7,7 +7,7 @@ rows there are few tiles: warpgroups then have the same outputs and parts of K, 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
+from pallas_kernels.device.swizzled import views
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, plan
@@ -171,15 +172,6 @@ def _call(
     problem: Problem,
     output_dtype: Any,
 ) -> Float[Array, "M N"]:
-    # Any: pyright takes them for abstract classes.
-    tiling, by_rows = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
-    is_emulated = problem.ops is not device
-
-    def views(*shape, dtype, width: int):
-        """Return a tiled view, and one of boxes that may begin at any row."""
-        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), by_rows))
-        return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(by_rows,)))
-
     optional = [*vectors.values(), *([] if bias is None else [bias])]
 
     def body(*refs):
@@ -187,7 +179,7 @@ def _call(
         group, row, num_rows, first, x, weight, *rest = gmem
         found = dict(zip(vectors, rest, strict=False))
         (w_tiled, w_boxes), (x_tiled, x_boxes) = weights, rows
-        if is_emulated:  # where views do not alias
+        if problem.ops is not device:  # where views do not alias
             w_tiled, x_tiled = w_boxes, x_boxes
         bias = rest[len(vectors)] if len(rest) > len(vectors) else None
         arrays = Global(group, row, num_rows, first, x, weight, found, bias, y)
@@ -200,8 +192,8 @@ def _call(
         kernel_name="grouped_codes",
         out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
-            views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8, width=BYTES),
-            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype, width=PIECE),
+            views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8),
+            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype),
             plgpu.SMEM((problem.num_parts, problem.rows // CHUNK, 128, 4) if problem.num_parts else (1,), jnp.float32),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=2 * problem.deep),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),

@@ -9,7 +9,7 @@ sums XLA adds up.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_codes import wide_device
 from pallas_kernels.grouped_codes.wide_kernel import (
     STAGED_PITCH,
@@ -233,14 +234,8 @@ def _call(
     problem: Problem,
     output_dtype: Any,
 ) -> Float[Array, "L N"]:
-    # Any: pyright takes them for abstract classes.
-    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
     is_staged = output_dtype == jnp.bfloat16
-    x_shape = (problem.x_slots, problem.rows, PIECE)
-    x_views = plgpu.RefUnion(
-        plgpu.SMEM(x_shape, x.dtype, transforms=(tiling((8, PIECE)), swizzle)),
-        plgpu.SMEM(x_shape, x.dtype, transforms=(swizzle,)),
-    )
+    weights = (problem.w_slots, problem.ring_outputs, BYTES)
     staged_shape = (UNITS, STAGED_ROWS, STAGED_PITCH) if is_staged else (8,)
     given = [array is not None for array in (zeros, minimums, factors, bias)]
     optional = [array for array in (zeros, minimums, factors, bias) if array is not None]
@@ -262,8 +257,8 @@ def _call(
         kernel_name="wide_grouped_codes",
         out_type=jax.ShapeDtypeStruct((problem.parts * x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
-            plgpu.SMEM((problem.w_slots, problem.ring_outputs, BYTES), jnp.int8, transforms=(swizzle,)),
-            x_views,
+            plgpu.SMEM(weights, jnp.int8, transforms=tiled(BYTES, itemsize=1)[1:]),
+            views(problem.x_slots, problem.rows, PIECE, dtype=x.dtype),
             plgpu.SMEM(staged_shape, jnp.bfloat16),
             plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=problem.halves),
             plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=UNITS),

@@ -9,13 +9,13 @@ one tile, and at its end a copy of fewer rows, rather than a mask, keeps the nex
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, plan, tile_rows
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
@@ -150,19 +150,8 @@ def _call(
     *,
     problem: Problem,
 ) -> Float[Array, "M N"]:
-    # Any: pyright takes them for abstract classes.
-    by_rows = cast(Any, plgpu.SwizzleTransform)(2 * COLUMNS)
-    by_tiles = (cast(Any, plgpu.TilingTransform)((8, COLUMNS)), by_rows)
-
-    def array(*shape, transforms=by_tiles):
-        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
-
     units, outputs = problem.units, problem.outputs
-    x_shape = (problem.stages, units, problem.parts, ROWS, COLUMNS)
-    out_shape = (units, outputs // COLUMNS, ROWS, COLUMNS)
-    # Views of the same memory.
-    x_views = [array(*x_shape), array(*x_shape, transforms=(by_rows,))]
-    out_views = [array(*out_shape), array(*out_shape, transforms=(by_rows,))]
+    weights = (problem.stages, problem.halves * outputs, problem.block_k)
 
     def body(*refs):
         *inputs, y, x_views, ring, out_views, full, free = refs
@@ -179,9 +168,9 @@ def _call(
         kernel_name="grouped_matmul",
         out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), x.dtype),
         scratch_types=(
-            plgpu.RefUnion(*x_views),
-            array(problem.stages, problem.halves * outputs, problem.block_k),
-            plgpu.RefUnion(*out_views),
+            views(problem.stages, units, problem.parts, ROWS, COLUMNS, dtype=x.dtype),
+            plgpu.SMEM(weights, x.dtype, transforms=tiled(COLUMNS)),
+            views(units, outputs // COLUMNS, ROWS, COLUMNS, dtype=x.dtype),
             plgpu.Barrier(num_barriers=problem.stages, num_arrivals=problem.halves + units * problem.parts),
             plgpu.Barrier(num_barriers=problem.stages, num_arrivals=units),
         ),

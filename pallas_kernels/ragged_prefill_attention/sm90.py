@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import vectors_of_8_bits
-from pallas_kernels.device.clearing import tiling
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
@@ -212,11 +212,10 @@ def _call(
     problem: Problem,
 ) -> Float[Array, "T H D"]:
     head_dim = problem.head_dim
-    by_tiles = tiling(head_dim)
-    _, by_rows = by_tiles
-    columns = by_rows.swizzle // 2
+    transforms = tiled(head_dim)
+    columns = transforms[1].swizzle // 2
 
-    def array(*shape, transforms=by_tiles):
+    def array(*shape):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
     num_parts = head_dim // columns
@@ -255,7 +254,7 @@ def _call(
         kernel_name="ragged_prefill_attention",
         out_type=(),
         scratch_types=(
-            plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
+            views(*boxes, dtype=q.dtype),
             plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
             array(problem.k_stages, problem.block_kv, head_dim),
             array(problem.v_stages, problem.block_kv, head_dim),
