@@ -48,7 +48,7 @@ class Block(NamedTuple):
         blocks = self.problem.num_blocks
         return lax.div(lax.max(self.num_items - self.cta + (blocks - 1), _int(0)), _int(blocks))
 
-    def index(self, turn: Any) -> Any:
+    def own_index(self, turn: Any) -> Any:
         """Return the index of an item of this CTA; `turn` may also be one past the last."""
         return lax.max(lax.min(self.cta + turn * self.problem.num_blocks, self.num_items - 1), _int(0))
 
@@ -69,9 +69,9 @@ class Block(NamedTuple):
         """
 
         def turn(index, item):
-            following = self.item_at(self.index(index + 1))
+            following = self.item_at(self.own_index(index + 1))
             visit(item, index * self.problem.steps)
             return following
 
         num_own = self.num_own if num_own is None else num_own
-        lax.fori_loop(_int(0), num_own, turn, self.item_at(self.index(_int(0))))
+        lax.fori_loop(_int(0), num_own, turn, self.item_at(self.own_index(_int(0))))

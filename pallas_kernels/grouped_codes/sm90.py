@@ -148,43 +148,29 @@ def grouped_codes_sm90(
     if tiles is None:
         tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
 
-    y = _call(
-        jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
-        lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
-        vectors_of_outputs(weight, scaling),
-        None if bias is None else bias.reshape(matrices * num_outputs, 1),
-        tiles,
-        problem=problem,
-        output_dtype=jnp.dtype(output_dtype or x.dtype),
+    gmem = Global(
+        *tiles,
+        x=jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
+        weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
+        vectors=vectors_of_outputs(weight, scaling),
+        bias=None if bias is None else bias.reshape(matrices * num_outputs, 1),
+        y=None,
     )
-    return y[:num_rows]
+    return _call(gmem, problem=problem, output_dtype=jnp.dtype(output_dtype or x.dtype))[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("problem", "output_dtype"))
-def _call(
-    x: Float[Array, "M K"],
-    weight: Array,
-    vectors: dict[str, Array],
-    bias: Array | None,
-    tiles: Plan,
-    *,
-    problem: Problem,
-    output_dtype: Any,
-) -> Float[Array, "M N"]:
-    optional = [*vectors.values(), *([] if bias is None else [bias])]
+def _call(gmem: Global, *, problem: Problem, output_dtype: Any) -> Float[Array, "M N"]:
+    inputs, structure = jax.tree.flatten(gmem)
+    x = gmem.x
 
     def body(*refs):
-        *gmem, y, weights, rows, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free = refs
-        group, row, num_rows, first, x, weight, *rest = gmem
-        found = dict(zip(vectors, rest, strict=False))
-        (w_tiled, w_boxes), (x_tiled, x_boxes) = weights, rows
+        refs, y, (w_tiled, w_boxes), (x_tiled, x_boxes), *others = refs[: len(inputs)], *refs[len(inputs) :]
         if problem.ops is not device:  # where views do not alias
             w_tiled, x_tiled = w_boxes, x_boxes
-        bias = rest[len(vectors)] if len(rest) > len(vectors) else None
-        arrays = Global(group, row, num_rows, first, x, weight, found, bias, y)
-        rings = (w_tiled, w_boxes, x_tiled, x_boxes)
-        kernel(problem, arrays, Shared(*rings, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free))
+        gmem = structure.unflatten(refs)._replace(y=y)
+        kernel(problem, gmem, Shared(w_tiled, w_boxes, x_tiled, x_boxes, *others))
 
     x_slots, w_slots = problem.x_slots, problem.w_slots
     return plgpu.kernel(
@@ -208,4 +194,4 @@ def _call(
         num_threads=NUM_COMPUTE + 2,
         thread_name="wg",
         compiler_params=BY_LANES,
-    )(*tiles, x, weight, *optional)
+    )(*inputs)

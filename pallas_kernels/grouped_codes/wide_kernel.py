@@ -152,7 +152,7 @@ class Work(NamedTuple):
 
 def _work(block: Block, turn: Any, slots_before: Any, pieces_before: Any) -> Work:
     """Return an item of this thread block; `turn` may also be one past the last."""
-    problem, index = block.problem, block.index(turn)
+    problem, index = block.problem, block.own_index(turn)
     part = lax.rem(index, _int(problem.parts))
     item = block.item_at(lax.div(index, _int(problem.parts)))
     first, end = (lax.div(_int(problem.steps) * each, _int(problem.parts)) for each in (part, part + 1))

@@ -130,37 +130,22 @@ def grouped_matmul_sm90(
     if bias is not None:
         missing = problem.output_tiles * problem.outputs - problem.num_outputs
         bias = jnp.pad(bias.reshape(-1, problem.num_outputs), ((0, 0), (0, missing)))
-    y = _call(
-        jnp.pad(x, ((0, padded - num_rows), (0, 0))),
-        weight.reshape(-1, problem.num_outputs, depth),
-        bias,
-        tiles,
-        problem=problem,
-    )
-    return y[:num_rows]
+    x, weight = jnp.pad(x, ((0, padded - num_rows), (0, 0))), weight.reshape(-1, problem.num_outputs, depth)
+    return _call(Global(*tiles, x, weight, bias, None), problem=problem)[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
-def _call(
-    x: Float[Array, "M K"],
-    weight: Float[Array, "XH N K"],
-    bias: Float[Array, "XH N2"] | None,
-    tiles: Plan,
-    *,
-    problem: Problem,
-) -> Float[Array, "M N"]:
-    units, outputs = problem.units, problem.outputs
+def _call(gmem: Global, *, problem: Problem) -> Float[Array, "M N"]:
+    inputs, structure = jax.tree.flatten(gmem)
+    x, units, outputs = gmem.x, problem.units, problem.outputs
     weights = (problem.stages, problem.halves * outputs, problem.block_k)
 
     def body(*refs):
-        *inputs, y, x_views, ring, out_views, full, free = refs
-        x_smem, x_boxes = x_views
-        out_smem, out_boxes = out_views
+        *refs, y, (x_smem, x_boxes), ring, (out_smem, out_boxes), full, free = refs
         if problem.interpret:  # in which views do not alias
             x_boxes, out_boxes = x_smem, out_smem
-        group, row, num_rows, first, x, weight, *bias = inputs
-        gmem = Global(group, row, num_rows, first, x, weight, bias[0] if bias else None, y)
+        gmem = structure.unflatten(refs)._replace(y=y)
         kernel(problem, gmem, Shared(x_smem, x_boxes, ring, out_smem, out_boxes, full, free))
 
     return plgpu.kernel(
@@ -179,4 +164,4 @@ def _call(
         num_threads=units + 1,
         thread_name="wg",
         compiler_params=BY_LANES,
-    )(*tiles, x, weight, *(() if bias is None else (bias,)))
+    )(*inputs)

@@ -148,11 +148,11 @@ def paged_attention_sm90(
 def _call(problem, num_items, num_out_rows, dtype, operands):
     """Run the kernel. Jitted, so that the layers of a model use one lowering."""
     config, head_dim, multiplied = problem.config, problem.head_dim, operands[0].dtype
-    given = [operand for operand in operands if operand is not None]
+    given, structure = jax.tree.flatten(operands)
 
     def body(*refs):
-        inputs, outputs, shared = iter(refs[: len(given)]), refs[len(given) :][:4], refs[len(given) + 4 :]
-        gmem = Refs._make([*(None if operand is None else next(inputs) for operand in operands), *outputs])
+        inputs, outputs, shared = refs[: len(given)], refs[len(given) :][:4], refs[len(given) + 4 :]
+        gmem = Refs(*structure.unflatten(inputs), *outputs)
         scratch = Scratch(*shared, stream=None)
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, jnp.int32(config.streams))

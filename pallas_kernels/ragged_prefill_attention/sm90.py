@@ -227,18 +227,14 @@ def _call(
     num_pages = max(1, problem.block_kv // problem.block_size)
     out_ref = jax.new_ref(out)  # changed in place by the kernel
     operands = (q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes)
-    operands += (pages.scales, out_ref)
-    given = [operand for operand in operands if operand is not None]
+    given, structure = jax.tree.flatten(Global(*operands, pages.scales, out_ref))
 
     def body(*refs):
-        inputs, shared = iter(refs[: len(given)]), refs[len(given) :]
-        (queries, q_boxes), *others = shared
+        refs, (queries, q_boxes), *others = refs[: len(given)], *refs[len(given) :]
         others += [None] * (len(Shared._fields) - 2 - len(others))
         if problem.interpret:  # in which views do not alias
             q_boxes = queries
-        gmem = Global._make(None if operand is None else next(inputs) for operand in operands)
-        smem = Shared(queries, q_boxes, *others)
-        kernel(problem, gmem, smem)
+        kernel(problem, structure.unflatten(refs), Shared(queries, q_boxes, *others))
 
     staged = ()
     if problem.has_scales:
