@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
     problem: Any
     gmem: Any
-    """Arrays in global memory, those of a plan among them."""
+    """Arrays in global memory, the plan among them."""
     smem: Any
     cta: Any
     warpgroup: Any
@@ -59,8 +59,8 @@ class Block(NamedTuple):
         within = index - band * band_items
         band_size = lax.clamp(_int(1), self.num_tiles - band * BAND, _int(BAND))
         tile, output = band * BAND + lax.rem(within, band_size), lax.div(within, band_size)
-        gmem = self.gmem
-        return Item(gmem.group[tile], gmem.row[tile], gmem.num_rows[tile], output * self.problem.tile)
+        plan = self.gmem.plan
+        return Item(plan.group[tile], plan.row[tile], plan.num_rows[tile], output * self.problem.tile)
 
     def for_each_item(self, visit: Callable[[Item, Any], None], num_own: Any = None) -> None:
         """Call `visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead.

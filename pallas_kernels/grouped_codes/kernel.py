@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.scaling import ScaledProduct, Scaling
+from pallas_kernels.grouped_matmul import Plan
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""
@@ -98,12 +99,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
@@ -141,7 +139,7 @@ class Shared(NamedTuple):
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
     warpgroup = lax.axis_index("wg")
-    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
+    num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
     block = Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
 
     @pl.when(warpgroup < NUM_COMPUTE)

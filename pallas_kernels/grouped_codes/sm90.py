@@ -20,8 +20,8 @@ from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLE
 from pallas_kernels.device.swizzled import views
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
-from pallas_kernels.grouped_matmul import Plan, plan
-from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
+from pallas_kernels.grouped_matmul import Plan, num_used, plan
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, balance
 from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 
 SIZES = (8, 16, 32)
@@ -46,17 +46,12 @@ class Config:
     """Number of thread blocks."""
 
 
-def _num_used(num_rows: int, num_groups: int) -> float:
-    """Return how many groups have rows, if every row falls into any of them."""
-    return num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
-
-
 def tile_rows(num_rows: int, num_groups: int) -> int:
     """Return the rows of the kernels' tiles: most groups then have one tile, as long as that is possible."""
     if num_groups == 1:
         of_each = -(-num_rows // max(1, -(-num_rows // WIDE_SIZES[-1])))  # tiles are alike
         return next((size for size in SIZES if size >= of_each), -(-of_each // CHUNK) * CHUNK)
-    mean = num_rows / max(_num_used(num_rows, num_groups), 1)
+    mean = num_rows / max(num_used(num_rows, num_groups), 1)
     return next((size for size in SIZES + WIDE_SIZES if size >= int(SPARE * mean)), WIDE_SIZES[-1])
 
 
@@ -64,19 +59,16 @@ def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     """Return the widest tiles of outputs that keep the multiprocessors reading. From arithmetic, see NOTES.md."""
     num_groups, *halves, num_outputs, _ = weight.shape
     rows = min(tile_rows(num_rows, num_groups), SIZES[-1])
-    tiles = max(_num_used(num_rows, num_groups), num_rows / rows)
+    tiles = max(num_used(num_rows, num_groups), num_rows / rows)
 
-    def balance(across: int) -> float:
-        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
-        items = tiles * -(-num_outputs * (1 + len(halves)) // (OUTPUTS * across))
-        return items / (-(-items // NUM_SMS) * NUM_SMS) if items else 1.0
+    def items(across: int) -> float:
+        return tiles * -(-num_outputs * (1 + len(halves)) // (OUTPUTS * across))
 
     def fits(across: int) -> bool:
         block_k = BYTES * codes_per_byte(weight.code)
         return across == NUM_COMPUTE or rows * block_k * NUM_COMPUTE // across * 2 <= ROW_BYTES
 
-    # Less than 6% of imbalance is not worth narrower tiles.
-    across = max(filter(fits, (1, 2, 4)), key=lambda across: (min(balance(across), 0.94), across))
+    across = max(filter(fits, (1, 2, 4)), key=lambda across: (balance(items(across)), across))
     return Config(rows=rows, across=across)
 
 
@@ -149,7 +141,7 @@ def grouped_codes_sm90(
         tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
 
     gmem = Global(
-        *tiles,
+        tiles,
         x=jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
         weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
         vectors=vectors_of_outputs(weight, scaling),

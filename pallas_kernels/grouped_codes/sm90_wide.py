@@ -198,7 +198,7 @@ def wide_sm90(
         scales = lax.bitcast_convert_type(scales, jnp.int8)
     padded = jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0)))  # a box of rows is no larger than the array
     gmem = Global(
-        *tiles,
+        tiles,
         x=padded,
         weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
         scales=scales,

@@ -18,6 +18,7 @@ from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.registers import written
 from pallas_kernels.grouped_codes.kernel import CHUNK
+from pallas_kernels.grouped_matmul import Plan
 
 UNITS = 2
 """Warpgroups that multiply."""
@@ -100,12 +101,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
@@ -177,7 +175,7 @@ def _for_each_item(block: Block, visit: Callable[[Work], None]) -> None:
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
     warpgroup = lax.axis_index("wg")
-    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
+    num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
     block = Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles, problem.parts)
     rings = ((smem.w_free, problem.w_slots), (smem.x_free, problem.x_slots))
 

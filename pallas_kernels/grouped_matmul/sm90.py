@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
-from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, plan, tile_rows
-from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
+from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, num_used, plan, tile_rows
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, balance
 
 MAX_TILE = 256  # weight rows of one wgmma
 
@@ -64,16 +64,9 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
     rows = tile_rows(num_rows, num_groups)
     if rows > ROWS:
         return _with_ring(rows=rows, outputs=widest, depth=depth, is_gated=is_gated)
-    # Groups that are not empty if every row falls into any of them.
-    num_used = num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
-
-    def balance(outputs: int) -> float:
-        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
-        tiles = num_used * -(-num_outputs // outputs)
-        return tiles / (-(-tiles // NUM_SMS) * NUM_SMS) if tiles else 1.0
-
-    # Less than 6% of imbalance is not worth narrower tiles.
-    outputs = max(range(COLUMNS, widest + 1, COLUMNS), key=lambda width: (min(balance(width), 0.94), width))
+    used = num_used(num_rows, num_groups)
+    widths = range(COLUMNS, widest + 1, COLUMNS)
+    outputs = max(widths, key=lambda width: (balance(used * -(-num_outputs // width)), width))
     return _with_ring(rows=rows, outputs=outputs, depth=depth, is_gated=is_gated)
 
 
@@ -131,7 +124,7 @@ def grouped_matmul_sm90(
         missing = problem.output_tiles * problem.outputs - problem.num_outputs
         bias = jnp.pad(bias.reshape(-1, problem.num_outputs), ((0, 0), (0, missing)))
     x, weight = jnp.pad(x, ((0, padded - num_rows), (0, 0))), weight.reshape(-1, problem.num_outputs, depth)
-    return _call(Global(*tiles, x, weight, bias, None), problem=problem)[:num_rows]
+    return _call(Global(tiles, x, weight, bias, None), problem=problem)[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.

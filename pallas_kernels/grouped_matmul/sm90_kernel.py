@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.registers import written
-from pallas_kernels.grouped_matmul.tiles import ROWS
+from pallas_kernels.grouped_matmul.tiles import ROWS, Plan
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 _LAYOUT = plgpu.Layout.WGMMA
@@ -64,12 +64,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Weights, [X * halves, N, K]."""
@@ -97,7 +94,7 @@ class Shared(NamedTuple):
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
     cta, wg = lax.axis_index("block"), lax.axis_index("wg")
-    block = Block(problem, gmem, smem, cta, wg, num_tiles=gmem.first[1, gmem.first.shape[1] - 1])
+    block = Block(problem, gmem, smem, cta, wg, num_tiles=gmem.plan.first[1, gmem.plan.first.shape[1] - 1])
     num_own = block.num_own
 
     @pl.when(wg == problem.units)
