@@ -5,7 +5,6 @@ ones as others and another part of K, whose sums are added up in shared memory. 
 in shared memory; one copies rows, and puts their columns into the order of codes.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -266,7 +265,7 @@ def _compute(block: Block, item: Item, first_step: Any) -> None:
 
 def _multiply(block: Block, item: Item, first_output: Any, first_step: Any) -> Any:
     """Return this warpgroup's sums [64, rows]."""
-    problem, smem, ops = block.problem, block.smem, block.problem.ops
+    problem, ops = block.problem, block.problem.ops
     is_gated = problem.halves == 2
     words_ahead = WORDS_AHEAD if problem.rows <= 16 else WORDS_OF_32_ROWS
     if problem.scaling.has_minimums or problem.scaling.zeros is not None:
@@ -291,24 +290,11 @@ def _multiply(block: Block, item: Item, first_output: Any, first_step: Any) -> A
         """Load the scales of a step or a part of it, and what belongs to them."""
         return product.load(load_words, k * problem.deep + part_of_k, part)
 
-    def step(k, carry):
-        sums, *words = carry
-        following = load(k + 1) if product.loads_ahead else ()
-        words = words if product.loads_ahead else load(k, 0)
-        w_slot = lax.rem(first_step + k, _int(problem.w_slots))
-        x_slot = lax.rem(first_step + k, _int(problem.x_slots))
-        plgpu.barrier_wait(smem.w_full.at[w_slot])
-        plgpu.barrier_wait(smem.x_ready.at[x_slot])
-        first_piece = x_slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
-        slot, warpgroup, piece = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, first_piece))
-        operands = (smem.weights, slot, warpgroup, smem.x, piece)
-        sums = product.add(sums, words, functools.partial(load, k), *operands)
-        plgpu.barrier_arrive(smem.w_free.at[w_slot])
-        plgpu.barrier_arrive(smem.x_free.at[x_slot])
-        return sums, *following
+    def place(slot):
+        return slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
 
     zeros = ops.zeros(problem.rows)
-    return lax.fori_loop(_int(0), _int(problem.steps), step, (zeros, *(load(0) if product.loads_ahead else ())))[0]
+    return product.sums(zeros, load, block.smem.x, place, at=block, first=first_step, steps=_int(problem.steps))
 
 
 def _finish(block: Block, item: Item, first_output: Any, sums: Any) -> None:
