@@ -19,6 +19,13 @@ BY_LANES = plgpu.CompilerParams(
 """Parameters of kernels whose code is that of lanes, and in which no reduction crosses warps."""
 
 
+def balance(num_items: float) -> float:
+    """Return the fraction of the multiprocessors' time that is work, if all items take equally long; at most 0.94,
+    since less than 6% of imbalance is not worth smaller items.
+    """
+    return min(0.94, num_items / (-(-num_items // NUM_SMS) * NUM_SMS)) if num_items else 0.94
+
+
 def num_sms() -> int:
     """Return the multiprocessors of the GPU that programs are compiled for, that of the current mesh or this machine's
     first.

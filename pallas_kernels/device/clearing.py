@@ -1,27 +1,17 @@
 """Rows of 16 bits in shared memory that are cleared: those behind the end of what was copied."""
 
-from typing import Any, cast
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import SCALAR, const_i32, inline, splat, thread, value_of
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
 
-def tiling(num_columns: int) -> tuple[Any, Any]:
-    """Return the transforms of an array of 16-bit rows in shared memory for wgmma: tiles of 8 rows of up to 128
-    bytes.
-    """
-    swizzle = plgpu.find_swizzle(num_columns * 16)
-    # Any: pyright takes them for abstract classes.
-    return cast(Any, plgpu.TilingTransform)((8, swizzle // 2)), cast(Any, plgpu.SwizzleTransform)(swizzle)
-
-
 def clear_rows(ref, first, *, interpret: bool) -> None:
-    """Clear the rows from `first` on of a [rows, columns] matrix in shared memory that `tiling` has transformed."""
+    """Clear the rows from `first` on of a [rows, columns] matrix in shared memory that `tiled` has transformed."""
     if interpret:
 
         def clear_row(row, _):
@@ -29,7 +19,7 @@ def clear_rows(ref, first, *, interpret: bool) -> None:
 
         lax.fori_loop(first, jnp.int32(ref.shape[0]), clear_row, None)
         return
-    inline(_clear_rows, plgpu.RefType(tiling(ref.shape[1])), SCALAR)(ref, splat(first))
+    inline(_clear_rows, plgpu.RefType(tiled(ref.shape[1])), SCALAR)(ref, splat(first))
 
 
 def _clear_rows(_, ref, first) -> None:

@@ -6,7 +6,7 @@ and `interleave_rows` puts the columns of the rows in the same order. Sums are [
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,7 @@ from pallas_kernels.device.codes import (
 )
 from pallas_kernels.device.mlir import SCALAR, as_index, const_i32, const_index, inline, splat, thread, value_of
 from pallas_kernels.device.registers import at, matrix_of, registers_for, row_and_quarter
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.jax_internals import arith, ir, mlir_math, nvvm, vector
 
 OUTPUTS = 64
@@ -46,9 +47,8 @@ MAX_ROWS_OF_SCALED_SUMS = 16
 """With more rows there are too few registers for the sums of a group apart: rounded scales multiply the weights."""
 
 _LAYOUT = plgpu.Layout.WGMMA
-_SWIZZLE = cast(Any, plgpu.SwizzleTransform)(128)
-_CODES = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 128)), _SWIZZLE))
-_ROWS = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, 64)), _SWIZZLE))
+_CODES = plgpu.RefType(tiled(BYTES, itemsize=1))
+_ROWS = plgpu.RefType(tiled(PIECE))
 
 
 def add_product(

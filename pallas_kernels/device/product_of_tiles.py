@@ -9,7 +9,7 @@ multiplies half of the tile's rows. A tile of outputs has two halves: gate and u
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.device.registers import written
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import BY_LANES, NUM_SMS
 
 UNITS = 2
@@ -141,16 +142,6 @@ def launch(
 ) -> Float[Array, "M N"]:
     """Run the kernel; `scales` are none, or those of rows and of the weight as `Global` has them."""
 
-    def array(*shape, dtype, has_tiles: bool):
-        # Any: pyright takes them for abstract classes.
-        size = jnp.dtype(dtype).itemsize
-        tiling = cast(Any, plgpu.TilingTransform)((8, shape[-1]))
-        swizzle = cast(Any, plgpu.SwizzleTransform)(size * shape[-1])
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle) if has_tiles else (swizzle,))
-
-    def views(*shape, dtype):
-        return plgpu.RefUnion(array(*shape, dtype=dtype, has_tiles=True), array(*shape, dtype=dtype, has_tiles=False))
-
     def body(x, weight, *refs):
         y, rows, weights, results, full, free, *step_scales = refs[len(scales) :]
         (x_smem, x_boxes), (out_smem, out_boxes) = rows, results
@@ -160,13 +151,14 @@ def launch(
         kernel(problem, gmem, Shared(x_smem, x_boxes, weights, out_smem, out_boxes, full, free, *step_scales))
 
     has_scales = problem.has_scales_of_steps
+    weights = (STAGES, 2 * problem.outputs, problem.columns)
     return plgpu.kernel(
         body,
         kernel_name=name,
         out_type=jax.ShapeDtypeStruct((problem.num_rows, problem.num_outputs), output_dtype),
         scratch_types=(
             views(STAGES, UNITS, ROWS, problem.columns, dtype=x.dtype),
-            array(STAGES, 2 * problem.outputs, problem.columns, dtype=x.dtype, has_tiles=True),
+            plgpu.SMEM(weights, x.dtype, transforms=tiled(problem.columns, itemsize=x.dtype.itemsize)),
             views(UNITS, problem.pieces_held, ROWS, problem.piece, dtype=output_dtype),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=UNITS + 2 * (1 + has_scales)),
             plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),

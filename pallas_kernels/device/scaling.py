@@ -3,6 +3,7 @@
 A warpgroup has 64 outputs, the rows of WGMMA layout, and a number of each of them is [64, 8] with equal columns.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -184,7 +185,31 @@ class ScaledProduct:
             words.append(load_words(each, column, len(own)))
         return tuple(words)
 
-    def add(self, sums: Any, words: Any, load_part: Callable[[int], Any], *operands: Any) -> Any:
+    def sums(self, zeros, load, rows, place, *, at, first, steps) -> Any:
+        """Return `zeros` plus the products of `steps` blocks, those of the rings' steps from `first` on.
+
+        `load(step, part)` is the method `load` for a step's block. `place(slot)` is where `add_product` finds a slot's
+        rows in their ring `rows`. `at` has the warpgroup, the rings and their sizes.
+        """
+        problem, smem = at.problem, at.smem
+
+        def one_step(k, carry):
+            sums, *words = carry
+            following = load(k + 1) if self.loads_ahead else ()
+            words = words if self.loads_ahead else load(k, 0)
+            w_slot, x_slot = (lax.rem(first + k, _int(slots)) for slots in (problem.w_slots, problem.x_slots))
+            plgpu.barrier_wait(smem.w_full.at[w_slot])
+            plgpu.barrier_wait(smem.x_ready.at[x_slot])
+            slot, warpgroup, piece = map(splat, (w_slot, at.warpgroup, place(x_slot)))
+            load_part = functools.partial(load, k)
+            sums = self._add(sums, words, load_part, smem.weights, slot, warpgroup, rows, piece)
+            plgpu.barrier_arrive(smem.w_free.at[w_slot])
+            plgpu.barrier_arrive(smem.x_free.at[x_slot])
+            return sums, *following
+
+        return lax.fori_loop(_int(0), steps, one_step, (zeros, *(load(0) if self.loads_ahead else ())))[0]
+
+    def _add(self, sums: Any, words: Any, load_part: Callable[[int], Any], *operands: Any) -> Any:
         """Return the sums with a block's product, of the `operands` of `add_product` that follow the sums.
 
         `words` are those of the block if it `loads_ahead`, else of its first part; `load_part` loads those of others.

@@ -5,7 +5,6 @@ ones as others and another part of K, whose sums are added up in shared memory. 
 in shared memory; one copies rows, and puts their columns into the order of codes.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.items import Item, item_at
+from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.scaling import ScaledProduct, Scaling
+from pallas_kernels.grouped_matmul import Plan
 
 NUM_COMPUTE = 4
 """Warpgroups that multiply."""
@@ -98,12 +98,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
@@ -138,43 +135,11 @@ class Shared(NamedTuple):
     parts_free: Any
 
 
-class _Block(NamedTuple):
-    problem: Problem
-    gmem: Global
-    smem: Shared
-    cta: Any
-    warpgroup: Any
-    num_tiles: Any
-
-    @property
-    def num_own(self) -> Any:
-        """Number of items of this thread block."""
-        num_items = self.num_tiles * self.problem.output_tiles
-        blocks = self.problem.num_blocks
-        return lax.div(lax.max(num_items - self.cta + (blocks - 1), _int(0)), _int(blocks))
-
-    def item(self, turn: Any) -> Item:
-        """Return an item of this thread block; `turn` may also be one past the last."""
-        last = self.num_tiles * self.problem.output_tiles - 1
-        index = lax.max(lax.min(self.cta + turn * self.problem.num_blocks, last), _int(0))
-        return item_at(self.gmem, index, self.num_tiles, self.problem)
-
-    def for_each_item(self, visit: Callable[[Item, Any], None]) -> None:
-        """Call `visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""
-
-        def turn(index, item):
-            following = self.item(index + 1)
-            visit(item, index * self.problem.steps)
-            return following
-
-        lax.fori_loop(_int(0), self.num_own, turn, self.item(_int(0)))
-
-
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
     warpgroup = lax.axis_index("wg")
-    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
-    block = _Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
+    num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
+    block = Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
 
     @pl.when(warpgroup < NUM_COMPUTE)
     def _():
@@ -206,7 +171,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
             plgpu.barrier_wait(smem.x_free.at[slot])
 
 
-def _copy_weights(block: _Block, item: Item, first_step: Any) -> None:
+def _copy_weights(block: Block, item: Item, first_step: Any) -> None:
     """Copy the codes of an item: those of each part of K behind one another, gate and up in halves of the slot."""
     problem, smem = block.problem, block.smem
     copied = problem.copied
@@ -231,7 +196,7 @@ def _copy_weights(block: _Block, item: Item, first_step: Any) -> None:
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
 
 
-def _copy_rows(block: _Block, item: Item, first_step: Any) -> None:
+def _copy_rows(block: Block, item: Item, first_step: Any) -> None:
     """Copy the rows of an item, as far ahead of `_interleave` as there are slots.
 
     Whatever follows the group's last row: a row of x only affects the same row of the result.
@@ -256,7 +221,7 @@ def _copy_rows(block: _Block, item: Item, first_step: Any) -> None:
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
 
 
-def _interleave(block: _Block, step: Any) -> None:
+def _interleave(block: Block, step: Any) -> None:
     """Put the columns of a step's rows into the order of codes, once they are there."""
     problem, smem = block.problem, block.smem
     slot = lax.rem(step, _int(problem.x_slots))
@@ -272,7 +237,7 @@ def _interleave(block: _Block, step: Any) -> None:
     plgpu.barrier_arrive(smem.x_ready.at[slot])
 
 
-def _compute(block: _Block, item: Item, first_step: Any) -> None:
+def _compute(block: Block, item: Item, first_step: Any) -> None:
     """Multiply a warpgroup's part of an item; the first ones along K add up the sums and finish them."""
     problem, smem, ops = block.problem, block.smem, block.problem.ops
     own = lax.rem(block.warpgroup, _int(problem.across))
@@ -298,9 +263,9 @@ def _compute(block: _Block, item: Item, first_step: Any) -> None:
         _finish(block, item, first_output, total)
 
 
-def _multiply(block: _Block, item: Item, first_output: Any, first_step: Any) -> Any:
+def _multiply(block: Block, item: Item, first_output: Any, first_step: Any) -> Any:
     """Return this warpgroup's sums [64, rows]."""
-    problem, smem, ops = block.problem, block.smem, block.problem.ops
+    problem, ops = block.problem, block.problem.ops
     is_gated = problem.halves == 2
     words_ahead = WORDS_AHEAD if problem.rows <= 16 else WORDS_OF_32_ROWS
     if problem.scaling.has_minimums or problem.scaling.zeros is not None:
@@ -325,27 +290,14 @@ def _multiply(block: _Block, item: Item, first_output: Any, first_step: Any) -> 
         """Load the scales of a step or a part of it, and what belongs to them."""
         return product.load(load_words, k * problem.deep + part_of_k, part)
 
-    def step(k, carry):
-        sums, *words = carry
-        following = load(k + 1) if product.loads_ahead else ()
-        words = words if product.loads_ahead else load(k, 0)
-        w_slot = lax.rem(first_step + k, _int(problem.w_slots))
-        x_slot = lax.rem(first_step + k, _int(problem.x_slots))
-        plgpu.barrier_wait(smem.w_full.at[w_slot])
-        plgpu.barrier_wait(smem.x_ready.at[x_slot])
-        first_piece = x_slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
-        slot, warpgroup, piece = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, first_piece))
-        operands = (smem.weights, slot, warpgroup, smem.x, piece)
-        sums = product.add(sums, words, functools.partial(load, k), *operands)
-        plgpu.barrier_arrive(smem.w_free.at[w_slot])
-        plgpu.barrier_arrive(smem.x_free.at[x_slot])
-        return sums, *following
+    def place(slot):
+        return slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
 
     zeros = ops.zeros(problem.rows)
-    return lax.fori_loop(_int(0), _int(problem.steps), step, (zeros, *(load(0) if product.loads_ahead else ())))[0]
+    return product.sums(zeros, load, block.smem.x, place, at=block, first=first_step, steps=_int(problem.steps))
 
 
-def _finish(block: _Block, item: Item, first_output: Any, sums: Any) -> None:
+def _finish(block: Block, item: Item, first_output: Any, sums: Any) -> None:
     """Scale the sums of 64 outputs, add the bias, apply the activation and store the rows that the item has."""
     problem, gmem, ops = block.problem, block.gmem, block.problem.ops
 

@@ -7,7 +7,7 @@ rows there are few tiles: warpgroups then have the same outputs and parts of K, 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
+from pallas_kernels.device.swizzled import views
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
-from pallas_kernels.grouped_matmul import Plan, plan
-from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
+from pallas_kernels.grouped_matmul import Plan, num_used, plan
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, balance
 from pallas_kernels.quantized_matmuls import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
 
 SIZES = (8, 16, 32)
@@ -45,17 +46,12 @@ class Config:
     """Number of thread blocks."""
 
 
-def _num_used(num_rows: int, num_groups: int) -> float:
-    """Return how many groups have rows, if every row falls into any of them."""
-    return num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
-
-
 def tile_rows(num_rows: int, num_groups: int) -> int:
     """Return the rows of the kernels' tiles: most groups then have one tile, as long as that is possible."""
     if num_groups == 1:
         of_each = -(-num_rows // max(1, -(-num_rows // WIDE_SIZES[-1])))  # tiles are alike
         return next((size for size in SIZES if size >= of_each), -(-of_each // CHUNK) * CHUNK)
-    mean = num_rows / max(_num_used(num_rows, num_groups), 1)
+    mean = num_rows / max(num_used(num_rows, num_groups), 1)
     return next((size for size in SIZES + WIDE_SIZES if size >= int(SPARE * mean)), WIDE_SIZES[-1])
 
 
@@ -63,19 +59,16 @@ def heuristic(num_rows: int, weight: QuantizedMatrix) -> Config:
     """Return the widest tiles of outputs that keep the multiprocessors reading. From arithmetic, see NOTES.md."""
     num_groups, *halves, num_outputs, _ = weight.shape
     rows = min(tile_rows(num_rows, num_groups), SIZES[-1])
-    tiles = max(_num_used(num_rows, num_groups), num_rows / rows)
+    tiles = max(num_used(num_rows, num_groups), num_rows / rows)
 
-    def balance(across: int) -> float:
-        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
-        items = tiles * -(-num_outputs * (1 + len(halves)) // (OUTPUTS * across))
-        return items / (-(-items // NUM_SMS) * NUM_SMS) if items else 1.0
+    def items(across: int) -> float:
+        return tiles * -(-num_outputs * (1 + len(halves)) // (OUTPUTS * across))
 
     def fits(across: int) -> bool:
         block_k = BYTES * codes_per_byte(weight.code)
         return across == NUM_COMPUTE or rows * block_k * NUM_COMPUTE // across * 2 <= ROW_BYTES
 
-    # Less than 6% of imbalance is not worth narrower tiles.
-    across = max(filter(fits, (1, 2, 4)), key=lambda across: (min(balance(across), 0.94), across))
+    across = max(filter(fits, (1, 2, 4)), key=lambda across: (balance(items(across)), across))
     return Config(rows=rows, across=across)
 
 
@@ -147,52 +140,29 @@ def grouped_codes_sm90(
     if tiles is None:
         tiles = plan(group_sizes, num_rows=num_rows, tile_rows=config.rows)
 
-    y = _call(
-        jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
-        lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
-        vectors_of_outputs(weight, scaling),
-        None if bias is None else bias.reshape(matrices * num_outputs, 1),
+    gmem = Global(
         tiles,
-        problem=problem,
-        output_dtype=jnp.dtype(output_dtype or x.dtype),
+        x=jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
+        weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
+        vectors=vectors_of_outputs(weight, scaling),
+        bias=None if bias is None else bias.reshape(matrices * num_outputs, 1),
+        y=None,
     )
-    return y[:num_rows]
+    return _call(gmem, problem=problem, output_dtype=jnp.dtype(output_dtype or x.dtype))[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("problem", "output_dtype"))
-def _call(
-    x: Float[Array, "M K"],
-    weight: Array,
-    vectors: dict[str, Array],
-    bias: Array | None,
-    tiles: Plan,
-    *,
-    problem: Problem,
-    output_dtype: Any,
-) -> Float[Array, "M N"]:
-    # Any: pyright takes them for abstract classes.
-    tiling, by_rows = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
-    is_emulated = problem.ops is not device
-
-    def views(*shape, dtype, width: int):
-        """Return a tiled view, and one of boxes that may begin at any row."""
-        tiled = plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), by_rows))
-        return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(by_rows,)))
-
-    optional = [*vectors.values(), *([] if bias is None else [bias])]
+def _call(gmem: Global, *, problem: Problem, output_dtype: Any) -> Float[Array, "M N"]:
+    inputs, structure = jax.tree.flatten(gmem)
+    x = gmem.x
 
     def body(*refs):
-        *gmem, y, weights, rows, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free = refs
-        group, row, num_rows, first, x, weight, *rest = gmem
-        found = dict(zip(vectors, rest, strict=False))
-        (w_tiled, w_boxes), (x_tiled, x_boxes) = weights, rows
-        if is_emulated:  # where views do not alias
+        refs, y, (w_tiled, w_boxes), (x_tiled, x_boxes), *others = refs[: len(inputs)], *refs[len(inputs) :]
+        if problem.ops is not device:  # where views do not alias
             w_tiled, x_tiled = w_boxes, x_boxes
-        bias = rest[len(vectors)] if len(rest) > len(vectors) else None
-        arrays = Global(group, row, num_rows, first, x, weight, found, bias, y)
-        rings = (w_tiled, w_boxes, x_tiled, x_boxes)
-        kernel(problem, arrays, Shared(*rings, parts, w_full, w_free, x_full, x_ready, x_free, parts_full, parts_free))
+        gmem = structure.unflatten(refs)._replace(y=y)
+        kernel(problem, gmem, Shared(w_tiled, w_boxes, x_tiled, x_boxes, *others))
 
     x_slots, w_slots = problem.x_slots, problem.w_slots
     return plgpu.kernel(
@@ -200,8 +170,8 @@ def _call(
         kernel_name="grouped_codes",
         out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
-            views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8, width=BYTES),
-            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype, width=PIECE),
+            views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8),
+            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype),
             plgpu.SMEM((problem.num_parts, problem.rows // CHUNK, 128, 4) if problem.num_parts else (1,), jnp.float32),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=2 * problem.deep),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),
@@ -216,4 +186,4 @@ def _call(
         num_threads=NUM_COMPUTE + 2,
         thread_name="wg",
         compiler_params=BY_LANES,
-    )(*tiles, x, weight, *optional)
+    )(*inputs)

@@ -9,7 +9,7 @@ sums XLA adds up.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_codes import wide_device
 from pallas_kernels.grouped_codes.wide_kernel import (
     STAGED_PITCH,
@@ -196,18 +197,18 @@ def wide_sm90(
     if scales.dtype == jnp.float8_e8m0fnu:
         scales = lax.bitcast_convert_type(scales, jnp.int8)
     padded = jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0)))  # a box of rows is no larger than the array
-    y = _call(
-        padded,
-        lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
-        scales,
-        by_output(weight.zeros),
-        by_output(weight.minimums),
-        by_output(factors),
-        by_output(bias) if config.parts == 1 else None,
+    gmem = Global(
         tiles,
-        problem=problem,
-        output_dtype=output_dtype if config.parts == 1 else jnp.dtype(jnp.float32),
+        x=padded,
+        weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(-1, num_outputs, weight.codes.shape[-1]),
+        scales=scales,
+        zeros=by_output(weight.zeros),
+        minimums=by_output(weight.minimums),
+        factors=by_output(factors),
+        bias=by_output(bias) if config.parts == 1 else None,
+        y=None,
     )
+    y = _call(gmem, problem=problem, output_dtype=output_dtype if config.parts == 1 else jnp.dtype(jnp.float32))
     if config.parts == 1:
         return y[:num_rows]
     y = jnp.sum(y.reshape(config.parts, len(padded), -1)[:, :num_rows], axis=0)
@@ -220,50 +221,28 @@ def wide_sm90(
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames=("problem", "output_dtype"))
-def _call(
-    x: Float[Array, "M K"],
-    weight: Array,
-    scales: Array,
-    zeros: Array | None,
-    minimums: Array | None,
-    factors: Array | None,
-    bias: Array | None,
-    tiles: Plan,
-    *,
-    problem: Problem,
-    output_dtype: Any,
-) -> Float[Array, "L N"]:
-    # Any: pyright takes them for abstract classes.
-    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
+def _call(gmem: Global, *, problem: Problem, output_dtype: Any) -> Float[Array, "L N"]:
+    inputs, structure = jax.tree.flatten(gmem)
+    x = gmem.x
     is_staged = output_dtype == jnp.bfloat16
-    x_shape = (problem.x_slots, problem.rows, PIECE)
-    x_views = plgpu.RefUnion(
-        plgpu.SMEM(x_shape, x.dtype, transforms=(tiling((8, PIECE)), swizzle)),
-        plgpu.SMEM(x_shape, x.dtype, transforms=(swizzle,)),
-    )
+    weights = (problem.w_slots, problem.ring_outputs, BYTES)
     staged_shape = (UNITS, STAGED_ROWS, STAGED_PITCH) if is_staged else (8,)
-    given = [array is not None for array in (zeros, minimums, factors, bias)]
-    optional = [array for array in (zeros, minimums, factors, bias) if array is not None]
 
     def body(*refs):
-        *gmem, y, weights, rows, staged, w_full, w_free, x_full, x_free = refs
-        group, row, num_rows, first, x, weight, scales, *rest = gmem
-        found = iter(rest)
-        zeros, minimums, factors, bias = (next(found) if is_given else None for is_given in given)
-        x_tiled, x_boxes = rows
+        *refs, y, weights, (x_tiled, x_boxes), staged, w_full, w_free, x_full, x_free = refs
         if problem.ops is not wide_device:  # where views do not alias
             x_tiled = x_boxes
-        arrays = Global(group, row, num_rows, first, x, weight, scales, zeros, minimums, factors, bias, y)
+        gmem = structure.unflatten(refs)._replace(y=y)
         shared = Shared(weights, x_tiled, x_boxes, staged if is_staged else None, w_full, w_free, x_full, x_free)
-        kernel(problem, arrays, shared)
+        kernel(problem, gmem, shared)
 
     return plgpu.kernel(
         body,
         kernel_name="wide_grouped_codes",
         out_type=jax.ShapeDtypeStruct((problem.parts * x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
-            plgpu.SMEM((problem.w_slots, problem.ring_outputs, BYTES), jnp.int8, transforms=(swizzle,)),
-            x_views,
+            plgpu.SMEM(weights, jnp.int8, transforms=tiled(BYTES, itemsize=1)[1:]),
+            views(problem.x_slots, problem.rows, PIECE, dtype=x.dtype),
             plgpu.SMEM(staged_shape, jnp.bfloat16),
             plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=problem.halves),
             plgpu.Barrier(num_barriers=problem.w_slots, num_arrivals=UNITS),
@@ -275,4 +254,4 @@ def _call(
         num_threads=UNITS + 1,
         thread_name="wg",
         compiler_params=BY_LANES,
-    )(*tiles, x, weight, scales, *optional)
+    )(*inputs)

@@ -4,7 +4,7 @@ A warpgroup multiplies 64 outputs at a time, or 32 of gate and the same of up in
 operand A of wgmma in registers, in the order of columns that wgmma has: rows, operand B, stay as TMA copies them.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -22,8 +22,9 @@ from pallas_kernels.device.codes import (
     times,
 )
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, thread, value_of, vector_of
-from pallas_kernels.device.product_of_codes import OUTPUTS, PIECE
+from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.registers import at, chunk_of, halves, matrix_of, registers_for, row_and_quarter
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.grouped_codes.device import (
     COLUMNS,
     load_words,
@@ -50,9 +51,8 @@ __all__ = [
 ]
 
 _LAYOUT = plgpu.Layout.WGMMA
-_SWIZZLE = cast(Any, plgpu.SwizzleTransform)(128)
-_CODES = plgpu.RefType((_SWIZZLE,))
-_ROWS = plgpu.RefType((cast(Any, plgpu.TilingTransform)((8, PIECE)), _SWIZZLE))
+_ROWS = plgpu.RefType(tiled(PIECE))
+_CODES = plgpu.RefType(tiled(BYTES, itemsize=1)[1:])
 _E2M1 = (
     # Multiplied, a byte's two codes are where the signs, and where the other bits of a pair of bfloat16 are taken from.
     "{ .reg .b32 s, m; mul.lo.u32 s, $1, 0x01001000; and.b32 s, s, 0x80008000; mul.lo.u32 m, $1, 0x00040040; "

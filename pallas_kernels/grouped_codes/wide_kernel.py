@@ -14,10 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, codes_per_byte
-from pallas_kernels.device.items import Item, item_at
+from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.registers import written
 from pallas_kernels.grouped_codes.kernel import CHUNK
+from pallas_kernels.grouped_matmul import Plan
 
 UNITS = 2
 """Warpgroups that multiply."""
@@ -100,12 +101,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Codes, [X * halves, N, bytes of K]."""
@@ -150,52 +148,41 @@ class Work(NamedTuple):
     pieces_before: Any
 
 
-class _Block(NamedTuple):
-    problem: Problem
-    gmem: Global
-    smem: Shared
-    cta: Any
-    warpgroup: Any
-    num_tiles: Any
+def _work(block: Block, turn: Any, slots_before: Any, pieces_before: Any) -> Work:
+    """Return an item of this thread block; `turn` may also be one past the last."""
+    problem, index = block.problem, block.own_index(turn)
+    part = lax.rem(index, _int(problem.parts))
+    item = block.item_at(lax.div(index, _int(problem.parts)))
+    first, end = (lax.div(_int(problem.steps) * each, _int(problem.parts)) for each in (part, part + 1))
+    num_pieces = lax.min(end * problem.pieces, _int(problem.all_pieces)) - first * problem.pieces
+    num_pieces = lax.optimization_barrier(num_pieces)  # unrolled loops would take more registers
+    return Work(item, part, first, num_pieces, slots_before, pieces_before)
 
-    def work(self, turn: Any, slots_before: Any, pieces_before: Any) -> Work:
-        """Return an item of this thread block; `turn` may also be one past the last."""
-        problem = self.problem
-        last = self.num_tiles * problem.output_tiles * problem.parts - 1
-        index = lax.max(lax.min(self.cta + turn * problem.num_blocks, last), _int(0))
-        part = lax.rem(index, _int(problem.parts))
-        item = item_at(self.gmem, lax.div(index, _int(problem.parts)), self.num_tiles, problem)
-        first, end = (lax.div(_int(problem.steps) * each, _int(problem.parts)) for each in (part, part + 1))
-        num_pieces = lax.min(end * problem.pieces, _int(problem.all_pieces)) - first * problem.pieces
-        num_pieces = lax.optimization_barrier(num_pieces)  # unrolled loops would take more registers
-        return Work(item, part, first, num_pieces, slots_before, pieces_before)
 
-    def for_each_item(self, visit: Callable[[Work], None]) -> None:
-        """Call `visit(work)`. The next item is read ahead."""
-        problem = self.problem
-        num_items = self.num_tiles * problem.output_tiles * problem.parts
-        num_own = lax.div(lax.max(num_items - self.cta + (problem.num_blocks - 1), _int(0)), _int(problem.num_blocks))
+def _for_each_item(block: Block, visit: Callable[[Work], None]) -> None:
+    """Call `visit(work)`. The next item is read ahead."""
+    pieces = block.problem.pieces
 
-        def turn(index, work):
-            slots = lax.div(work.num_pieces + (problem.pieces - 1), _int(problem.pieces))
-            following = self.work(index + 1, work.slots_before + slots, work.pieces_before + work.num_pieces)
-            visit(work)
-            return following
+    def turn(index, work):
+        slots = lax.div(work.num_pieces + (pieces - 1), _int(pieces))
+        following = _work(block, index + 1, work.slots_before + slots, work.pieces_before + work.num_pieces)
+        visit(work)
+        return following
 
-        lax.fori_loop(_int(0), num_own, turn, self.work(_int(0), _int(0), _int(0)))
+    lax.fori_loop(_int(0), block.num_own, turn, _work(block, _int(0), _int(0), _int(0)))
 
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
     warpgroup = lax.axis_index("wg")
-    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
-    block = _Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
+    num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
+    block = Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles, problem.parts)
     rings = ((smem.w_free, problem.w_slots), (smem.x_free, problem.x_slots))
 
     @pl.when(warpgroup == UNITS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        block.for_each_item(lambda work: _copy(block, work))
+        _for_each_item(block, lambda work: _copy(block, work))
         for free, slots in rings:
             for slot in range(slots):
                 plgpu.barrier_wait(free.at[slot])  # no barrier ends unobserved
@@ -206,10 +193,10 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         for free, slots in rings:
             for slot in range(slots):
                 plgpu.barrier_arrive(free.at[slot])
-        block.for_each_item(lambda work: _compute(block, work))
+        _for_each_item(block, lambda work: _compute(block, work))
 
 
-def _copy(block: _Block, work: Work) -> None:
+def _copy(block: Block, work: Work) -> None:
     """Copy the codes of an item, gate and up in halves of the slot, and its rows.
 
     Whatever follows the group's last row: a row of x only affects the same row of the result. TMA fills in zeros beyond
@@ -241,19 +228,19 @@ def _copy(block: _Block, work: Work) -> None:
     lax.fori_loop(_int(0), num_slots, one_slot, None)
 
 
-def _compute(block: _Block, work: Work) -> None:
+def _compute(block: Block, work: Work) -> None:
     """Multiply a warpgroup's blocks of outputs of an item, and finish or store their sums."""
     for index, sums in enumerate(_multiply(block, work)):
         _finish(block, work, _first_output(block, work, index), sums)
 
 
-def _first_output(block: _Block, work: Work, index: int) -> Any:
+def _first_output(block: Block, work: Work, index: int) -> Any:
     """Return the first output of one of the warpgroup's blocks."""
     own = block.warpgroup * block.problem.blocks + index
     return work.item.output + own * (OUTPUTS // block.problem.halves)
 
 
-def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
+def _multiply(block: Block, work: Work) -> tuple[Any, ...]:
     """Return the sums of the warpgroup's blocks.
 
     Rows of a piece are released when the first product of the next one has been issued, codes when they are converted.
@@ -339,7 +326,7 @@ def _multiply(block: _Block, work: Work) -> tuple[Any, ...]:
     return carry[0]
 
 
-def _finish(block: _Block, work: Work, first_output: Any, sums: Any) -> None:
+def _finish(block: Block, work: Work, first_output: Any, sums: Any) -> None:
     """Scale the sums of 64 outputs, add the bias, apply the activation and store the rows that the item has."""
     problem, gmem, ops, item = block.problem, block.gmem, block.problem.ops, work.item
     is_gated = problem.halves == 2

@@ -2,7 +2,7 @@
 
 from pallas_kernels.grouped_matmul.op import Implementation, check_groups, grouped_matmul
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
-from pallas_kernels.grouped_matmul.tiles import Plan, max_tiles, plan, tile_rows
+from pallas_kernels.grouped_matmul.tiles import Plan, max_tiles, num_used, plan, tile_rows
 from pallas_kernels.grouped_matmul.xla import finished, multiply_used_groups
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "grouped_matmul_reference",
     "max_tiles",
     "multiply_used_groups",
+    "num_used",
     "plan",
     "tile_rows",
 ]

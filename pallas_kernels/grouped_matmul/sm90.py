@@ -9,16 +9,16 @@ one tile, and at its end a copy of fewer rows, rather than a mask, keeps the nex
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_matmul.sm90_kernel import COLUMNS, Global, Problem, Shared, kernel
-from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, plan, tile_rows
-from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
+from pallas_kernels.grouped_matmul.tiles import ROWS, Plan, num_used, plan, tile_rows
+from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, balance
 
 MAX_TILE = 256  # weight rows of one wgmma
 
@@ -64,16 +64,9 @@ def heuristic(num_rows: int, weight_shape: tuple[int, ...], *, is_gated: bool) -
     rows = tile_rows(num_rows, num_groups)
     if rows > ROWS:
         return _with_ring(rows=rows, outputs=widest, depth=depth, is_gated=is_gated)
-    # Groups that are not empty if every row falls into any of them.
-    num_used = num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
-
-    def balance(outputs: int) -> float:
-        """Return the fraction of the SMs' time that is work, if all tiles take equally long."""
-        tiles = num_used * -(-num_outputs // outputs)
-        return tiles / (-(-tiles // NUM_SMS) * NUM_SMS) if tiles else 1.0
-
-    # Less than 6% of imbalance is not worth narrower tiles.
-    outputs = max(range(COLUMNS, widest + 1, COLUMNS), key=lambda width: (min(balance(width), 0.94), width))
+    used = num_used(num_rows, num_groups)
+    widths = range(COLUMNS, widest + 1, COLUMNS)
+    outputs = max(widths, key=lambda width: (balance(used * -(-num_outputs // width)), width))
     return _with_ring(rows=rows, outputs=outputs, depth=depth, is_gated=is_gated)
 
 
@@ -130,48 +123,22 @@ def grouped_matmul_sm90(
     if bias is not None:
         missing = problem.output_tiles * problem.outputs - problem.num_outputs
         bias = jnp.pad(bias.reshape(-1, problem.num_outputs), ((0, 0), (0, missing)))
-    y = _call(
-        jnp.pad(x, ((0, padded - num_rows), (0, 0))),
-        weight.reshape(-1, problem.num_outputs, depth),
-        bias,
-        tiles,
-        problem=problem,
-    )
-    return y[:num_rows]
+    x, weight = jnp.pad(x, ((0, padded - num_rows), (0, 0))), weight.reshape(-1, problem.num_outputs, depth)
+    return _call(Global(tiles, x, weight, bias, None), problem=problem)[:num_rows]
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
-def _call(
-    x: Float[Array, "M K"],
-    weight: Float[Array, "XH N K"],
-    bias: Float[Array, "XH N2"] | None,
-    tiles: Plan,
-    *,
-    problem: Problem,
-) -> Float[Array, "M N"]:
-    # Any: pyright takes them for abstract classes.
-    by_rows = cast(Any, plgpu.SwizzleTransform)(2 * COLUMNS)
-    by_tiles = (cast(Any, plgpu.TilingTransform)((8, COLUMNS)), by_rows)
-
-    def array(*shape, transforms=by_tiles):
-        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
-
-    units, outputs = problem.units, problem.outputs
-    x_shape = (problem.stages, units, problem.parts, ROWS, COLUMNS)
-    out_shape = (units, outputs // COLUMNS, ROWS, COLUMNS)
-    # Views of the same memory.
-    x_views = [array(*x_shape), array(*x_shape, transforms=(by_rows,))]
-    out_views = [array(*out_shape), array(*out_shape, transforms=(by_rows,))]
+def _call(gmem: Global, *, problem: Problem) -> Float[Array, "M N"]:
+    inputs, structure = jax.tree.flatten(gmem)
+    x, units, outputs = gmem.x, problem.units, problem.outputs
+    weights = (problem.stages, problem.halves * outputs, problem.block_k)
 
     def body(*refs):
-        *inputs, y, x_views, ring, out_views, full, free = refs
-        x_smem, x_boxes = x_views
-        out_smem, out_boxes = out_views
+        *refs, y, (x_smem, x_boxes), ring, (out_smem, out_boxes), full, free = refs
         if problem.interpret:  # in which views do not alias
             x_boxes, out_boxes = x_smem, out_smem
-        group, row, num_rows, first, x, weight, *bias = inputs
-        gmem = Global(group, row, num_rows, first, x, weight, bias[0] if bias else None, y)
+        gmem = structure.unflatten(refs)._replace(y=y)
         kernel(problem, gmem, Shared(x_smem, x_boxes, ring, out_smem, out_boxes, full, free))
 
     return plgpu.kernel(
@@ -179,9 +146,9 @@ def _call(
         kernel_name="grouped_matmul",
         out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), x.dtype),
         scratch_types=(
-            plgpu.RefUnion(*x_views),
-            array(problem.stages, problem.halves * outputs, problem.block_k),
-            plgpu.RefUnion(*out_views),
+            views(problem.stages, units, problem.parts, ROWS, COLUMNS, dtype=x.dtype),
+            plgpu.SMEM(weights, x.dtype, transforms=tiled(COLUMNS)),
+            views(units, outputs // COLUMNS, ROWS, COLUMNS, dtype=x.dtype),
             plgpu.Barrier(num_barriers=problem.stages, num_arrivals=problem.halves + units * problem.parts),
             plgpu.Barrier(num_barriers=problem.stages, num_arrivals=units),
         ),
@@ -190,4 +157,4 @@ def _call(
         num_threads=units + 1,
         thread_name="wg",
         compiler_params=BY_LANES,
-    )(*tiles, x, weight, *(() if bias is None else (bias,)))
+    )(*inputs)

@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.device.items import Item, item_at
+from pallas_kernels.device.items import Block, Item
 from pallas_kernels.device.registers import written
-from pallas_kernels.grouped_matmul.tiles import ROWS
+from pallas_kernels.grouped_matmul.tiles import ROWS, Plan
 
 COLUMNS = 64  # 16-bit values in the 128 bytes that the swizzle mixes
 _LAYOUT = plgpu.Layout.WGMMA
@@ -64,12 +64,9 @@ class Problem(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; the first four are the plan's."""
+    """Arrays in global memory."""
 
-    group: Any
-    row: Any
-    num_rows: Any
-    first: Any
+    plan: Plan
     x: Any
     weight: Any
     """Weights, [X * halves, N, K]."""
@@ -96,31 +93,15 @@ class Shared(NamedTuple):
 
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each CTA (axis "block")."""
-    block, wg = lax.axis_index("block"), lax.axis_index("wg")
-    num_tiles = gmem.first[1, gmem.first.shape[1] - 1]
-    num_items = num_tiles * problem.output_tiles
-    num_own = lax.div(lax.max(num_items - block + (problem.num_blocks - 1), _int(0)), _int(problem.num_blocks))
-
-    def own_item(turn) -> Item:
-        """Return an item of this CTA; `turn` may also be one past the last."""
-        index = lax.max(lax.min(block + turn * problem.num_blocks, num_items - 1), _int(0))
-        return item_at(gmem, index, num_tiles, problem)
-
-    def for_each_item(visit) -> None:
-        """`visit(item, step)`, `step` being the first in the count of all steps. The next item is read ahead."""
-
-        def turn(index, item):
-            following = own_item(index + 1)
-            visit(item, index * problem.steps)
-            return following
-
-        lax.fori_loop(_int(0), num_own, turn, own_item(_int(0)))
+    cta, wg = lax.axis_index("block"), lax.axis_index("wg")
+    block = Block(problem, gmem, smem, cta, wg, num_tiles=gmem.plan.first[1, gmem.plan.first.shape[1] - 1])
+    num_own = block.num_own
 
     @pl.when(wg == problem.units)
     def _():
         if problem.units > 1:
             plgpu.set_max_registers(40, action="decrease")
-        for_each_item(lambda item, step: _copy(problem, gmem, smem, item, step))
+        block.for_each_item(lambda item, step: _copy(problem, gmem, smem, item, step), num_own)
         for slot in range(problem.stages):
             plgpu.barrier_wait(smem.free.at[slot])  # no barrier ends unobserved
 
@@ -130,7 +111,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
             plgpu.set_max_registers(232, action="increase")
         for slot in range(problem.stages):
             plgpu.barrier_arrive(smem.free.at[slot])
-        for_each_item(lambda item, step: _compute(problem, gmem, smem, wg, item, step))
+        block.for_each_item(lambda item, step: _compute(problem, gmem, smem, wg, item, step), num_own)
         plgpu.wait_smem_to_gmem(0)
 
 

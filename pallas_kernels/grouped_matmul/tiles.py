@@ -55,6 +55,11 @@ def tile_rows(num_rows: int, num_groups: int) -> int:
     return 2 * ROWS if num_rows > MANY_ROWS * num_groups else ROWS
 
 
+def num_used(num_rows: int, num_groups: int) -> float:
+    """Return how many groups have rows, if every row falls into any of them."""
+    return num_groups * (1 - (1 - 1 / num_groups) ** num_rows)
+
+
 def max_tiles(num_groups: int, *, num_rows: int, tile_rows: int) -> int:
     """Return the maximum number of tiles: the full ones, and one for each group that has rows."""
     return min(num_groups, num_rows) + num_rows // tile_rows

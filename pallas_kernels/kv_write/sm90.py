@@ -206,6 +206,8 @@ def _norm(parts, gains, layouts, eps):
     ]
 
 
+# Jitted, so that the layers of a model use one trace and one compilation.
+@functools.partial(jax.jit, static_argnames="config")
 def rope_and_write_kv_sm90(
     qkv: Float[Array, "T K members D"],
     pages: Pages,
@@ -227,29 +229,11 @@ def rope_and_write_kv_sm90(
         raise NotImplementedError(reason)
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")
-    if config is None:
-        has_scales = pages.scales is not None
-        config = heuristic(num_tokens, num_kv_heads, members, head_dim, half, has_scales=has_scales)
-    return _call(qkv, pages, write_index, rotation, head_norms, half=half, config=config)
-
-
-# Jitted, so that the layers of a model use one trace and one compilation.
-@functools.partial(jax.jit, static_argnames=("half", "config"))
-def _call(
-    qkv: Float[Array, "T K members D"],
-    pages: Pages,
-    write_index: Int[Array, " T"],
-    rotation: tuple[Float[Array, "T half"], Float[Array, "T half"]] | None,
-    head_norms: HeadNorms | None,
-    *,
-    half: int,
-    config: Config,
-) -> tuple[Float[Array, "T H D"], Pages]:
-    num_tokens, num_kv_heads, members, head_dim = qkv.shape
+    has_scales = pages.scales is not None
+    config = config or heuristic(num_tokens, num_kv_heads, members, head_dim, half, has_scales=has_scales)
     is_turned = rotation is not None
     cos, sin = rotation or [jnp.zeros((num_tokens, half), jnp.float32)] * 2
     k_ref, v_ref = jax.new_ref(pages.k), jax.new_ref(pages.v)  # changed in index by the kernel
-    has_scales = pages.scales is not None
     scales = (jax.new_ref(pages.scales),) if has_scales else ()
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     num_rest = head_dim - 2 * half

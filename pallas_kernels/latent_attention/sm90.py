@@ -8,13 +8,13 @@ CTAs; a second kernel combines tiles that were cut.
 
 import dataclasses
 import functools
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY
 from pallas_kernels.latent_attention.kernel import Global, Item, Problem, Shared, kernel
 from pallas_kernels.latent_attention.merge import NUM_CTAS, WARPGROUPS, merge
@@ -123,12 +123,9 @@ def _call(
 ) -> Float[Array, "M R"]:
     num_queries, size = q.shape
     half, columns = problem.half, problem.columns
-    # Any: pyright takes them for abstract classes.
-    by_rows = cast(Any, plgpu.SwizzleTransform)(2 * columns)
-    by_tiles = (cast(Any, plgpu.TilingTransform)((8, columns)), by_rows)
 
-    def array(*shape, transforms=by_tiles):
-        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+    def array(*shape):
+        return plgpu.SMEM(shape, q.dtype, transforms=tiled(columns))
 
     boxes = (size // columns, ROWS, columns)
     barriers = functools.partial(plgpu.Barrier, num_barriers=problem.stages)
@@ -150,7 +147,7 @@ def _call(
             jax.ShapeDtypeStruct((2 * problem.num_splits, ROWS), jnp.float32),
         ),
         scratch_types=(
-            plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
+            views(*boxes, dtype=q.dtype),
             plgpu.SMEM((2, len(Item._fields)), jnp.int32),
             array(problem.stages, BLOCK_KV, half),
             array(problem.stages, BLOCK_KV, size - half),

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.products import Product, products_of_layer
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
 from pallas_kernels.layer_matmuls.device import ROWS
@@ -415,8 +416,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
     clusters = {}
     if problem.cluster > 1:
         width = max(matmul.width for matmul in problem.matmuls if matmul.split > 1)
-        tiles = cast(Any, plgpu.TilingTransform)((8, 8)), cast(Any, plgpu.SwizzleTransform)(32)
-        sums = plgpu.SMEM((ROWS, width), jnp.float32, transforms=tiles), plgpu.Barrier()
+        sums = plgpu.SMEM((ROWS, width), jnp.float32, transforms=tiled(8, itemsize=4)), plgpu.Barrier()
         clusters = {"cluster": (problem.cluster,), "cluster_names": ("rank",)}
     results = plgpu.kernel(
         body,
@@ -443,8 +443,7 @@ def _run(problem: Problem, values: dict[str, Any], num_rows: int) -> dict[str, A
 
 def _views(problem: Problem, dtype: Any) -> tuple[list[Any], dict[Any, int]]:
     """Return views of the same shared memory, rows and then weights, and the index of each."""
-    # Any: pyright takes them for abstract classes.
-    transforms = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
+    transforms = tiled(64)
     x_bytes = max([matmul.x_slots * problem.rows * matmul.block_k * 2 for matmul in problem.matmuls], default=1024)
     views: list[Any] = []
     where: dict[Any, int] = {}

@@ -4,7 +4,7 @@ matrix an operand of wgmma.
 Each is executed by one warpgroup. The interpreter supports none of them: `interpret` replaces them.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, as_index, const_i32, inline, thread
 from pallas_kernels.device.registers import at, row_and_quarter
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.jax_internals import arith, ir, memref, vector
 
-# pyright takes them for abstract classes.
-SWIZZLED = cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128)
+SWIZZLED = tiled(64)
 """Layout of 16-bit values in shared memory: 8 rows of 64, whose chunks of 8 are permuted differently in each."""
 
 EXCHANGED = 256

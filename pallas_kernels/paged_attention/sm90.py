@@ -7,7 +7,6 @@ once.
 """
 
 import functools
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import vectors_of_8_bits
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.hopper import SHARED_MEMORY
 from pallas_kernels.paged_attention import device
-from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy, swizzle_bytes
+from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
@@ -147,11 +147,11 @@ def paged_attention_sm90(
 def _call(problem, num_items, num_out_rows, dtype, operands):
     """Run the kernel. Jitted, so that the layers of a model use one lowering."""
     config, head_dim, multiplied = problem.config, problem.head_dim, operands[0].dtype
-    given = [operand for operand in operands if operand is not None]
+    given, structure = jax.tree.flatten(operands)
 
     def body(*refs):
-        inputs, outputs, shared = iter(refs[: len(given)]), refs[len(given) :][:4], refs[len(given) + 4 :]
-        gmem = Refs._make([*(None if operand is None else next(inputs) for operand in operands), *outputs])
+        inputs, outputs, shared = refs[: len(given)], refs[len(given) :][:4], refs[len(given) + 4 :]
+        gmem = Refs(*structure.unflatten(inputs), *outputs)
         scratch = Scratch(*shared, stream=None)
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, jnp.int32(config.streams))
@@ -183,10 +183,7 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
             # after its own.
             lax.cond(warpgroup < config.streams, lambda: computing(own_split()), lambda: copying(own_split()))
 
-    columns = swizzle_bytes(head_dim) // 2
-    # Any: pyright takes them for abstract classes.
-    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)
-    transforms = (tiling((8, columns)), swizzle(2 * columns))
+    transforms = tiled(head_dim)
     pages_per_block = max(1, config.block_kv // problem.block_size)
     streams, slots = config.streams, config.streams * config.stages
     blocks = plgpu.SMEM((slots, config.block_kv, head_dim), multiplied, transforms=transforms)

@@ -1,6 +1,5 @@
 """The warpgroups that multiply, add up the parts of a tile and finish its pieces, see kernel.py."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ def _sum_of_parts(block: Block, places: tuple[Any, ...], number: Any, chunk: Any
 
 def _multiply(block: Block, matmul: Matmul, tile: Any, first_k: Any, first: Any, num_steps: Any) -> Any:
     """Return this warpgroup's sums [64, rows] of a tile, over steps of the ring from `first`, of K from `first_k`."""
-    problem, smem, gmem = block.problem, block.smem, block.gmem
+    problem, gmem = block.problem, block.gmem
     piece = _piece(block, matmul, tile)
     product = ScaledProduct(matmul.scaling, rows=problem.rows, is_gated=matmul.is_gated, vectors_of=vectors_of)
 
@@ -145,23 +144,8 @@ def _multiply(block: Block, matmul: Matmul, tile: Any, first_k: Any, first: Any,
         """Load the scales of a step or a part of it, and what belongs to them."""
         return product.load(load_words, first_k + number, part)
 
-    def step(number, carry):
-        sums, *words = carry
-        following = load(number + 1) if product.loads_ahead else ()
-        words = words if product.loads_ahead else load(number, 0)
-        position = first + number
-        w_slot, x_slot = lax.rem(position, _int(problem.w_slots)), lax.rem(position, _int(problem.x_slots))
-        plgpu.barrier_wait(smem.w_full.at[w_slot])
-        plgpu.barrier_wait(smem.x_ready.at[x_slot])
-        slot, warpgroup, rows_slot = (jnp.full((128,), x, jnp.int32) for x in (w_slot, block.warpgroup, x_slot))
-        operands = (smem.weights, slot, warpgroup, smem.rows, rows_slot)
-        sums = product.add(sums, words, functools.partial(load, number), *operands)
-        plgpu.barrier_arrive(smem.w_free.at[w_slot])
-        plgpu.barrier_arrive(smem.x_free.at[x_slot])
-        return sums, *following
-
     zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, problem.rows), jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(_int(0), num_steps, step, (zeros, *(load(0) if product.loads_ahead else ())))[0]
+    return product.sums(zeros, load, block.smem.rows, lambda slot: slot, at=block, first=first, steps=num_steps)
 
 
 def _piece(block: Block, matmul: Matmul, tile: Any) -> Any:

@@ -6,7 +6,7 @@ the product is [outputs, rows], and rows are padded to a multiple of 8 only.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
 from pallas_kernels.device.products import Product, products_of_layer
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
 from pallas_kernels.quantized_matmuls.kernel import kernel
@@ -119,12 +120,8 @@ def run_products(
 
 
 def _shared_memory(problem: Problem, block_k: int) -> tuple[Any, ...]:
-    # Any: pyright takes them for abstract classes.
-    tiling, swizzle = cast(Any, plgpu.TilingTransform), cast(Any, plgpu.SwizzleTransform)(128)
-    codes = (problem.w_slots, TILE, BYTES)
-    tiled = plgpu.SMEM(codes, jnp.int8, transforms=(tiling((8, BYTES)), swizzle))
-    ring = plgpu.RefUnion(tiled, plgpu.SMEM(codes, jnp.int8, transforms=(swizzle,)))
-    rows = plgpu.SMEM((problem.x_slots, problem.rows, block_k), jnp.bfloat16, transforms=(tiling((8, 64)), swizzle))
+    ring = views(problem.w_slots, TILE, BYTES, dtype=jnp.int8)
+    rows = plgpu.SMEM((problem.x_slots, problem.rows, block_k), jnp.bfloat16, transforms=tiled(block_k))
     factors = plgpu.SMEM((len(problem.matmuls), problem.rows), jnp.float32)
     return ring, rows, factors, plgpu.SMEM((NUM_COMPUTE + 1, 4, device.COLUMNS), jnp.float32)
 

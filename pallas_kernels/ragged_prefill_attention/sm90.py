@@ -19,11 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device import vectors_of_8_bits
-from pallas_kernels.device.clearing import tiling
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
-from pallas_kernels.ragged_prefill_attention.plan import Plan, plan
+from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 
 FEWEST_TOKENS_TO_CONVERT_FOR = 1024
@@ -194,30 +194,20 @@ def _attend(
         before = jnp.zeros_like(q)
     # A copy takes that many tokens at least.
     q = jnp.pad(q, ((0, max(0, ROWS - num_tokens)), (0, 0), (0, 0)))
-    operands = q, pages, before, block_tables, tiles, scores.sinks, scores.alibi_slopes
-    return _call(*operands, problem=problem)
+    operands = q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles
+    operands += scores.sinks, scores.alibi_slopes, pages.scales, before
+    return _call(Global(*operands), problem=problem)
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
-def _call(
-    q: Float[Array, "padded H D"],
-    pages: Pages,
-    out: Float[Array, "T H D"],
-    block_tables: Int[Array, "B N"],
-    tiles: Plan,
-    sinks: Float[Array, " H"] | None,
-    alibi_slopes: Float[Array, " H"] | None,
-    *,
-    problem: Problem,
-) -> Float[Array, "T H D"]:
-    head_dim = problem.head_dim
-    by_tiles = tiling(head_dim)
-    _, by_rows = by_tiles
-    columns = by_rows.swizzle // 2
+def _call(gmem: Global, *, problem: Problem) -> Float[Array, "T H D"]:
+    head_dim, dtype = problem.head_dim, gmem.q.dtype
+    transforms = tiled(head_dim)
+    columns = transforms[1].swizzle // 2
 
-    def array(*shape, transforms=by_tiles):
-        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+    def array(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     num_parts = head_dim // columns
     boxes = (problem.q_slots, 2, num_parts, ROWS, columns)
@@ -226,26 +216,21 @@ def _call(
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
     num_pages = max(1, problem.block_kv // problem.block_size)
-    out_ref = jax.new_ref(out)  # changed in place by the kernel
-    operands = (q, pages.k, pages.v, block_tables, jnp.stack(tiles[:-1]), tiles.num_tiles, sinks, alibi_slopes)
-    operands += (pages.scales, out_ref)
-    given = [operand for operand in operands if operand is not None]
+    out_ref = jax.new_ref(gmem.out)  # changed in place by the kernel
+    given, structure = jax.tree.flatten(gmem._replace(out=out_ref))
 
     def body(*refs):
-        inputs, shared = iter(refs[: len(given)]), refs[len(given) :]
-        (queries, q_boxes), *others = shared
+        refs, (queries, q_boxes), *others = refs[: len(given)], *refs[len(given) :]
         others += [None] * (len(Shared._fields) - 2 - len(others))
         if problem.interpret:  # in which views do not alias
             q_boxes = queries
-        gmem = Global._make(None if operand is None else next(inputs) for operand in operands)
-        smem = Shared(queries, q_boxes, *others)
-        kernel(problem, gmem, smem)
+        kernel(problem, structure.unflatten(refs), Shared(queries, q_boxes, *others))
 
     staged = ()
     if problem.has_scales:
         by_bytes = vectors_of_8_bits.transforms(head_dim, itemsize=1)
         staged = (
-            plgpu.SMEM((2, problem.block_kv, head_dim), pages.k.dtype, transforms=by_bytes),
+            plgpu.SMEM((2, problem.block_kv, head_dim), gmem.k_pages.dtype, transforms=by_bytes),
             plgpu.SMEM((2, num_pages, 2, problem.block_kv // num_pages), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * num_pages),
             plgpu.Barrier(num_arrivals=num_pages),
@@ -255,7 +240,7 @@ def _call(
         kernel_name="ragged_prefill_attention",
         out_type=(),
         scratch_types=(
-            plgpu.RefUnion(array(*boxes), array(*boxes, transforms=(by_rows,))),
+            views(*boxes, dtype=dtype),
             plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
             array(problem.k_stages, problem.block_kv, head_dim),
             array(problem.v_stages, problem.block_kv, head_dim),

@@ -17,12 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.mlir import REF, SCALAR, as_index, const_i32, inline, splat, value_of
 from pallas_kernels.device.registers import at, matrix_of, registers_for, row_and_quarter, written
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.jax_internals import arith, ir, llvm, memref, scf, vector
 
 CHUNK = 64
 """Tokens of a chunk, and the values of a head that a CTA has: what one wgmma multiplies."""
 LAYOUT = plgpu.Layout.WGMMA
-TILES = (cast(Any, plgpu.TilingTransform)((8, 64)), cast(Any, plgpu.SwizzleTransform)(128))
+TILES = tiled(CHUNK)
 """Transforms of [64, 64] of 16 bits in shared memory for wgmma; without the first the same bytes can be copied from any
 token."""
 

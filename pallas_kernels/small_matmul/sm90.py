@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.device.registers import written
+from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 
 MAX_ROWS = 64  # of one wgmma
@@ -33,14 +34,8 @@ MIN_OUTPUTS = 64
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-def _tiled(columns: int, swizzle_bytes: int) -> tuple[Any, ...]:
-    # jax omits methods that are only called for other kinds of transforms.
-    tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(swizzle_bytes)  # pyright: ignore[reportAbstractUsage]
-
-
-_TILES = _tiled(64, 128)  # of 16-bit operands
-_SUM_TILES = _tiled(8, 32)  # of float32
+_TILES = tiled(64)  # of 16-bit operands
+_SUM_TILES = tiled(8, itemsize=4)  # of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from codes_cases import ON_A_GPU, expected
+from codes_cases import ON_A_GPU, make_case
 from depths import quick_first
 from interpreting import interpret
-from kernel_results import check_rows, in_float
+from kernel_results import check_rows
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -22,20 +22,6 @@ from pallas_kernels.inputs import swiglu
 
 # Relative to the norm of the result, which is rounded to 8 or 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
-
-
-def make_case(sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False, dtype=jnp.bfloat16):
-    """x, weight, sizes, options, and the rows that are in a group as they should be."""
-    rng = np.random.default_rng(num_rows)
-    of_weight = (len(sizes), 2, outputs) if is_gated else (len(sizes), outputs)
-    x, weight, bias = (
-        jnp.asarray(rng.standard_normal(shape) * scale, dtype)
-        for shape, scale in (((num_rows, depth), 1), ((*of_weight, depth), depth**-0.5), (of_weight, 1))
-    )
-    bias = bias if has_bias else None
-    want = expected(*in_float((x, weight)), sizes, in_float(bias), is_gated=is_gated)
-    options = {"bias": bias, "activation": swiglu if is_gated else None}
-    return (x.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
 
 
 def check(got, want):

@@ -1,4 +1,4 @@
-"""Experts whose weights are codes: random ones, their shapes, and what rows of groups multiplied by them should be."""
+"""Random experts, their shapes, and what rows of groups multiplied by them should be; weights are codes, or floats."""
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,21 @@ def make_codes(shape, code, group, *, exponents=False, levels=None, factored=256
     return QuantizedMatrix(codes=stored, scales=scales, zeros=zeros, **parts, code=code), values
 
 
-def make_case(sizes, *, num_rows, outputs, depth, code, group, is_gated=False, has_bias=False, **more):
-    """x, weight, sizes, options, and the rows that are in a group as they should be."""
+def make_case(
+    sizes, *, num_rows, outputs, depth, is_gated=False, has_bias=False, dtype=jnp.bfloat16, code=None, **more
+):
+    """x, weight, sizes, options, and the rows that are in a group as they should be; without a `code` the weight is of
+    floats.
+    """
     rng = np.random.default_rng(num_rows)
     of_weight = (len(sizes), 2, outputs) if is_gated else (len(sizes), outputs)
-    x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
-    bias = jnp.asarray(rng.standard_normal(of_weight), jnp.bfloat16) if has_bias else None
-    weight, values = make_codes((*of_weight, depth), code, group, **more)
+    x = jnp.asarray(rng.standard_normal((num_rows, depth)), dtype)
+    bias = jnp.asarray(rng.standard_normal(of_weight), dtype) if has_bias else None
+    if code is None:
+        weight = jnp.asarray(rng.standard_normal((*of_weight, depth)) * depth**-0.5, dtype)
+        values = in_float(weight)
+    else:
+        weight, values = make_codes((*of_weight, depth), code, **more)
     want = expected(in_float(x), values, sizes, in_float(bias), is_gated=is_gated)
     options = {"bias": bias, "activation": swiglu if is_gated else None}
     return (x.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)), options, want
