@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
-from pallas_kernels.paging.tiles import MAX_COLUMNS, ROWS, Config, Problem, part_rows
+from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS, ROWS, Config, Problem, part_rows
 
 _COMPUTING = {
     (False, 1): 256,
@@ -82,9 +82,11 @@ def paged_attention_sm90(
     check_pages(q, pages, num_queries=head_rows)
     tiles_per_head = -(-head_rows // ROWS)
     tile_rows = head_rows if tiles_per_head == 1 else ROWS
-    columns = -(-tile_rows // 8) * 8 if head_dim % 64 == 0 and tile_rows <= MAX_COLUMNS else 0
-    width = columns or ROWS
     has_scales = pages.scales is not None
+    most = MAX_COLUMNS_OF_8_BITS if has_scales else MAX_COLUMNS
+    step = 8 if tile_rows <= 16 else 16  # as parts are put together
+    columns = -(-tile_rows // step) * step if head_dim % 64 == 0 and tile_rows <= most else 0
+    width = columns or ROWS
     if config is None:
         num_tiles = num_rows * num_kv_heads * tiles_per_head
         config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)
