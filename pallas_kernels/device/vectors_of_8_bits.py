@@ -13,7 +13,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.codes import Code, halves_of_bytes, pair_of_bytes, rearranged, times_sum
-from pallas_kernels.device.mlir import REF, const_i32, inline, thread, vector_of
+from pallas_kernels.device.mlir import REF, SCALAR, const_i32, inline, splat, thread, value_of, vector_of
 from pallas_kernels.device.registers import matrix_of, registers_for, row_and_quarter
 from pallas_kernels.jax_internals import arith, ir, llvm, vector
 
@@ -32,6 +32,32 @@ def transforms(num_columns: int, *, itemsize: int) -> tuple[Any, Any]:
     """Return the transforms of an array of rows in shared memory: tiles of 8 rows of up to 128 bytes."""
     width = swizzle_of(num_columns, itemsize=itemsize)
     return cast(Any, plgpu.TilingTransform)((8, width // itemsize)), cast(Any, plgpu.SwizzleTransform)(width)
+
+
+def put_queries(target: Any, source: Any, *, interpret: bool) -> None:
+    """Copy [rows, D] from plain rows of bfloat16 to tiled ones of float16, the columns `permuted`.
+
+    Numbers that float16 has no room for become infinite.
+    """
+    rows, size = source.shape
+    if interpret:
+        target[...] = permuted(source[...].astype(jnp.float16))
+        return
+
+    def run(_: Any, target: Any, source: Any) -> None:
+        chunks = size // 16
+        for step in range(-(-rows * chunks // 128)):
+            number = arith.addi(thread(), const_i32(128 * step))
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, const_i32(rows * chunks))):
+                row, chunk = arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks))
+                offset = arith.muli(arith.addi(arith.muli(row, const_i32(chunks)), chunk), const_i32(32))
+                halves = [_load(source, arith.addi(offset, const_i32(16 * half)), 4) for half in range(2)]
+                pairs = [_in_float16(vector.extract(half, [], [i])) for half in halves for i in range(4)]
+                for part in range(2):
+                    at = arith.addi(arith.muli(chunk, const_i32(2)), const_i32(part))
+                    _store(target, _offset(size, 2, row, at), vector_of(pairs[part::2]))
+
+    inline(run, plgpu.RefType(transforms(size, itemsize=2)), REF)(target, source)
 
 
 def permuted(columns: Any) -> Any:
@@ -65,9 +91,17 @@ def as_operand(ref: Any, *, interpret: bool) -> Any:
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 
-def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1] = 0, *, interpret: bool) -> None:
+def convert(
+    target: Any,
+    source: Any,
+    scales_ref: Any = None,
+    kind: Literal[0, 1] = 0,
+    *,
+    held: tuple[Any, Any] | None = None,
+    interpret: bool,
+) -> None:
     """Copy [rows, D], converted to float16; `commit_smem` shows it to wgmma. No thread may still wait for a product
-    of what was there.
+    of what was there. Rows outside of the range `held` become zeros.
 
     With `scales_ref`, [pages, 2, S], rows are converted to bfloat16 and multiplied by their scales of this kind.
     """
@@ -76,11 +110,16 @@ def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1
         found = source[...].astype(jnp.float32)
         if scales_ref is not None:
             found = found * scales_ref[:, kind].reshape(-1, 1)
+        if held is not None:
+            row = jnp.arange(rows)[:, None]
+            found = jnp.where((row >= held[0]) & (row < held[1]), found, 0.0)
         target[...] = found.astype(target.dtype)
         return
     code = CODES[jnp.dtype(source.dtype).name]
 
-    def run(_: Any, target: Any, source: Any, scales_ref: Any = None) -> None:
+    def run(_: Any, target: Any, source: Any, *others: Any) -> None:
+        scales_memory = None if scales_ref is None else others[0]
+        limits = None if held is None else [value_of(other) for other in others[-2:]]
         chunks = size // 16
         own = thread()
 
@@ -88,8 +127,15 @@ def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1
             """Convert a chunk of the row so many rows, whole tiles of 8, below this one."""
             source_offset = arith.addi(_offset(size, 1, row, chunk), const_i32(_bytes_of_rows(size, 1, below)))
             words = _load(source, source_offset, 4)
+            if limits is not None:
+                own_row = arith.addi(row, const_i32(below))
+                is_held = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sge, own_row, limits[0]),
+                    arith.cmpi(arith.CmpIPredicate.slt, own_row, limits[1]),
+                )
+                words = arith.select(is_held, words, vector_of([const_i32(0)] * 4))
             scale_row = arith.addi(row, const_i32(below))
-            factors = None if scales_ref is None else _factors(_scale(scales_ref, kind, scale_row, 1))
+            factors = None if scales_memory is None else _factors(_scale(scales_memory, kind, scale_row, 1))
             for part in range(2):
                 values = []
                 for i in range(2):
@@ -118,10 +164,9 @@ def convert(target: Any, source: Any, scales_ref: Any = None, kind: Literal[0, 1
                     move(*place)
 
     kinds = [plgpu.RefType(transforms(size, itemsize=itemsize)) for itemsize in (2, 1)]
-    if scales_ref is None:
-        inline(run, *kinds)(target, source)
-    else:
-        inline(run, *kinds, REF)(target, source, scales_ref)
+    others = ([] if scales_ref is None else [scales_ref]) + ([] if held is None else [splat(limit) for limit in held])
+    kinds += ([] if scales_ref is None else [REF]) + ([] if held is None else [SCALAR, SCALAR])
+    inline(run, *kinds)(target, source, *others)
 
 
 def wait_for_all(*, interpret: bool) -> None:
@@ -180,6 +225,12 @@ def _factors(scale: Any) -> tuple[Any, Any]:
     high = llvm.inline_asm(i32, [scale], "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f")
     rest = arith.subf(scale, utils.bitcast(arith.shli(high, const_i32(16)), f32))
     return high, llvm.inline_asm(i32, [rest], "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f")
+
+
+def _in_float16(pair: Any) -> Any:
+    """Return two numbers of bfloat16 in a register as float16."""
+    text = "{ .reg .f32 a, b; .reg .b32 c; shl.b32 c, $1, 16; mov.b32 a, c; and.b32 c, $1, 0xffff0000; mov.b32 b, c; "
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [pair], text + "cvt.rn.f16x2.f32 $0, b, a; }", "=r,r")
 
 
 def _without_conflicts(number: Any) -> tuple[Any, Any]:

@@ -199,13 +199,11 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
         if problem.has_scales:
             # wgmma takes no values of 8 bits, whose rows are keys. All have done with those of the block before.
             vectors_of_8_bits.wait_for_all(interpret=problem.interpret)
-            vectors_of_8_bits.convert(values, scratch.v.at[slot], interpret=problem.interpret)
+            held = (first_held - block * block_kv, tile.seq_len - block * block_kv) if is_masked else None
+            vectors_of_8_bits.convert(values, scratch.v.at[slot], held=held, interpret=problem.interpret)
 
-    if is_masked:
+    if is_masked and not problem.has_scales:
         take_values()
-        if problem.has_scales:
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.v_free.at[slot])
         is_cut = (block * block_kv < first_held) | ((block + 1) * block_kv > tile.seq_len)
 
         @pl.when(is_cut)
@@ -226,8 +224,7 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
             )
             for kind in (0, 1)
         )
-    is_converted_meanwhile = problem.has_scales and not is_masked
-    meanwhile = take_values if is_converted_meanwhile else lambda: None
+    meanwhile = take_values if problem.has_scales else lambda: None
     scores = form.scores(problem, scratch.k.at[slot], scratch, meanwhile)
     if problem.has_scales:
         scores = scores * k_scales
@@ -272,12 +269,12 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     acc = acc * form.spread(problem, keep, acc.shape)
     weights = weights.astype(values.dtype)
 
-    if not (is_masked or is_converted_meanwhile):
+    if not (is_masked or problem.has_scales):
         take_values()
     form.put_weights(problem, weights, scratch)
     if problem.columns:
         plgpu.commit_smem()
-    if is_converted_meanwhile:
+    if problem.has_scales:
         plgpu.barrier_arrive(scratch.v_free.at[slot])
     acc = form.add_values(problem, acc, weights, values, scratch)
     if not problem.has_scales:

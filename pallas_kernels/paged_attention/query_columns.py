@@ -33,7 +33,8 @@ def nothing_yet(problem):
 
 def take_queries(problem, scratch):
     """Put the tile's queries to where wgmma reads them."""
-    device.copy_rows(scratch.q, scratch.q_in, interpret=problem.interpret)
+    put = vectors_of_8_bits.put_queries if problem.has_scales else device.copy_rows
+    put(scratch.q, scratch.q_in, interpret=problem.interpret)
 
 
 def scores(problem, keys, scratch, meanwhile):

@@ -23,7 +23,7 @@ from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
-from pallas_kernels.paging.tiles import MAX_COLUMNS, ROWS, Config, Problem, part_rows
+from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS, ROWS, Config, Problem, part_rows
 
 _COMPUTING = {
     (False, 1): 256,
@@ -75,16 +75,18 @@ def paged_attention_sm90(
 
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks.
     """
-    (num_rows, num_queries, num_heads, head_dim), dtype = q.shape, q.dtype
+    num_rows, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pages.k.shape[1:3]
     queries_per_token = num_heads // num_kv_heads
     head_rows = num_queries * queries_per_token
     check_pages(q, pages, num_queries=head_rows)
     tiles_per_head = -(-head_rows // ROWS)
     tile_rows = head_rows if tiles_per_head == 1 else ROWS
-    columns = -(-tile_rows // 8) * 8 if head_dim % 64 == 0 and tile_rows <= MAX_COLUMNS else 0
-    width = columns or ROWS
     has_scales = pages.scales is not None
+    most = MAX_COLUMNS_OF_8_BITS if has_scales else MAX_COLUMNS
+    step = 8 if tile_rows <= 16 else 16  # as parts are put together
+    columns = -(-tile_rows // step) * step if head_dim % 64 == 0 and tile_rows <= most else 0
+    width = columns or ROWS
     if config is None:
         num_tiles = num_rows * num_kv_heads * tiles_per_head
         config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)
@@ -112,8 +114,6 @@ def paged_attention_sm90(
         block_kv=config.block_kv,
         sliding_window=scores.sliding_window,
     )
-    if has_scales:
-        q = vectors_of_8_bits.permuted(q.astype(jnp.float16))  # beyond 65,504 infinite, which shows in the result
     # [B * K * tile rows, D]; for one query this is q as it is stored.
     tiles = q.reshape(num_rows, num_queries, num_kv_heads, queries_per_token, head_dim).swapaxes(1, 2)
     tiles = tiles.reshape(num_rows * num_kv_heads, head_rows, head_dim)
@@ -132,7 +132,7 @@ def paged_attention_sm90(
     operands = [tiles, pages.k, pages.v, block_tables, *plan, by_row(scores.sinks)]
     operands += [by_row(scores.alibi_slopes), pages.scales]
     num_out_rows = max(tiles.shape[0], room * num_kv_heads * padded_rows)
-    out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, dtype, operands)
+    out, lse = _call(problem, num_rows * problem.num_tiles, num_out_rows, q.dtype, operands)
 
     def by_query(x: Array) -> Array:
         x = x.reshape(-1, num_kv_heads, padded_rows, x.shape[-1])[:, :, :head_rows]
@@ -146,7 +146,8 @@ def paged_attention_sm90(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call(problem, num_items, num_out_rows, dtype, operands):
     """Run the kernel. Jitted, so that the layers of a model use one lowering."""
-    config, head_dim, multiplied = problem.config, problem.head_dim, operands[0].dtype
+    config, head_dim = problem.config, problem.head_dim
+    multiplied = jnp.float16 if problem.has_scales else dtype
     given, structure = jax.tree.flatten(operands)
 
     def body(*refs):
@@ -188,6 +189,7 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
     streams, slots = config.streams, config.streams * config.stages
     blocks = plgpu.SMEM((slots, config.block_kv, head_dim), multiplied, transforms=transforms)
     width = problem.columns or ROWS
+    rows = plgpu.SMEM((streams, width, head_dim), dtype)
     weights = exchanged = None
     if problem.columns:
         shape = streams, problem.columns, config.block_kv
@@ -207,11 +209,11 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         k_full = plgpu.Barrier(num_barriers=slots, num_arrivals=2 * pages_per_block)
     free = plgpu.Barrier(num_barriers=slots)
     scratch = Scratch(
-        q_in=plgpu.SMEM((streams, width, head_dim), multiplied),
+        q_in=rows,
         q=plgpu.SMEM((streams, width, head_dim), multiplied, transforms=transforms),
         k=blocks,
         v=blocks,
-        out=plgpu.SMEM((streams, width, head_dim), dtype),
+        out=rows,
         weights=weights,
         exchanged=exchanged,
         scales=scales,

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.paging.tiles import MAX_COLUMNS
+from pallas_kernels.paging.tiles import MAX_COLUMNS_OF_8_BITS
 
 MAX_HEAD_DIM = 256
 
@@ -33,8 +33,8 @@ def _why_not_8_bits(dtype: Any, pages: Any, num_queries: int) -> str | None:
         return f"head_dim must be a multiple of 64 up to {MAX_HEAD_DIM} where pages have 8 bits, got {head_dim}"
     if block_size not in (16, 32, 64, 128, 256):
         return f"the block size must be a power of two from 16 to 256 where pages have 8 bits, got {block_size}"
-    if num_queries > MAX_COLUMNS:
-        return f"at most {MAX_COLUMNS} queries of a KV head where pages have 8 bits, got {num_queries}"
+    if num_queries > MAX_COLUMNS_OF_8_BITS:
+        return f"at most {MAX_COLUMNS_OF_8_BITS} queries of a KV head where pages have 8 bits, got {num_queries}"
     return None
 
 

@@ -22,6 +22,8 @@ LOG2E = math.log2(math.e)
 LOWEST = -1e30
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
+MAX_COLUMNS_OF_8_BITS = 32
+"""The same where pages have 8 bits, over which there are no rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -134,9 +134,16 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     def scales(ref, kind, shape, **_):
         return np.broadcast_to(ref[...][:, kind].reshape(-1, 1), shape)
 
+    def convert(target, source, *, held=None, **_):
+        values, row = source[...].astype(np.float16), np.arange(source.shape[0])[:, None]
+        put(target, values if held is None else np.where((row >= held[0]) & (row < held[1]), values, 0))
+
     in_float16 = {
         "as_operand": lambda ref, **_: vectors_of_8_bits.permuted(ref[...].astype(np.float16)),
-        "convert": lambda target, source, **_: put(target, source[...].astype(np.float16)),
+        "convert": convert,
+        "put_queries": lambda target, source, **_: put(
+            target, vectors_of_8_bits.permuted(source[...].astype(np.float16))
+        ),
     }
     for operation, emulated in ({"scales": scales, "wait_for_all": lambda **_: None} | in_float16).items():
         monkeypatch.setattr(vectors_of_8_bits, operation, emulated)

@@ -85,7 +85,7 @@ INTERPRETED = {
     "verification, pages of 8 bits": {
         "lens": [70, 12, 300],
         "heads": (4, 1, 64),
-        "num_queries": 3,
+        "num_queries": 5,
         "has_sinks": True,
         "sliding_window": 90,
         "soft_cap": 4.0,
@@ -140,13 +140,16 @@ ON_A_GPU = {
     "FP8, head_dim 64, sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True, "kv_dtype": jnp.float8_e4m3fn},
     "FP8, head_dim 256": {"lens": MIX, "heads": (16, 4, 256), "kv_dtype": jnp.float8_e4m3fn},
     "FP8, pages of 64": {"lens": MIX, "heads": (8, 2, 128), "block_size": 64, "kv_dtype": jnp.float8_e4m3fn},
-    "FP8, 3 queries": {
-        "lens": [length + 3 for length in MIX],
-        "heads": (32, 8, 128),
-        "num_queries": 3,
-        "sliding_window": 257,
-        "soft_cap": 20.0,
-        "kv_dtype": jnp.float8_e4m3fn,
+    **{
+        f"FP8, {n} queries": {
+            "lens": [length + n for length in MIX],
+            "heads": (32, 8, 128),
+            "num_queries": n,
+            "sliding_window": 257,
+            "soft_cap": 20.0,
+            "kv_dtype": jnp.float8_e4m3fn,
+        }
+        for n in (3, 5, 8)
     },
 }
 
