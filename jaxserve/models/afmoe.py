@@ -49,7 +49,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.periodic_windows(fields, window, period=hf_config.integer(fields, period)),
         sparse_layers=tuple(index >= num_dense for index in range(num_layers)),
         head_norm="shared",

@@ -48,7 +48,7 @@ def _attends(fields: dict[str, Any]) -> tuple[bool, ...]:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attending = llama.layers(config)[0]
+    attending = config.layer
     recurrent = replace(attending, mixer=config.mamba, mixer_name="mamba")
     return tuple(attending if attends else recurrent for attends in config.attends)
 

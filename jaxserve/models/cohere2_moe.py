@@ -58,7 +58,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         norm_eps=hf_config.number(fields, "rms_norm_eps" if has_rms_norms else "layer_norm_eps"),
         has_rms_norms=has_rms_norms,
         intermediate_size=hf_config.integer(fields, "prefix_dense_intermediate_size", size),

@@ -83,7 +83,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         output_scales=config.output_scales,
     )
     gate = ScaledGate(activation=config.activation, scale=config.gate_multiplier)
-    feed_forward = replace(config.feed_forward, activation=gate, has_bias=config.mlp_bias)
+    feed_forward = replace(config.feed_forward, activation=gate)
     return (replace(layer, mixer=mixer, mixer_name="", feed_forward=feed_forward),) * config.num_layers
 
 

@@ -136,6 +136,16 @@ def activation(fields: Fields, name: str = "hidden_act") -> str:
     return value
 
 
+def biases(fields: Fields, name: str = "attention_bias") -> dict[str, Any]:
+    """Read a flag that stands for biases of all projections of the attention."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), flag(fields, name))
+
+
+def plain_blocks(*, has_biases: bool = True) -> dict[str, Any]:
+    """Return the fields of blocks like those of GPT-2: layer norms, no gates, and biases everywhere or nowhere."""
+    return {"norm_kind": "layer", "is_gated": False, **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), has_biases)}
+
+
 def rotating_layers(fields: Fields) -> tuple[bool, ...]:
     """Return which layers rotate: `no_rope_layers` says so in spite of its name, by default all but every one of number
     `no_rope_layer_interval`.

@@ -28,7 +28,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sparse_layers=hf_config.sparse_layers_by_type(fields),
         mlp_bias=hf_config.flag(fields, "mlp_bias"),
         head_norm="shared",

@@ -63,7 +63,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
         sparse_layers=sparse_layers,
         head_norm="shared",

@@ -35,7 +35,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
         sparse_layers=hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None}, first=0),
         head_norm="shared",

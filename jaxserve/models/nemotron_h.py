@@ -69,7 +69,7 @@ class Config(DecoderConfig):
     rope: None = dataclasses.field(init=False, default=None)
     blocks: tuple[str, ...]
     mixer: Mamba2
-    mlp_bias: bool
+    mlp_bias: bool = dataclasses.field()  # without a default, so that it is read
     experts: Experts | None
 
     @property
@@ -110,6 +110,7 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         blocks=blocks,
+        is_gated=False,
         mixer=mixer,
         experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
     )
@@ -161,8 +162,7 @@ def _experts(fields: dict[str, Any], routing: Routing) -> Experts:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     mixers = {MAMBA: config.mixer, ATTENTION: config.attention}
-    feed_forward = replace(config.feed_forward, is_gated=False, has_bias=config.mlp_bias)
-    blocks = {None: None, MLP: feed_forward, EXPERTS: config.experts}
+    blocks = {None: None, MLP: config.feed_forward, EXPERTS: config.experts}
     return tuple(
         replace(
             config.layer,

@@ -42,6 +42,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        head_norm="joint",
         attends=_attending_layers(fields),
         delta_heads=_delta_heads(fields),
         max_beta=2.0 if hf_config.flag(fields, "linear_allow_neg_eigval") else 1.0,

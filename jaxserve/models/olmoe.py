@@ -18,7 +18,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         expert_size=hf_config.integer(fields, "intermediate_size"),
         head_norm="joint",
         routing=mixture.read_routing(fields),

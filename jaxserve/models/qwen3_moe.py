@@ -17,7 +17,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=_windows(fields),
         sparse_layers=hf_config.sparse_layers(fields),
         head_norm="shared",

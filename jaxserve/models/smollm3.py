@@ -38,7 +38,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    [layer, *_], attention = llama.layers(config), config.attention
+    layer, attention = config.layer, config.attention
     return tuple(
         replace(layer, mixer=replace(attention, rope=config.rope if rotates else None, sliding_window=window))
         for rotates, window in zip(config.rotates, config.sliding_windows, strict=True)
