@@ -29,8 +29,7 @@ REQUIRED = {
 
 
 def _read(fields: dict[str, Any]) -> DecoderConfig:
-    for name, value in REQUIRED.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **REQUIRED)
     if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
         raise CheckpointError("config.json: multi_query_attention must be true")
     head_dim, context = (hf_config.integer(fields, name) for name in ("kv_channels", "seq_length"))

@@ -45,7 +45,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "rope_scaling", None)  # which transformers reads over
+    hf_config.require(fields, rope_scaling=None)  # which transformers reads over
     has_rms_norms, size = fields.get("rms_norm_eps") is not None, hf_config.integer(fields, "intermediate_size")
     num_shared = hf_config.integer(fields, "num_shared_experts", minimum=0)
     is_sparse = hf_config.sparse_layers_by_type(

@@ -39,8 +39,7 @@ class Config(granite.Config):
 
 def _read(fields: dict[str, Any]) -> Config:
     kinds = ["hybrid"] * hf_config.integer(fields, "num_hidden_layers")
-    for name, value in (("mamba_use_mlp", True), ("layer_types", kinds), ("layers_block_type", kinds)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, mamba_use_mlp=True, layer_types=kinds, layers_block_type=kinds)
 
     def multiplier(name: str) -> float:
         return hf_config.number(fields, f"{name}_multiplier")

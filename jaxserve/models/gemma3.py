@@ -35,7 +35,7 @@ class Config(WindowedConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "attn_logit_softcapping", None)
+    hf_config.require(fields, attn_logit_softcapping=None)
     head_dim = hf_config.integer(fields, "head_dim")
     window = hf_config.integer(fields, "sliding_window")
     period = hf_config.integer(fields, "sliding_window_pattern", 6)

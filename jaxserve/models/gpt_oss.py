@@ -46,7 +46,7 @@ class Config(WindowedConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "hidden_act", "silu")
+    hf_config.require(fields, hidden_act="silu")
     width = hf_config.integer(fields, "intermediate_size")
     if width > MAX_WIDTH:  # the order of its rows is listed explicitly
         raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")

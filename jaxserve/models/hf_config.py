@@ -35,8 +35,7 @@ def with_defaults(
     for name in ("per_layer_config", "pruned_heads"):
         if fields.get(name):
             raise CheckpointError(f"config.json: {name} {fields[name]!r:.100} is not supported")
-    for name in ("is_encoder_decoder", "add_cross_attention"):
-        require(fields, name, False)
+    require(fields, is_encoder_decoder=False, add_cross_attention=False)
     if fields.get("is_causal", True) is not True:
         raise CheckpointError(f"config.json: is_causal {fields['is_causal']!r} is not supported, only True")
     given = {name: value for name, value in fields.items() if value is not None or name in NULL_SAYS_SOMETHING}
@@ -94,10 +93,11 @@ def flag(fields: Fields, name: str, default: bool = False) -> bool:
     return value
 
 
-def require(fields: Fields, name: str, value: Any) -> None:
-    """Refuse an unsupported option: if the field is present and not null, it must have this value."""
-    if fields.get(name) not in (None, value):
-        raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
+def require(fields: Fields, **supported: Any) -> None:
+    """Refuse unsupported options: a field of such a name that is present and not null must have this value."""
+    for name, value in supported.items():
+        if fields.get(name) not in (None, value):
+            raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
 def num_kv_heads(fields: Fields, name: str = "num_key_value_heads") -> int:
@@ -299,7 +299,7 @@ def latent_heads(fields: Fields) -> LatentHeads:
     heads.
     """
     num_heads = integer(fields, "num_attention_heads")
-    require(fields, "num_key_value_heads", num_heads)
+    require(fields, num_key_value_heads=num_heads)
     return LatentHeads(
         num_heads=num_heads,
         query_rank=optional_integer(fields, "q_lora_rank"),

@@ -22,8 +22,7 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    for name in ALWAYS:
-        hf_config.require(fields, name, True)
+    hf_config.require(fields, **dict.fromkeys(ALWAYS, True))
     scale = hf_config.number(fields, "router_scaling_factor")
     return read_config(
         mixture.Config,

@@ -53,11 +53,10 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in SUPPORTED.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **SUPPORTED)
     num_layers, size = hf_config.integer(fields, "num_hidden_layers"), hf_config.head_dim(fields)
     sparse_layers = hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None})
-    hf_config.require(fields, "mlp_only_layers", [index for index, sparse in enumerate(sparse_layers) if not sparse])
+    hf_config.require(fields, mlp_only_layers=[index for index, sparse in enumerate(sparse_layers) if not sparse])
     rope, local_rope = hf_rope.ropes_of_objects(fields, ROPES, sizes=(size, size), partial_rotary_factor=1.0)
     window, cap = hf_config.optional_integer(fields, "sliding_window"), "moe_router_logit_softcapping"
     return read_config(

@@ -52,8 +52,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of their own that both families have."""
-    for name, value in (("hidden_act", "silu"), ("block_use_swiglu", True), ("use_pos_enc", True)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, hidden_act="silu", block_use_swiglu=True, use_pos_enc=True)
     return {
         "activation": "silu",
         "head_norm": "shared",

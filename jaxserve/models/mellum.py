@@ -26,7 +26,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "rope_scaling", None)
+    hf_config.require(fields, rope_scaling=None)
     fields = {name: value for name, value in fields.items() if name != "rope_theta"}  # which no layer type has
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     size = hf_config.head_dim(fields)

@@ -86,8 +86,7 @@ class Config(DecoderConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, attention_bias=False, mamba_proj_bias=False, sliding_window=None)
     blocks = _blocks(fields)
     fields |= {
         "num_hidden_layers": sum(_mixes(kind) for kind in blocks),

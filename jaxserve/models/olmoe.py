@@ -14,7 +14,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    hf_config.require(fields, "clip_qkv", None)
+    hf_config.require(fields, clip_qkv=None)
     return read_config(
         mixture.Config,
         fields,

@@ -28,7 +28,7 @@ class Config(mixtral.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "num_experts_per_tok", 2)  # SparseMixer masks for two choices, one after the other
+    hf_config.require(fields, num_experts_per_tok=2)  # SparseMixer masks for two choices, one after the other
     return read_config(
         Config,
         fields,

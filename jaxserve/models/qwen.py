@@ -25,8 +25,7 @@ REQUIRED = {
 
 
 def _read(fields: dict[str, Any]) -> DecoderConfig:
-    for name, value in REQUIRED.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **REQUIRED)
     head_dim = hf_config.integer(fields, "kv_channels")
     rope = {
         "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),

@@ -158,17 +158,6 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of factors of an output with `num_inputs` inputs, if there are any."""
         return 1 if self.factor_size is None else num_inputs // self.factor_size
 
-    def bits_per_value(self, num_inputs: int) -> float:
-        """Return the bits per value of an output with `num_inputs` inputs, including scales, zero points and
-        factors.
-        """
-        of_scales = (1 + self.has_zeros + self.has_minimums) * self.num_groups(num_inputs)
-        bits = 8 / self.kind.per_byte + of_scales * dtype_of(self.scale_dtype).itemsize * 8 / num_inputs
-        if self.factor_dtype is None:
-            return bits
-        of_factors = (1 + self.has_minimums) * self.num_factors(num_inputs)
-        return bits + of_factors * dtype_of(self.factor_dtype).itemsize * 8 / num_inputs
-
     def fitted(self, shape: tuple[int, ...], num_inputs: int) -> "Scheme | None":
         """Return the scheme for a matrix of this shape with `num_inputs` axes of inputs, or None if there is none.
 
