@@ -39,13 +39,7 @@ def _read(fields: dict[str, Any]) -> Config:
     head_dim = hf_config.integer(fields, "head_dim")
     window = hf_config.integer(fields, "sliding_window")
     period = hf_config.integer(fields, "sliding_window_pattern", 6)
-    rope, local_rope = hf_rope.ropes_by_type(
-        fields,
-        size=head_dim,
-        theta=1_000_000.0,
-        local_theta=fields.get("rope_local_base_freq"),
-        is_context_stretched=True,
-    )
+    rope, local_rope = ropes(fields, head_dim)
     return read_config(
         Config,
         fields,
@@ -56,6 +50,14 @@ def _read(fields: dict[str, Any]) -> Config:
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
         rope=rope,
         local_rope=local_rope,
+    )
+
+
+def ropes(fields: dict[str, Any], size: int) -> tuple[Rope, Rope]:
+    """Read the rotary embedding of full layers, and of those with a window, for heads of this size."""
+    local_theta = fields.get("rope_local_base_freq")
+    return hf_rope.ropes_by_type(
+        fields, size=size, theta=1_000_000.0, local_theta=local_theta, is_context_stretched=True
     )
 
 

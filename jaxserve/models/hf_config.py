@@ -200,12 +200,16 @@ def periodic_windows(fields: Fields, window: int | None, *, period: int) -> tupl
     return windows_by_type(fields, window, default)
 
 
+def used_window(fields: Fields) -> int | None:
+    """Return `sliding_window`, None unless `use_sliding_window` is true."""
+    return optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
+
+
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return each layer's sliding window from Qwen's fields: `use_sliding_window`, and `layer_types` or
     `max_window_layers`.
     """
-    num_layers = integer(fields, "num_hidden_layers")
-    window = optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
+    num_layers, window = integer(fields, "num_hidden_layers"), used_window(fields)
     num_full = num_layers if window is None else min(integer(fields, "max_window_layers", minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(fields, window, default)
