@@ -110,12 +110,5 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 NAMES = replace(cohere.NAMES, experts=ExpertNames(shared="shared_experts"))
 FAMILY = Family(
-    Config,
-    DEFAULTS,
-    _read,
-    layers=layers,
-    names=NAMES,
-    head=cohere.head,
-    doc=__doc__,
-    features=("parallel blocks",),
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, head=cohere.head, doc=__doc__, features=("parallel blocks",)
 )

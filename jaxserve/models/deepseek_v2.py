@@ -62,10 +62,7 @@ class DenseConfig:
             heads=self.latent_heads, rope=self.rope, has_bias=self.attention_bias, query_scale=self.query_scale
         )
         return Layer(
-            hidden_size=self.hidden_size,
-            mixer=attention,
-            feed_forward=self.feed_forward,
-            norm=Norm(eps=self.norm_eps),
+            hidden_size=self.hidden_size, mixer=attention, feed_forward=self.feed_forward, norm=Norm(eps=self.norm_eps)
         )
 
 

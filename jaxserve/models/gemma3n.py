@@ -128,10 +128,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         laurel=Laurel(rank=config.laurel_rank, norm=config.norm),
     )
     streams = AltUp(
-        num_streams=config.num_streams,
-        active=config.active_stream,
-        norm=config.norm,
-        has_scale=config.scales_stream,
+        num_streams=config.num_streams, active=config.active_stream, norm=config.norm, has_scale=config.scales_stream
     )
 
     def of_layer(index: int) -> Layer:

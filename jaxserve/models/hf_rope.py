@@ -227,10 +227,7 @@ def _longrope(parameters: Fields, context: int, num_pairs: int) -> LongRopeScali
 def _yarn(parameters: Fields, context: int) -> YarnScaling:
     original = integer(parameters, "original_max_position_embeddings", context)
     stretch = number(parameters, "factor", context / original)
-    beta_fast, beta_slow = (
-        number(parameters, "beta_fast", 32.0),
-        number(parameters, "beta_slow", 1.0),
-    )
+    beta_fast, beta_slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
 

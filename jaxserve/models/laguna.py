@@ -69,10 +69,7 @@ def _read(fields: dict[str, Any]) -> Config:
         gate=_gate(fields),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
         routing=mixture.read_routing(
-            fields,
-            scores="sigmoid",
-            is_normalized=True,
-            scale=hf_config.number(fields, "moe_routed_scaling_factor"),
+            fields, scores="sigmoid", is_normalized=True, scale=hf_config.number(fields, "moe_routed_scaling_factor")
         ),
         has_selection_bias=True,
         rope=rope,
@@ -122,11 +119,5 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 NAMES = Names(gate="g_proj", experts=ExpertNames(selection_bias="experts.e_score_correction_bias"))
 FAMILY = Family(
-    Config,
-    DEFAULTS,
-    _read,
-    layers=layers,
-    names=NAMES,
-    doc=__doc__,
-    features=("QK norm", "gated attention"),
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm", "gated attention")
 )

@@ -7,11 +7,7 @@ from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA
 
-DEFAULTS: dict[str, Any] = LLAMA | {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-}
+DEFAULTS: dict[str, Any] = LLAMA | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048}
 
 OLD_NAMES = {"max_sequence_length": "max_position_embeddings"}
 

@@ -42,7 +42,6 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
 
 
 NAMES = Names(
-    mlp="block_sparse_moe",
-    experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias"),
+    mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias")
 )
 FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

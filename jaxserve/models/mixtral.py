@@ -28,10 +28,7 @@ class Config(DecoderConfig):
 
 def _read(fields: dict[str, Any]) -> Config:
     return read_config(
-        Config,
-        fields,
-        routing=mixture.read_routing(fields, is_normalized=True),
-        rope=hf_rope.rope(fields, theta=1e6),
+        Config, fields, routing=mixture.read_routing(fields, is_normalized=True), rope=hf_rope.rope(fields, theta=1e6)
     )
 
 

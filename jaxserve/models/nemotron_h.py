@@ -187,12 +187,7 @@ def number_blocks(specs: Params, config: Config) -> Params:
     return specs | {"layers": [declare(layer, *place) for layer, place in places]}
 
 
-NAMES = replace(
-    mamba2.NAMES,
-    mlp="mixer",
-    mlp_norm="norm",
-    experts=ExpertNames(shared="shared_experts"),
-)
+NAMES = replace(mamba2.NAMES, mlp="mixer", mlp_norm="norm", experts=ExpertNames(shared="shared_experts"))
 FAMILY = Family(
     Config,
     DEFAULTS,

@@ -52,21 +52,9 @@ KINDS: dict[str, CodeKind] = {
     "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, init="normal", typical=1.0),
     "int4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, first=-8, largest=7.5, init="int4", typical=4.2),
     "uint4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, largest=15.0, mean=7.5, typical=4.6),
-    "e2m1": CodeKind(
-        dtype=np.dtype(np.uint8),
-        per_byte=2,
-        values=E2M1,
-        largest=max(E2M1),
-        typical=2.9,
-    ),
+    "e2m1": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=E2M1, largest=max(E2M1), typical=2.9),
     "nf4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=NF4, largest=NF4[-1], typical=0.55),
-    "fp4": CodeKind(
-        dtype=np.dtype(np.uint8),
-        per_byte=2,
-        values=FP4,
-        largest=max(FP4),
-        typical=0.47,
-    ),
+    "fp4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=FP4, largest=max(FP4), typical=0.47),
 }
 """The kinds of codes by name. Half a step beyond the last integer still rounds to it, hence 127.5 and 7.5."""
 
