@@ -7,13 +7,13 @@ traced once.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, override
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.attention import Attention
+from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.batch import Batch, KVCache, LayerStep
 from jaxserve.layers.context import ExpertLoads, result
 from jaxserve.layers.decode_layer import run_fused_layer
@@ -33,8 +33,11 @@ from jaxserve.layers.token_shards import over_shards
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The fields that the configs of all families with grouped query heads have, and the layer that follows from them:
-    Llama's without biases. A family adds fields of its own, and replaces parts of the layer.
+    """The fields that the configs of all families with grouped query heads have, and the layers that follow from them:
+    by default Llama's without biases. A family adds fields of its own, and replaces parts of the layer.
+
+    Fields with a default are not read from config.json by themselves: `head_norm` names the gains of norms of q and k,
+    as `HeadNorm` does.
     """
 
     vocab_size: int
@@ -49,28 +52,66 @@ class DecoderConfig:
     activation: str
     tie_word_embeddings: bool
     rope: Rope | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    is_gated: bool = True
+    norm_kind: Literal["rms", "layer"] = "rms"
+    head_norm: Literal["shared", "by head", "joint"] | None = None
 
     @property
     def attention(self) -> Attention:
         """The attention block."""
         return Attention(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=self.rope
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            head_norm=None if self.head_norm is None else HeadNorm(norm=self.norm, gains=self.head_norm),
         )
 
     @property
     def feed_forward(self) -> FeedForward:
         """The feed-forward block."""
-        return FeedForward(size=self.intermediate_size, activation=self.activation)
+        return FeedForward(
+            size=self.intermediate_size, activation=self.activation, is_gated=self.is_gated, has_bias=self.mlp_bias
+        )
 
     @property
     def norm(self) -> Norm:
         """The norm before each block."""
-        return Norm(eps=self.norm_eps)
+        return Norm(eps=self.norm_eps, kind=self.norm_kind)
 
     @property
     def layer(self) -> Layer:
         """The layer."""
         return Layer(hidden_size=self.hidden_size, mixer=self.attention, feed_forward=self.feed_forward, norm=self.norm)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, which are alike."""
+        return (self.layer,) * self.num_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowedConfig(DecoderConfig):
+    """The fields of families whose layers have windows of their own, None in layers that attend to all tokens."""
+
+    sliding_windows: tuple[int | None, ...]
+
+    @property
+    @override
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, which are alike but for their windows."""
+        return self.windowed(self.layer)
+
+    def windowed(self, layer: Layer) -> tuple[Layer, ...]:
+        """Return such a layer for each window."""
+        assert isinstance(layer.mixer, Attention)
+        mixers = [dataclasses.replace(layer.mixer, sliding_window=window) for window in self.sliding_windows]
+        return tuple(dataclasses.replace(layer, mixer=mixer) for mixer in mixers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

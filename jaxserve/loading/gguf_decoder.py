@@ -24,20 +24,26 @@ def decoder_fields(file: GGUFFile) -> dict[str, Any]:
     return common_fields(file) | {"rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon")}
 
 
+def sizes(file: GGUFFile) -> dict[str, Any]:
+    """Return the sizes that all decoders with attention have."""
+    return {
+        "hidden_size": positive_integer(file, "embedding_length"),
+        "num_hidden_layers": num_layers(file),
+        "num_attention_heads": positive_integer(file, "attention.head_count"),
+        "max_position_embeddings": positive_integer(file, "context_length"),
+    }
+
+
 def common_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a decoder but for its norms."""
-    hidden_size, (num_heads, num_kv_heads) = positive_integer(file, "embedding_length"), head_counts(file)
-    head_dim = positive_integer(file, "attention.key_length", max(hidden_size // num_heads, 1))
+    fields, (num_heads, num_kv_heads) = sizes(file), head_counts(file)
+    head_dim = positive_integer(file, "attention.key_length", max(fields["hidden_size"] // num_heads, 1))
     if positive_integer(file, "attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{file.path}: keys and values of different lengths are not supported")
-    return {
-        "hidden_size": hidden_size,
+    return fields | {
         "intermediate_size": positive_integer(file, "feed_forward_length"),
-        "num_hidden_layers": num_layers(file),
-        "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": positive_integer(file, "context_length"),
         "attention_bias": has(file, "attn_q.bias"),
         "mlp_bias": has(file, "ffn_up.bias"),
         "sliding_window": get(file, "attention.sliding_window") or None,

@@ -17,6 +17,7 @@ from jaxserve.loading.gguf_decoder import (
     has,
     layer_types,
     routing_fields,
+    sizes,
     without_window,
 )
 from jaxserve.loading.gguf_keys import (
@@ -126,14 +127,10 @@ def mamba_fields(file: GGUFFile) -> dict[str, Any]:
 def kimi_linear_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Kimi Linear, of whose layers those without KV heads keep a state."""
     refuse(file, expert_weights_norm=True)  # as in llama.cpp
-    num_heads, rotated = positive_integer(file, "attention.head_count"), positive_integer(file, "rope.dimension_count")
-    return {
-        "hidden_size": positive_integer(file, "embedding_length"),
+    fields, rotated = sizes(file), positive_integer(file, "rope.dimension_count")
+    return fields | {
         "intermediate_size": positive_integer(file, "feed_forward_length"),
-        "num_hidden_layers": num_layers(file),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "max_position_embeddings": positive_integer(file, "context_length"),
+        "num_key_value_heads": fields["num_attention_heads"],
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "q_lora_rank": get(file, "attention.q_lora_rank") or None,
         "kv_lora_rank": positive_integer(file, "attention.kv_lora_rank"),
@@ -141,7 +138,7 @@ def kimi_linear_fields(file: GGUFFile) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "v_head_dim": positive_integer(file, "attention.value_length_mla"),
         "layer_types": kinds_by_kv_heads(file),
-        "linear_num_heads": num_heads,
+        "linear_num_heads": fields["num_attention_heads"],
         "linear_head_dim": positive_integer(file, "kda.head_dim"),
         "linear_conv_kernel_dim": positive_integer(file, "ssm.conv_kernel"),
         **mixture_fields(file),
@@ -165,11 +162,11 @@ def nemotron_fields(file: GGUFFile) -> dict[str, Any]:
         if len(found) != 1:
             raise CheckpointError(f"{file.path}: the tensors of blk.{index} are not those of one block")
         pattern += found[0]
-    sizes = [file.tensors[f"blk.{pattern.index('-')}.ffn_up.weight"].shape[0]] if "-" in pattern else []
+    dense = file.tensors.get(f"blk.{pattern.find('-')}.ffn_up.weight")
     fields = {
         "hidden_size": mixer["hidden_size"],
         "hybrid_override_pattern": pattern,
-        "intermediate_size": sizes[0] if sizes else None,
+        "intermediate_size": None if dense is None else dense.shape[0],
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": positive_integer(file, "attention.key_length"),
@@ -315,17 +312,14 @@ MAVERICK_EXPERTS = 128
 
 def qwen1_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Qwen 1, up to the file's context: no file has the one of the training."""
-    hidden_size, num_heads = positive_integer(file, "embedding_length"), positive_integer(file, "attention.head_count")
-    head_dim, context = positive_integer(file, "attention.key_length", hidden_size // num_heads), "context_length"
+    fields = sizes(file)
+    num_heads = fields["num_attention_heads"]
+    head_dim = positive_integer(file, "attention.key_length", fields["hidden_size"] // num_heads)
     refuse(file, **{"rope.dimension_count": head_dim, "attention.head_count_kv": num_heads})
-    return {
-        "hidden_size": hidden_size,
+    return fields | {
         "intermediate_size": positive_integer(file, "feed_forward_length"),  # of gate and up together
-        "num_hidden_layers": num_layers(file),
-        "num_attention_heads": num_heads,
         "kv_channels": head_dim,
-        "max_position_embeddings": positive_integer(file, context),
-        "seq_length": positive_integer(file, context),
+        "seq_length": fields["max_position_embeddings"],
         "layer_norm_epsilon": _epsilon(file),
         "rotary_emb_base": number(file, "rope.freq_base", 10_000.0),
         "no_bias": not has(file, "attn_output.bias"),
@@ -356,41 +350,38 @@ def gemma3n_fields(file: GGUFFile) -> dict[str, Any]:
     for name in ("blk.0.laurel_l.weight", "per_layer_token_embd.weight"):
         if name not in tensors:
             raise CheckpointError("; ".join([f"{file.path} has no tensor {name}", *file.problems]))
-    sizes = _by_layer(file, "feed_forward_length", count)
     head_dim = positive_integer(file, "attention.key_length")
     local = {"rope_type": "default", "rope_theta": number(file, "rope.freq_base_swa", 10_000.0)}
-    num_heads, num_kv_heads = head_counts(file)
     refuse(file, **{"attention.value_length": head_dim})
-    return {
-        "hidden_size": positive_integer(file, "embedding_length"),
-        "intermediate_size": sizes,
-        "num_hidden_layers": count,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": positive_integer(file, "context_length"),
-        "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
-        "attention_bias": has(file, "attn_q.bias"),
-        "num_kv_shared_layers": non_negative_integer(file, "attention.shared_kv_layers"),
-        "sliding_window": positive_integer(file, "attention.sliding_window"),
-        "layer_types": layer_types(file, 5),
-        "final_logit_softcapping": number(file, "final_logit_softcapping", 30.0),  # as in llama.cpp
-        "hidden_size_per_layer_input": positive_integer(file, "embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": tensors["per_layer_token_embd.weight"].shape[0],
-        "altup_num_inputs": positive_integer(file, "altup.num_inputs"),
-        "altup_active_idx": file.require(f"{file.architecture}.altup.active_idx", int),
-        "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
-        "activation_sparsity_pattern": [
-            statistics.NormalDist().cdf(each) if isinstance(each, float) else each for each in quantiles[:count]
-        ],
-        "rope_parameters": {ATTENTION: rope_fields(file, head_dim), "sliding_attention": local},
-    }
+    return (
+        sizes(file)
+        | {
+            "intermediate_size": _by_layer(file, "feed_forward_length", count),
+            "num_key_value_heads": head_counts(file)[1],
+            "head_dim": head_dim,
+            "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
+            "attention_bias": has(file, "attn_q.bias"),
+            "num_kv_shared_layers": non_negative_integer(file, "attention.shared_kv_layers"),
+            "sliding_window": positive_integer(file, "attention.sliding_window"),
+            "layer_types": layer_types(file, 5),
+            "final_logit_softcapping": number(file, "final_logit_softcapping", 30.0),  # as in llama.cpp
+            "hidden_size_per_layer_input": positive_integer(file, "embedding_length_per_layer_input"),
+            "vocab_size_per_layer_input": tensors["per_layer_token_embd.weight"].shape[0],
+            "altup_num_inputs": positive_integer(file, "altup.num_inputs"),
+            "altup_active_idx": file.require(f"{file.architecture}.altup.active_idx", int),
+            "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
+            "activation_sparsity_pattern": [
+                statistics.NormalDist().cdf(each) if isinstance(each, float) else each for each in quantiles[:count]
+            ],
+            "rope_parameters": {ATTENTION: rope_fields(file, head_dim), "sliding_attention": local},
+        }
+    )
 
 
 def gemma4_fields(file: GGUFFile) -> dict[str, Any]:
     """Return the fields of a Gemma 4, whose layers differ in heads and in feed-forwards."""
     count, types = num_layers(file), layer_types(file, 6)
-    sizes, kv_heads = (_by_layer(file, name, count) for name in ("feed_forward_length", "attention.head_count_kv"))
+    inner, kv_heads = (_by_layer(file, name, count) for name in ("feed_forward_length", "attention.head_count_kv"))
     full, local = (types.index(kind) if kind in types else 0 for kind in (ATTENTION, "sliding_attention"))
     head_dim, local_dim = (positive_integer(file, f"attention.key_length{kind}") for kind in ("", "_swa"))
     inputs, factors = get(file, "embedding_length_per_layer_input", 0), file.tensors.get("rope_freqs.weight")
@@ -401,17 +392,13 @@ def gemma4_fields(file: GGUFFile) -> dict[str, Any]:
     }
     rope_of[ATTENTION]["partial_rotary_factor"] = rotated
     refuse(file, **{"rope.dimension_count_swa": local_dim, "rope.dimension_count": head_dim})
-    fields = {
-        "hidden_size": positive_integer(file, "embedding_length"),
-        "intermediate_size": sizes[0],
-        "use_double_wide_mlp": sizes[-1] == 2 * sizes[0],
-        "num_hidden_layers": count,
-        "num_attention_heads": positive_integer(file, "attention.head_count"),
+    fields = sizes(file) | {
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
         "num_key_value_heads": kv_heads[local],
         "num_global_key_value_heads": kv_heads[full],
         "head_dim": local_dim,
         "global_head_dim": head_dim,
-        "max_position_embeddings": positive_integer(file, "context_length"),
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "attention_bias": has(file, "attn_q.bias"),
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,

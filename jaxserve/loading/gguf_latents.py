@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from jaxserve.loading.gguf import GGUFFile
-from jaxserve.loading.gguf_decoder import SIGMOID, SOFTMAX, has
-from jaxserve.loading.gguf_keys import get, num_layers, number, positive_integer, refuse
+from jaxserve.loading.gguf_decoder import SIGMOID, SOFTMAX, has, sizes
+from jaxserve.loading.gguf_keys import get, number, positive_integer, refuse
 from jaxserve.loading.gguf_mixtures import mixture_fields
 from jaxserve.loading.gguf_rope import rope_fields
 
@@ -54,12 +54,8 @@ def _latent_fields(file: GGUFFile, *, gating: int) -> dict[str, Any]:
     """Return the fields of a decoder with latent attention, shared experts and experts chosen by such scores."""
     refuse(file, **{"attention.sliding_window": 0})
     rotated = positive_integer(file, "rope.dimension_count")
-    return {
-        "hidden_size": positive_integer(file, "embedding_length"),
+    return sizes(file) | {
         "intermediate_size": positive_integer(file, "feed_forward_length"),
-        "num_hidden_layers": num_layers(file),
-        "num_attention_heads": positive_integer(file, "attention.head_count"),
-        "max_position_embeddings": positive_integer(file, "context_length"),
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "q_lora_rank": get(file, "attention.q_lora_rank") or None,
         "kv_lora_rank": positive_integer(file, "attention.kv_lora_rank"),

@@ -12,6 +12,7 @@ from jaxserve.loading.gguf_decoder import (
     has,
     layer_types,
     routing_fields,
+    sizes,
     without_window,
 )
 from jaxserve.loading.gguf_keys import get, num_layers, number, positive_integer, refuse
@@ -68,19 +69,24 @@ def bailing1_fields(file: GGUFFile) -> dict[str, Any]:
     return fields | {"num_experts": fields["n_routed_experts"], "num_shared_experts": fields["n_shared_experts"]}
 
 
+def _mlp_layer_types(file: GGUFFile) -> list[str]:
+    """Return which layers have experts: as in llama.cpp those that have a router."""
+    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(num_layers(file))]
+    return ["sparse" if found else "dense" for found in has_router]
+
+
 def hy_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a Hy3. Its layers with experts are those that have a router, as in llama.cpp."""
+    """Return the fields of a Hy3."""
     refuse(file, expert_weights_norm=True, expert_group_count=1)
     fields, experts = without_window(file), mixture_fields(file)
-    size, layers = experts["moe_intermediate_size"], range(num_layers(file))
-    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
+    size = experts["moe_intermediate_size"]
     return fields | {
         "moe_intermediate_size": size,
         "num_experts": experts["n_routed_experts"],
         "num_experts_per_tok": experts["num_experts_per_tok"],
         "num_shared_experts": positive_integer(file, "expert_shared_feed_forward_length", size) // size,
         "router_scaling_factor": experts["routed_scaling_factor"],
-        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+        "mlp_layer_types": _mlp_layer_types(file),
     }
 
 
@@ -115,11 +121,10 @@ def trinity_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def exaone_moe_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a K-EXAONE. Its layers with experts are those that have a router, as in llama.cpp."""
-    fields, experts, layers = decoder_fields(file), mixture_fields(file), range(num_layers(file))
+    """Return the fields of a K-EXAONE."""
+    fields, experts = decoder_fields(file), mixture_fields(file)
     size = experts["moe_intermediate_size"]
     shared_size = positive_integer(file, "expert_shared_feed_forward_length", size * experts["n_shared_experts"])
-    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
     return fields | {
         **{name: experts[name] for name in ("norm_topk_prob", "num_experts_per_tok", "n_group", "topk_group")},
         "sliding_window": positive_integer(file, "attention.sliding_window", 128),  # as in llama.cpp
@@ -128,7 +133,7 @@ def exaone_moe_fields(file: GGUFFile) -> dict[str, Any]:
         "num_experts": experts["n_routed_experts"],
         "num_shared_experts": shared_size // size,
         "routed_scaling_factor": experts["routed_scaling_factor"],
-        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+        "mlp_layer_types": _mlp_layer_types(file),
     }
 
 
@@ -179,12 +184,12 @@ def minimax_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def mimo_fields(file: GGUFFile) -> dict[str, Any]:
-    """Return the fields of a MiMo V2 Flash. Its layers with experts are those that have a router, as in llama.cpp.
+    """Return the fields of a MiMo V2 Flash.
 
     llama.cpp's first converter left out the factor of values: then it is that of the published model.
     """
     refuse(file, expert_weights_norm=True)
-    count, head_dim = num_layers(file), positive_integer(file, "attention.key_length")
+    head_dim = positive_integer(file, "attention.key_length")
     value_dim = positive_integer(file, "attention.value_length", head_dim)
     refuse(file, **{"attention.key_length_swa": head_dim, "attention.value_length_swa": value_dim})
     rope = rope_fields(file, head_dim)
@@ -192,24 +197,19 @@ def mimo_fields(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: mimo2.rope.scaling ({rope['rope_type']}) is not supported")
     file.require("mimo2.attention.sliding_window_pattern", list)  # one number would be that of all layers
     types = layer_types(file, 0)
-    has_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(count)]
     num_kv_heads, local_kv_heads = _kv_heads_by_type(file, types)
-    return {
-        "hidden_size": positive_integer(file, "embedding_length"),
+    return sizes(file) | {
         "intermediate_size": positive_integer(file, "feed_forward_length"),
-        "num_hidden_layers": count,
-        "num_attention_heads": positive_integer(file, "attention.head_count"),
         "num_key_value_heads": num_kv_heads,
         "swa_num_key_value_heads": local_kv_heads,
         "head_dim": head_dim,
         "v_head_dim": value_dim,
-        "max_position_embeddings": positive_integer(file, "context_length"),
         "rms_norm_eps": number(file, "attention.layer_norm_rms_epsilon"),
         "attention_bias": has(file, "attn_q.bias") or has(file, "attn_qkv.bias"),
         "attention_value_scale": number(file, "attention.value_scale", VALUE_SCALE) or 1.0,
         "sliding_window_size": positive_integer(file, "attention.sliding_window"),
         "layer_types": types,
-        "mlp_layer_types": ["sparse" if found else "dense" for found in has_router],
+        "mlp_layer_types": _mlp_layer_types(file),
         "rope_parameters": {
             ATTENTION: rope,
             "sliding_attention": rope | {"rope_theta": number(file, "rope.freq_base_swa")},

@@ -38,7 +38,7 @@ from jaxserve.loading.tied_head import INDEX_FILE, SINGLE_FILE, has_own_head, is
 from jaxserve.loading.unread_tensors import UnreadTensors
 from jaxserve.quantization.common import DIFFERENT_ORDERS, common_scheme, converted
 from jaxserve.quantization.scheme import Parts, Scheme
-from jaxserve.quantization.stored import FLOAT_NAMES, Format, StoredMatrix, join_parts
+from jaxserve.quantization.stored import FLOAT_NAMES, Format, Header, StoredMatrix, join_parts
 
 logger = logging.getLogger(__name__)
 
@@ -80,25 +80,25 @@ class _Stored:
     path: pathlib.Path
 
     def read(self) -> np.ndarray:
-        if (dtype := ONE_BYTE_FLOATS.get(self.header().get_dtype())) is not None:
+        if (dtype := ONE_BYTE_FLOATS.get(self.header().dtype)) is not None:
             return read_bytes(self.path, self.name).view(dtype)
         return self.file.get_tensor(self.name)
 
     def read_part(self, index: tuple[int | slice, ...]) -> np.ndarray:
         """Return the values at an index, the first of which is a number, reading no other entry of the first axis."""
-        header, (first, *others) = self.header(), index
-        if (dtype := ONE_BYTE_FLOATS.get(header.get_dtype())) is not None:
+        first, *others = index
+        if (dtype := ONE_BYTE_FLOATS.get(self.header().dtype)) is not None:
             assert isinstance(first, int)
             return read_bytes(self.path, self.name, first).view(dtype)[tuple(others)]
-        return header[index]
+        return self.file.get_slice(self.name)[index]
 
-    def header(self) -> Any:
-        return self.file.get_slice(self.name)
+    def header(self) -> Header:
+        found = self.file.get_slice(self.name)
+        return Header(found.get_dtype(), tuple(found.get_shape()), self.read)
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why this is not a readable tensor of such a shape, or None if it is."""
-        header = self.header()
-        found, dtype = tuple(header.get_shape()), header.get_dtype()
+        dtype, found, _ = self.header()
         if found == shape and dtype in (INTEGER_TYPES if self.name == "d2t" else FLOAT_NAMES):
             return None
         return f"is {dtype} {list(found)} and not a float of {list(shape)}"

@@ -29,8 +29,7 @@ class Mxfp4Tensor:
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why these are not blocks and scales of a tensor of such a shape, or None if they are."""
-        stored = {name: tensor.header() for name, tensor in (("blocks", self.blocks), ("scales", self.scales))}
-        found = {name: (header.get_dtype(), tuple(header.get_shape())) for name, header in stored.items()}
+        found = {name: tensor.header()[:2] for name, tensor in (("blocks", self.blocks), ("scales", self.scales))}
         grid = (shape[0], shape[2], shape[1] // BLOCK) if len(shape) == 3 and shape[1] % BLOCK == 0 else None
         if grid is not None and found == {"blocks": ("U8", (*grid, BLOCK // 2)), "scales": ("U8", grid)}:
             return None

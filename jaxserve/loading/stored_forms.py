@@ -11,13 +11,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.plain import TYPES, Plain
-from jaxserve.quantization.stored import Format, StoredMatrix
+from jaxserve.quantization.stored import Format, Header, StoredMatrix
 
 PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """For each matrix of an expert, the tensor of all experts, and which half of its outputs; None: all of them."""
@@ -31,21 +31,6 @@ RENAMED = {"post_attention_layernorm": "feedforward_layer_norm"}
 """Modules that transformers 5 saves under another name, in layers of OLMo Hybrid that attend."""
 
 _NAME = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.weight")
-
-
-class _PartHeader(NamedTuple):
-    """What the header of a file would say of a part of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def get_dtype(self) -> str:
-        """Return the type as safetensors call it."""
-        return self.dtype
-
-    def get_shape(self) -> list[int]:
-        """Return the sizes."""
-        return [*self.shape]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +52,17 @@ class ExpertPart:
             return self.stored.read_part((self.expert, slice(None), rows)).T
         return self.stored.read_part((self.expert, rows))
 
-    def header(self) -> _PartHeader:
+    def header(self) -> Header:
         """Return the header of the matrix."""
-        stored = self.stored.header()
-        outputs, inputs = stored.get_shape()[:0:-1] if self.is_transposed else stored.get_shape()[1:]
-        return _PartHeader(stored.get_dtype(), (outputs if self.half is None else outputs // 2, inputs))
+        dtype, (_, *shape), _ = self.stored.header()
+        outputs, inputs = reversed(shape) if self.is_transposed else shape
+        return Header(dtype, (outputs if self.half is None else outputs // 2, inputs), self.read)
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why the stored tensor does not have matrices of such a shape, or None if it does."""
         num_outputs, num_inputs = shape
         matrix = num_outputs * (1 if self.half is None else 2), num_inputs
-        num_experts = self.stored.header().get_shape()[0]
+        num_experts = self.stored.header().shape[0]
         return self.stored.complaint((num_experts, *(matrix[::-1] if self.is_transposed else matrix)))
 
 
@@ -98,20 +83,20 @@ class _ScalesPart:
         scales = scales.T if self.is_transposed else scales
         return np.split(scales, 2)[self.half] if self.half is not None and self._has_halves else scales
 
-    def header(self) -> _PartHeader:
+    def header(self) -> Header:
         """Return the header of the scales."""
         shape = list(self._shape) if self._is_of_one_expert else []
         if self.half is not None and self._has_halves:
             shape[0] //= 2
-        return _PartHeader(self.stored.header().get_dtype(), tuple(shape))
+        return Header(self.stored.header().dtype, tuple(shape), self.read)
 
     @property
     def _is_of_one_expert(self) -> bool:
-        return math.prod(self.stored.header().get_shape()) > 1
+        return math.prod(self.stored.header().shape) > 1
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        _, *shape = self.stored.header().get_shape()
+        _, *shape = self.stored.header().shape
         return tuple(reversed(shape)) if self.is_transposed else tuple(shape)
 
     @property
@@ -138,7 +123,7 @@ class CutPart:
 
     def complaint(self, shape: tuple[int, ...]) -> str | None:
         """Return why the stored tensors do not have such rows, or None if they do."""
-        counts = [next(iter(each.header().get_shape()), 0) for each in self.stored]
+        counts = [next(iter(each.header().shape), 0) for each in self.stored]
         if sum(counts) != self.total:
             return f"and those beside it have {sum(counts)} rows, not {self.total}"
         complaints = (each.complaint((count, *shape[1:])) for each, count in zip(self.stored, counts, strict=True))
@@ -164,7 +149,7 @@ def in_declared_form(
                 part = int(match[2]), half, _is_transposed(match[1], tensors, expected[name], half)
                 found[name] = ExpertPart(tensors[whole], *part)
                 used.add(whole)
-                if plain is not None and tensors[whole].header().get_dtype() in TYPES:
+                if plain is not None and tensors[whole].header().dtype in TYPES:
                     scales = {f"{whole}{end}": leaf for end, leaf in SCALES.items() if f"{whole}{end}" in tensors}
                     for each in scales:
                         _check_experts(tensors[each], num_experts[match.group(1, 3)], is_scale=True)
@@ -184,7 +169,7 @@ def in_declared_form(
 
 def _check_experts(stored: Any, num_experts: int, *, is_scale: bool = False) -> None:
     """Raise CheckpointError for a tensor of other experts than those of the model; one scale may be for all."""
-    shape = stored.header().get_shape()
+    shape = [*stored.header().shape]
     if shape[:1] != [num_experts] and not (is_scale and math.prod(shape) == 1):
         raise CheckpointError(f"{stored.name} has the shape {shape}: its first axis must be {num_experts} experts")
 
@@ -197,7 +182,7 @@ def _is_transposed(module: str, tensors: Mapping[str, Any], shape: tuple[int, ..
     size, width = shape if half is not None else shape[::-1]
     outputs_first = {"gate_up_proj": (2 * size, width), "down_proj": (width, size)}
     stored = {name: tensors.get(f"{module}.{name}") for name in outputs_first}
-    found = {name: tuple(each.header().get_shape()[1:]) for name, each in stored.items() if each is not None}
+    found = {name: each.header().shape[1:] for name, each in stored.items() if each is not None}
     return found != {name: outputs_first[name] for name in found} and found == {
         name: outputs_first[name][::-1] for name in found
     }

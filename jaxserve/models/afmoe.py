@@ -39,8 +39,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in ALWAYS.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **ALWAYS)
     window, period = hf_config.optional_integer(fields, "sliding_window"), "global_attn_every_n_layers"
     num_layers, num_dense = (
         hf_config.integer(fields, name, minimum=0) for name in ("num_hidden_layers", "num_dense_layers")
@@ -49,7 +48,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.periodic_windows(fields, window, period=hf_config.integer(fields, period)),
         sparse_layers=tuple(index >= num_dense for index in range(num_layers)),
         head_norm="shared",

@@ -5,7 +5,6 @@ activation is learned.
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import XIELU
@@ -33,15 +32,15 @@ def _read(fields: dict[str, Any]) -> BiasedConfig:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         fields["rope_parameters"] = DEFAULT_ROPE
     activation = "xielu" if fields["hidden_act"] == "xielu" else hf_config.activation(fields)
-    return read_config(BiasedConfig, fields, activation=activation, rope=hf_rope.rope(fields, theta=12_000_000.0))
+    rope = hf_rope.rope(fields, theta=12_000_000.0)
+    return read_config(BiasedConfig, fields, activation=activation, is_gated=False, head_norm="shared", rope=rope)
 
 
 def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
     activation = XIELU() if config.activation == "xielu" else config.activation
-    feed_forward = replace(config.feed_forward, activation=activation, is_gated=False)
-    return (replace(config.layer, mixer=attention, feed_forward=feed_forward),) * config.num_layers
+    feed_forward = replace(config.feed_forward, activation=activation)
+    return (replace(config.layer, feed_forward=feed_forward),) * config.num_layers
 
 
 NAMES = Names(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm")

@@ -33,8 +33,8 @@ class Config(DecoderConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name in ("num_key_value_heads", "rope_scaling", "rope_parameters"):  # which its own code does not read
-        hf_config.require(fields, name, None)
+    # Its own code does not read these.
+    hf_config.require(fields, num_key_value_heads=None, rope_scaling=None, rope_parameters=None)
     return read_config(
         Config, fields, has_unit_head=_has_unit_head(fields), rope=hf_rope.rope(fields) if _has_rope(fields) else None
     )

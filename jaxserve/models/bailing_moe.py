@@ -42,8 +42,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in REQUIRED.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **REQUIRED)
     expert_size = hf_config.integer(fields, "moe_intermediate_size")
     shared_size = hf_config.integer(fields, "moe_shared_expert_intermediate_size", expert_size)
     return read_config(
@@ -72,12 +71,11 @@ def _routing(fields: dict[str, Any]) -> Routing:
     scores = fields.get("score_function") or "softmax"
     if scores == "sigmoid":
         # The family's own code normalises whatever this says; vLLM and SGLang follow it.
-        hf_config.require(fields, "norm_topk_prob", True)
+        hf_config.require(fields, norm_topk_prob=True)
         return deepseek_v3.routing({"n_group": 1, "topk_group": 1} | fields)
     if scores != "softmax":
         raise CheckpointError(f"config.json: unknown score_function {scores!r:.100}; known are sigmoid, softmax")
-    for name in ("n_group", "topk_group"):
-        hf_config.require(fields, name, 1)
+    hf_config.require(fields, n_group=1, topk_group=1)
     return mixture.read_routing(fields, scale=hf_config.number(fields, "routed_scaling_factor"))
 
 

@@ -28,9 +28,9 @@ class Config(llama.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "partial_rotary_factor", ROTATED)
+    hf_config.require(fields, partial_rotary_factor=ROTATED)
     rope = hf_rope.rope(fields, partial_rotary_factor=ROTATED)
-    hf_config.require(fields, "attn_rotary_emb", rope.head_dim)
+    hf_config.require(fields, attn_rotary_emb=rope.head_dim)
     return read_config(Config, fields, rope=rope, attends=_attends(fields), mamba=mamba2.hybrid_mixer(fields))
 
 
@@ -41,14 +41,13 @@ def _attends(fields: dict[str, Any]) -> tuple[bool, ...]:
         raise CheckpointError(f"config.json: attn_layer_indices must be a list of integers, got {indices!r:.100}")
     attends = tuple(index in indices for index in range(hf_config.integer(fields, "num_hidden_layers")))
     kinds = ["full_attention" if each else "linear_attention" for each in attends]
-    for name in ("layer_types", "layers_block_type"):
-        hf_config.require(fields, name, kinds)
+    hf_config.require(fields, layer_types=kinds, layers_block_type=kinds)
     return attends
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attending = llama.layers(config)[0]
+    attending = config.layer
     recurrent = replace(attending, mixer=config.mamba, mixer_name="mamba")
     return tuple(attending if attends else recurrent for attends in config.attends)
 

@@ -56,6 +56,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(),
         intermediate_size=4 * hf_config.integer(fields, "hidden_size"),
         num_layers=hf_config.integer(fields, "n_layer"),
         num_heads=num_heads,
@@ -72,9 +73,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     is_normed = config.apply_residual_connection_post_layernorm
     layer = replace(
         config.layer,
-        mixer=replace(config.attention, alibi_slopes=config.alibi_slopes, qkv_bias=True, out_bias=True),
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
-        norm=replace(config.norm, kind="layer"),
+        mixer=replace(config.attention, alibi_slopes=config.alibi_slopes),
         arrangement=Arrangement.NORMED_INPUTS if is_normed else Arrangement.SEQUENTIAL,
     )
     return (layer,) * config.num_layers

@@ -1,11 +1,12 @@
 """ChatGLM 2 and 3, GLM-4 9B in its first format (GLM Team 2024, arXiv:2406.12793): GLM with other names."""
 
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_config, hf_rope, seed_oss
+from jaxserve.models import hf_config, hf_rope
+from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
@@ -27,9 +28,8 @@ REQUIRED = {
 }
 
 
-def _read(fields: dict[str, Any]) -> seed_oss.Config:
-    for name, value in REQUIRED.items():
-        hf_config.require(fields, name, value)
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    hf_config.require(fields, **REQUIRED)
     if not hf_config.flag(fields, "multi_query_attention"):  # its own code's default, which no checkpoint has
         raise CheckpointError("config.json: multi_query_attention must be true")
     head_dim, context = (hf_config.integer(fields, name) for name in ("kv_channels", "seq_length"))
@@ -38,7 +38,7 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
     rope = {"rope_theta": theta, "max_position_embeddings": context}
     has_biases = hf_config.flag(fields, "add_bias_linear")
     return read_config(
-        seed_oss.Config,
+        DecoderConfig,
         fields,
         vocab_size=hf_config.integer(fields, "padded_vocab_size"),
         intermediate_size=hf_config.integer(fields, "ffn_hidden_size"),
@@ -48,8 +48,8 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
         max_position_embeddings=context,
         norm_eps=hf_config.number(fields, "layernorm_epsilon"),
         activation="silu",
-        attention_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
-        attention_out_bias=has_biases,
+        qkv_bias=has_biases or hf_config.flag(fields, "add_qkv_bias"),
+        out_bias=has_biases,
         mlp_bias=has_biases,
         rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=0.5),
     )
@@ -80,4 +80,4 @@ NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-FAMILY = replace(seed_oss.FAMILY, defaults=DEFAULTS, read=_read, names=NAMES, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__)

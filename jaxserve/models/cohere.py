@@ -2,15 +2,15 @@
 
 import dataclasses
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import Attention, HeadNorm
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
 from jaxserve.layers.names import Names
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family, logits
@@ -30,29 +30,26 @@ class Config(BiasedConfig):
     use_qk_norm: bool
     logit_scale: float
 
+    @property
+    @override
+    def norm(self) -> Norm:
+        """The norm before the blocks, and those of queries and keys."""
+        return Norm(eps=self.norm_eps, kind="layer", has_bias=False)
+
 
 def _read(fields: dict[str, Any]) -> Config:
     return read_config(
-        Config, fields, norm_eps=hf_config.number(fields, "layer_norm_eps"), rope=hf_rope.rope(fields, theta=500000.0)
+        Config,
+        fields,
+        head_norm="by head" if hf_config.flag(fields, "use_qk_norm") else None,
+        norm_eps=hf_config.number(fields, "layer_norm_eps"),
+        rope=hf_rope.rope(fields, theta=500000.0),
     )
-
-
-def attention(config: Config) -> Attention:
-    """Return the attention block."""
-    norm = replace(config.norm, kind="layer", has_bias=False)
-    return replace(config.attention, head_norm=HeadNorm(norm=norm, gains="by head") if config.use_qk_norm else None)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    layer = replace(
-        config.layer,
-        mixer=attention(config),
-        norm=replace(config.norm, kind="layer", has_bias=False),
-        norms=ONE_NORM,
-        arrangement=Arrangement.PARALLEL,
-    )
-    return (layer,) * config.num_layers
+    return tuple(replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL) for layer in config.layers)
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:

@@ -38,9 +38,8 @@ def _read(fields: dict[str, Any]) -> Config:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     [layer, *_] = cohere.layers(config)
-    attention = cohere.attention(config)
     return tuple(
-        replace(layer, mixer=replace(attention, sliding_window=window, rope=None if window is None else config.rope))
+        replace(layer, mixer=replace(config.attention, sliding_window=window, rope=config.rope if window else None))
         for window in config.sliding_windows
     )
 

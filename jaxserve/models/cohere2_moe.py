@@ -45,7 +45,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "rope_scaling", None)  # which transformers reads over
+    hf_config.require(fields, rope_scaling=None)  # which transformers reads over
     has_rms_norms, size = fields.get("rms_norm_eps") is not None, hf_config.integer(fields, "intermediate_size")
     num_shared = hf_config.integer(fields, "num_shared_experts", minimum=0)
     is_sparse = hf_config.sparse_layers_by_type(
@@ -58,7 +58,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         norm_eps=hf_config.number(fields, "rms_norm_eps" if has_rms_norms else "layer_norm_eps"),
         has_rms_norms=has_rms_norms,
         intermediate_size=hf_config.integer(fields, "prefix_dense_intermediate_size", size),
@@ -110,12 +110,5 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 NAMES = replace(cohere.NAMES, experts=ExpertNames(shared="shared_experts"))
 FAMILY = Family(
-    Config,
-    DEFAULTS,
-    _read,
-    layers=layers,
-    names=NAMES,
-    head=cohere.head,
-    doc=__doc__,
-    features=("parallel blocks",),
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, head=cohere.head, doc=__doc__, features=("parallel blocks",)
 )

@@ -1,11 +1,9 @@
 """Code World Model (FAIR CodeGen Team 2025, arXiv:2510.02387): Mistral with windows in three of four layers."""
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.layer import Layer
-from jaxserve.models import hf_config, hf_rope, mistral
+from jaxserve.layers.decoder import WindowedConfig
+from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -19,25 +17,13 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mistral.Config):
-    """The shape of one Code World Model."""
-
-    mlp_bias: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> WindowedConfig:
     window = hf_config.optional_integer(fields, "sliding_window")
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     default = ["sliding_attention" if index % 4 else "full_attention" for index in range(num_layers)]
     windows = hf_config.windows_by_type(fields, window, default)
-    return read_config(Config, fields, sliding_windows=windows, rope=hf_rope.rope(fields, theta=1_000_000.0))
+    rope, has_bias = hf_rope.rope(fields, theta=1_000_000.0), hf_config.flag(fields, "mlp_bias")
+    return read_config(WindowedConfig, fields, mlp_bias=has_bias, sliding_windows=windows, rope=rope)
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
-    return tuple(replace(layer, feed_forward=feed_forward) for layer in mistral.layers(config))
-
-
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__)
+FAMILY = Family(WindowedConfig, DEFAULTS, _read, doc=__doc__)

@@ -62,10 +62,7 @@ class DenseConfig:
             heads=self.latent_heads, rope=self.rope, has_bias=self.attention_bias, query_scale=self.query_scale
         )
         return Layer(
-            hidden_size=self.hidden_size,
-            mixer=attention,
-            feed_forward=self.feed_forward,
-            norm=Norm(eps=self.norm_eps),
+            hidden_size=self.hidden_size, mixer=attention, feed_forward=self.feed_forward, norm=Norm(eps=self.norm_eps)
         )
 
 
@@ -97,13 +94,12 @@ def read_latents(fields: dict[str, Any]) -> dict[str, Any]:
     heads = hf_config.latent_heads(fields)
     rope = hf_rope.rope(fields, size=heads.rotated_size)
     if rope.scaling is not None and not isinstance(rope.scaling, YarnScaling):  # transformers sharpens any of them
-        hf_config.require(hf_rope.rope_object(fields), "mscale_all_dim", 0)
+        hf_config.require(hf_rope.rope_object(fields), mscale_all_dim=0)
     return {"latent_heads": heads, "rope": rope}
 
 
 def _routing(fields: dict[str, Any]) -> Routing:
-    hf_config.require(fields, "scoring_func", "softmax")
-    hf_config.require(fields, "norm_topk_prob", False)
+    hf_config.require(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise CheckpointError(f"config.json: unknown topk_method {method!r}; known are greedy, group_limited_greedy")

@@ -33,9 +33,9 @@ def read(fields: dict[str, Any], **own: Any) -> deepseek_v2.Config:
 
 def routing(fields: dict[str, Any], scores: Literal["sigmoid", "softmax"] = "sigmoid") -> Routing:
     """Read how experts are chosen: by groups and scores, and if these are sigmoid ones, by a bias."""
-    hf_config.require(fields, "scoring_func", scores)
+    hf_config.require(fields, scoring_func=scores)
     if scores == "sigmoid":
-        hf_config.require(fields, "topk_method", "noaux_tc")
+        hf_config.require(fields, topk_method="noaux_tc")
     num_experts = hf_config.num_experts(fields)
     num_groups, num_chosen_groups = hf_config.expert_groups(fields, 8, 4)
     if num_experts < 2 * num_groups:

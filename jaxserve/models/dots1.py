@@ -17,7 +17,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.layer_windows(fields | {"use_sliding_window": True}),
         sparse_layers=hf_config.sparse_layers_after_dense(fields),
         head_norm="shared",

@@ -23,4 +23,4 @@ def _read(fields: dict[str, Any]) -> llama.Config:
     )
 
 
-FAMILY = Family(llama.Config, DEFAULTS, _read, layers=llama.layers, names=Names(is_interleaved=True), doc=__doc__)
+FAMILY = Family(llama.Config, DEFAULTS, _read, names=Names(is_interleaved=True), doc=__doc__)

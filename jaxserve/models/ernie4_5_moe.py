@@ -38,7 +38,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields, "use_bias"),
+        **hf_config.biases(fields, "use_bias"),
         sparse_layers=_sparse_layers(fields),
         mlp_bias=hf_config.flag(fields, "use_bias"),
         shared_expert_size=mixture.shared_size(fields, "moe_num_shared_experts", minimum=0),

@@ -6,10 +6,9 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
-from jaxserve.models import hf_config
+from jaxserve.models import hf_config, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -20,11 +19,10 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(WindowedConfig):
     """The shape of one EXAONE 4."""
 
-    rotates: tuple[bool, ...]
-    sliding_windows: tuple[int | None, ...]
+    rotates_everywhere: bool
 
 
 def read_windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -39,22 +37,13 @@ def read_windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
 
 def _read(fields: dict[str, Any]) -> Config:
     windows, has_none = read_windows(fields), fields.get("sliding_window") is None
-    return read_config(
-        Config,
-        fields,
-        rotates=tuple(has_none or window is not None for window in windows),
-        sliding_windows=windows,
-    )
+    return read_config(Config, fields, head_norm="shared", rotates_everywhere=has_none, sliding_windows=windows)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, head_norm=HeadNorm(norm=config.norm))
-    layer = replace(config.layer, mixer=attention, norms=POST_NORMS)
-    return tuple(
-        replace(layer, mixer=replace(attention, rope=config.rope if rotates else None, sliding_window=window))
-        for rotates, window in zip(config.rotates, config.sliding_windows, strict=True)
-    )
+    layers = config.windowed(replace(config.layer, norms=POST_NORMS))
+    return layers if config.rotates_everywhere else mixture.by_window(layers, local={}, full={"rope": None})
 
 
 FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

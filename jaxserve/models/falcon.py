@@ -38,7 +38,6 @@ OLD_NAMES = {
 class Config(DecoderConfig):
     """The shape of one Falcon."""
 
-    bias: bool
     use_parallel_residual: bool
     num_block_norms: int
     """Norms per layer: parallel blocks have one in common, or one each."""
@@ -56,6 +55,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(has_biases=hf_config.flag(fields, "bias")),
         intermediate_size=hf_config.integer(fields, "ffn_hidden_size", 4 * hidden_size),
         num_kv_heads=_num_kv_heads(fields, num_heads, is_new=is_new),
         head_dim=head_dim,
@@ -95,12 +95,7 @@ def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    layer = replace(
-        config.layer,
-        mixer=replace(config.attention, alibi_slopes=config.alibi_slopes, qkv_bias=config.bias, out_bias=config.bias),
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=config.bias),
-        norm=replace(config.norm, kind="layer"),
-    )
+    layer = replace(config.layer, mixer=replace(config.attention, alibi_slopes=config.alibi_slopes))
     if config.use_parallel_residual:
         norms = PRE_NORMS if config.num_block_norms == 2 else ONE_NORM
         layer = replace(layer, norms=norms, arrangement=Arrangement.PARALLEL)

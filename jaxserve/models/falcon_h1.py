@@ -39,8 +39,7 @@ class Config(granite.Config):
 
 def _read(fields: dict[str, Any]) -> Config:
     kinds = ["hybrid"] * hf_config.integer(fields, "num_hidden_layers")
-    for name, value in (("mamba_use_mlp", True), ("layer_types", kinds), ("layers_block_type", kinds)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, mamba_use_mlp=True, layer_types=kinds, layers_block_type=kinds)
 
     def multiplier(name: str) -> float:
         return hf_config.number(fields, f"{name}_multiplier")
@@ -83,7 +82,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         output_scales=config.output_scales,
     )
     gate = ScaledGate(activation=config.activation, scale=config.gate_multiplier)
-    feed_forward = replace(config.feed_forward, activation=gate, has_bias=config.mlp_bias)
+    feed_forward = replace(config.feed_forward, activation=gate)
     return (replace(layer, mixer=mixer, mixer_name="", feed_forward=feed_forward),) * config.num_layers
 
 

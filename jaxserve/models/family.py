@@ -31,6 +31,11 @@ def logits(params: Params, config: Any, hidden: Float[Array, "N E"], context: St
     return unembed(table, hidden, params.get("lm_head_bias"), context)
 
 
+def layers_of(config: Any) -> tuple[Layer, ...]:
+    """Return the layers that a `DecoderConfig` describes."""
+    return config.layers
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of models. All functions are pure; a config is hashable, and the first argument except for the weights.
@@ -42,7 +47,7 @@ class Family:
         read: makes the Config of fields that have their defaults; by default `read_config` does.
         aliases, old_names: other names of fields, as `hf_config.with_defaults` takes them.
         revise: changes the fields of a config.json before it gets its defaults.
-        layers: what the layers consist of.
+        layers: what the layers consist of; by default what the Config's `layers` says.
         names: the names of the weights in a checkpoint, or a function of the config that returns them.
         amend: changes the declaration of the weights that follows from the layers: adds what is beside them, or
             replaces what a checkpoint stores in another way.
@@ -60,7 +65,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     old_names: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     revise: Callable[[Fields], Fields] | None = None
-    layers: Callable[[Any], tuple[Layer, ...]]
+    layers: Callable[[Any], tuple[Layer, ...]] = layers_of
     names: Names | Callable[[Any], Names] = LLAMA_NAMES
     amend: Callable[[Params, Any], Params] | None = None
     embed: Callable[[Params, Any, Batch], Array] = embed_tokens

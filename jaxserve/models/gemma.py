@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import BiasedConfig, DecoderConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
@@ -41,7 +41,7 @@ def layers(config: BiasedConfig) -> tuple[Layer, ...]:
     return (replace(config.layer, norm=replace(config.norm, offset=1.0)),) * config.num_layers
 
 
-def embed_tokens(params: Params, config: BiasedConfig, batch: Batch) -> Float[Array, "T E"]:
+def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[Array, "T E"]:
     """Return rows of the embedding, scaled as their squares are in checkpoints of the family."""
     return embed(params["embed"], batch) * config.hidden_size**0.5
 

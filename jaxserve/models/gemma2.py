@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.layers.context import StepContext
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.embedding import soft_cap
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.names import SANDWICH_NAMES
@@ -28,11 +28,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
+class Config(WindowedConfig):
     """The shape of one Gemma 2."""
 
     query_pre_attn_scalar: float
-    sliding_windows: tuple[int | None, ...]
     attention_soft_cap: float | None
     logit_soft_cap: float | None
 
@@ -43,6 +42,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.biases(fields),
         head_dim=head_dim,
         activation=hf_config.activation(fields, "hidden_activation"),
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
@@ -55,8 +55,8 @@ def _read(fields: dict[str, Any]) -> Config:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.attention_soft_cap)
-    layer = replace(config.layer, norm=replace(config.norm, offset=1.0), norms=SANDWICH_NORMS)
-    return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
+    norm = replace(config.norm, offset=1.0)
+    return config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:

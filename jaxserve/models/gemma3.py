@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.attention import HeadNorm
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
-from jaxserve.models import gemma2, hf_config, hf_rope
+from jaxserve.models import gemma2, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
@@ -26,30 +26,24 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
+class Config(WindowedConfig):
     """The shape of one Gemma 3."""
 
     query_pre_attn_scalar: float
-    sliding_windows: tuple[int | None, ...]
     logit_soft_cap: float | None
     local_rope: Rope
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "attn_logit_softcapping", None)
+    hf_config.require(fields, attn_logit_softcapping=None)
     head_dim = hf_config.integer(fields, "head_dim")
     window = hf_config.integer(fields, "sliding_window")
     period = hf_config.integer(fields, "sliding_window_pattern", 6)
-    rope, local_rope = hf_rope.ropes_by_type(
-        fields,
-        size=head_dim,
-        theta=1_000_000.0,
-        local_theta=fields.get("rope_local_base_freq"),
-        is_context_stretched=True,
-    )
+    rope, local_rope = ropes(fields, head_dim)
     return read_config(
         Config,
         fields,
+        **hf_config.biases(fields),
         head_dim=head_dim,
         activation=hf_config.activation(fields, "hidden_activation"),
         sliding_windows=hf_config.periodic_windows(fields, window, period=period),
@@ -59,16 +53,20 @@ def _read(fields: dict[str, Any]) -> Config:
     )
 
 
+def ropes(fields: dict[str, Any], size: int) -> tuple[Rope, Rope]:
+    """Read the rotary embedding of full layers, and of those with a window, for heads of this size."""
+    local_theta = fields.get("rope_local_base_freq")
+    return hf_rope.ropes_by_type(
+        fields, size=size, theta=1_000_000.0, local_theta=local_theta, is_context_stretched=True
+    )
+
+
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     norm = replace(config.norm, offset=1.0)
     attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, head_norm=HeadNorm(norm=norm))
-    local = replace(attention, rope=config.local_rope)
-    layer = replace(config.layer, norm=norm, norms=SANDWICH_NORMS)
-    return tuple(
-        replace(layer, mixer=attention if window is None else replace(local, sliding_window=window))
-        for window in config.sliding_windows
-    )
+    layers = config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
+    return mixture.by_window(layers, local={"rope": config.local_rope}, full={})
 
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.layer_input import LayerInput
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
-from jaxserve.models import gemma2, gemma4, hf_config, hf_rope
+from jaxserve.models import gemma2, gemma3, gemma4, hf_config
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
@@ -61,13 +61,7 @@ class Config(BiasedConfig):
 def _read(fields: dict[str, Any]) -> Config:
     head_dim = hf_config.integer(fields, "head_dim")
     windows = hf_config.periodic_windows(fields, hf_config.integer(fields, "sliding_window"), period=5)
-    rope, local_rope = hf_rope.ropes_by_type(
-        fields,
-        size=head_dim,
-        theta=1_000_000.0,
-        local_theta=fields.get("rope_local_base_freq"),
-        is_context_stretched=True,
-    )
+    rope, local_rope = gemma3.ropes(fields, head_dim)
     num_streams = hf_config.integer(fields, "altup_num_inputs", minimum=2)
     active = hf_config.integer(fields, "altup_active_idx", minimum=0)
     if active >= num_streams:
@@ -134,10 +128,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         laurel=Laurel(rank=config.laurel_rank, norm=config.norm),
     )
     streams = AltUp(
-        num_streams=config.num_streams,
-        active=config.active_stream,
-        norm=config.norm,
-        has_scale=config.scales_stream,
+        num_streams=config.num_streams, active=config.active_stream, norm=config.norm, has_scale=config.scales_stream
     )
 
     def of_layer(index: int) -> Layer:

@@ -1,13 +1,10 @@
 """GLM (GLM Team 2024, arXiv:2406.12793): Llama with partial rotation, of neighbouring pairs."""
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_rope
+from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -17,22 +14,10 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one GLM or GLM 4."""
-
-    attention_bias: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
-    return read_config(Config, fields, rope=hf_rope.rope(fields, partial_rotary_factor=0.5))
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, qkv_bias=config.attention_bias)
-    return (replace(config.layer, mixer=attention),) * config.num_layers
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    rope, has_bias = hf_rope.rope(fields, partial_rotary_factor=0.5), hf_config.flag(fields, "attention_bias")
+    return read_config(DecoderConfig, fields, qkv_bias=has_bias, rope=rope)
 
 
 NAMES = Names(gate_up=("gate_up_proj",), is_interleaved=True)
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__)

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.models import glm
 
 
-def layers(config: glm.Config) -> tuple[Layer, ...]:
+def layers(config: DecoderConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    return tuple(replace(layer, norms=SANDWICH_NORMS) for layer in glm.layers(config))
+    return (replace(config.layer, norms=SANDWICH_NORMS),) * config.num_layers
 
 
 NAMES = replace(glm.NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")

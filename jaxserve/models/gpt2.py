@@ -50,6 +50,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(),
         hidden_size=hidden_size,
         intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
         num_layers=num_layers,
@@ -64,13 +65,8 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, qkv_bias=True, out_bias=True)
-    layer = replace(
-        config.layer,
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
-        norm=replace(config.norm, kind="layer"),
-    )
-    return tuple(replace(layer, mixer=replace(attention, scale=scale)) for scale in config.attention_scales)
+    mixers = (replace(config.attention, scale=scale) for scale in config.attention_scales)
+    return tuple(replace(config.layer, mixer=mixer) for mixer in mixers)
 
 
 def amend(specs: Params, config: Config) -> Params:

@@ -39,6 +39,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(),
         head_dim=head_dim,
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
@@ -47,13 +48,8 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    layer = replace(
-        config.layer,
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
-        norm=replace(config.norm, kind="layer"),
-        arrangement=Arrangement.PARALLEL if config.use_parallel_residual else Arrangement.SEQUENTIAL,
-    )
-    return (layer,) * config.num_layers
+    arrangement = Arrangement.PARALLEL if config.use_parallel_residual else Arrangement.SEQUENTIAL
+    return (replace(config.layer, arrangement=arrangement),) * config.num_layers
 
 
 NAMES = Names(

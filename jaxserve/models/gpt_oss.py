@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.activations import ClampedSwiGLU
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing, router_spec
 from jaxserve.layers.names import LLAMA_NAMES
@@ -37,17 +37,16 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
+class Config(WindowedConfig):
     """The shape of one GPT-OSS; `intermediate_size` is that of one expert."""
 
-    sliding_windows: tuple[int | None, ...]
     swiglu_alpha: float
     swiglu_limit: float
     routing: Routing
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "hidden_act", "silu")
+    hf_config.require(fields, hidden_act="silu")
     width = hf_config.integer(fields, "intermediate_size")
     if width > MAX_WIDTH:  # the order of its rows is listed explicitly
         raise CheckpointError(f"config.json: intermediate_size must be at most {MAX_WIDTH}, got {width}")
@@ -57,6 +56,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.biases(fields),
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
         routing=mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False),
         rope=hf_rope.rope(fields | positions, theta=150_000.0),
@@ -68,8 +68,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     attention = replace(config.attention, has_sinks=True)
     gate = ClampedSwiGLU(alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     experts = Experts(routing=config.routing, size=config.intermediate_size, activation=gate)
-    layer = replace(config.layer, feed_forward=experts)
-    return tuple(replace(layer, mixer=replace(attention, sliding_window=window)) for window in config.sliding_windows)
+    return config.windowed(replace(config.layer, mixer=attention, feed_forward=experts))
 
 
 def amend(specs: Params, config: Config) -> Params:

@@ -1,11 +1,9 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention parallel to the feed-forward, rotation of neighbouring pairs."""
 
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gpt2, hf_config, phi
@@ -29,6 +27,9 @@ def _read(fields: dict[str, Any]) -> DecoderConfig:
     return read_config(
         DecoderConfig,
         fields,
+        norm_kind="layer",
+        is_gated=False,
+        mlp_bias=True,
         hidden_size=hidden_size,
         intermediate_size=hf_config.integer(fields, "n_inner", 4 * hidden_size),
         num_layers=hf_config.integer(fields, "n_layer"),
@@ -40,18 +41,6 @@ def _read(fields: dict[str, Any]) -> DecoderConfig:
         activation=hf_config.activation(fields, "activation_function"),
         rope=Rope(head_dim=rotary_dim, theta=10000.0),
     )
-
-
-def layers(config: DecoderConfig) -> tuple[Layer, ...]:
-    """Return the layers."""
-    layer = replace(
-        config.layer,
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
-        norm=replace(config.norm, kind="layer"),
-        norms=ONE_NORM,
-        arrangement=Arrangement.PARALLEL,
-    )
-    return (layer,) * config.num_layers
 
 
 NAMES = Names(
@@ -70,7 +59,7 @@ FAMILY = Family(
     DEFAULTS,
     _read,
     aliases=gpt2.ALIASES,
-    layers=layers,
+    layers=phi.layers,
     names=NAMES,
     amend=phi.amend,
     doc=__doc__,

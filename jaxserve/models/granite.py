@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import StepContext
-from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.embedding import embed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
+from jaxserve.models import llama
 from jaxserve.models.family import Family, logits
 from jaxserve.models.reading import LLAMA
 
@@ -23,10 +23,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
+class Config(llama.Config):
     """The shape of one Granite."""
 
-    mlp_bias: bool
     embedding_multiplier: float
     attention_multiplier: float
     residual_multiplier: float
@@ -36,9 +35,7 @@ class Config(BiasedConfig):
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     attention = replace(config.attention, scale=config.attention_multiplier)
-    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
-    layer = replace(config.layer, mixer=attention, feed_forward=feed_forward, update_scale=config.residual_multiplier)
-    return (layer,) * config.num_layers
+    return (replace(config.layer, mixer=attention, update_scale=config.residual_multiplier),) * config.num_layers
 
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:

@@ -37,7 +37,7 @@ class Config(granite.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "mlp_bias", False)
+    hf_config.require(fields, mlp_bias=False)
     if fields.get("position_embedding_type") not in (None, "nope", "rope"):
         raise CheckpointError(
             f"config.json: unknown position_embedding_type {fields['position_embedding_type']!r:.100}; known are "

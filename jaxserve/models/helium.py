@@ -2,12 +2,11 @@
 dimensions, and has no bias of the attention's output.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.layer import Layer
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.names import Names
-from jaxserve.models import hf_rope, llama
+from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -18,14 +17,14 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-def _read(fields: dict[str, Any]) -> llama.Config:
-    return read_config(llama.Config, fields, rope=hf_rope.rope(fields, theta=100_000.0))
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    return read_config(
+        DecoderConfig,
+        fields,
+        qkv_bias=hf_config.flag(fields, "attention_bias"),
+        mlp_bias=hf_config.flag(fields, "mlp_bias"),
+        rope=hf_rope.rope(fields, theta=100_000.0),
+    )
 
 
-def layers(config: llama.Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, out_bias=False)
-    return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
-
-
-FAMILY = Family(llama.Config, DEFAULTS, _read, layers=layers, names=Names(is_interleaved=True), doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=Names(is_interleaved=True), doc=__doc__)

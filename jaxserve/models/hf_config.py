@@ -35,8 +35,7 @@ def with_defaults(
     for name in ("per_layer_config", "pruned_heads"):
         if fields.get(name):
             raise CheckpointError(f"config.json: {name} {fields[name]!r:.100} is not supported")
-    for name in ("is_encoder_decoder", "add_cross_attention"):
-        require(fields, name, False)
+    require(fields, is_encoder_decoder=False, add_cross_attention=False)
     if fields.get("is_causal", True) is not True:
         raise CheckpointError(f"config.json: is_causal {fields['is_causal']!r} is not supported, only True")
     given = {name: value for name, value in fields.items() if value is not None or name in NULL_SAYS_SOMETHING}
@@ -94,10 +93,11 @@ def flag(fields: Fields, name: str, default: bool = False) -> bool:
     return value
 
 
-def require(fields: Fields, name: str, value: Any) -> None:
-    """Refuse an unsupported option: if the field is present and not null, it must have this value."""
-    if fields.get(name) not in (None, value):
-        raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
+def require(fields: Fields, **supported: Any) -> None:
+    """Refuse unsupported options: a field of such a name that is present and not null must have this value."""
+    for name, value in supported.items():
+        if fields.get(name) not in (None, value):
+            raise CheckpointError(f"config.json: {name} {fields[name]!r} is not supported, only {value!r}")
 
 
 def num_kv_heads(fields: Fields, name: str = "num_key_value_heads") -> int:
@@ -134,6 +134,16 @@ def activation(fields: Fields, name: str = "hidden_act") -> str:
     if not isinstance(value, str) or value not in ACTIVATIONS:
         raise CheckpointError(f"config.json: unknown {name} {value!r:.100}; known are {', '.join(ACTIVATIONS)}")
     return value
+
+
+def biases(fields: Fields, name: str = "attention_bias") -> dict[str, Any]:
+    """Read a flag that stands for biases of all projections of the attention."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), flag(fields, name))
+
+
+def plain_blocks(*, has_biases: bool = True) -> dict[str, Any]:
+    """Return the fields of blocks like those of GPT-2: layer norms, no gates, and biases everywhere or nowhere."""
+    return {"norm_kind": "layer", "is_gated": False, **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), has_biases)}
 
 
 def rotating_layers(fields: Fields) -> tuple[bool, ...]:
@@ -190,12 +200,16 @@ def periodic_windows(fields: Fields, window: int | None, *, period: int) -> tupl
     return windows_by_type(fields, window, default)
 
 
+def used_window(fields: Fields) -> int | None:
+    """Return `sliding_window`, None unless `use_sliding_window` is true."""
+    return optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
+
+
 def layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return each layer's sliding window from Qwen's fields: `use_sliding_window`, and `layer_types` or
     `max_window_layers`.
     """
-    num_layers = integer(fields, "num_hidden_layers")
-    window = optional_integer(fields, "sliding_window") if flag(fields, "use_sliding_window") else None
+    num_layers, window = integer(fields, "num_hidden_layers"), used_window(fields)
     num_full = num_layers if window is None else min(integer(fields, "max_window_layers", minimum=0), num_layers)
     default = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
     return windows_by_type(fields, window, default)
@@ -289,7 +303,7 @@ def latent_heads(fields: Fields) -> LatentHeads:
     heads.
     """
     num_heads = integer(fields, "num_attention_heads")
-    require(fields, "num_key_value_heads", num_heads)
+    require(fields, num_key_value_heads=num_heads)
     return LatentHeads(
         num_heads=num_heads,
         query_rank=optional_integer(fields, "q_lora_rank"),

@@ -121,7 +121,7 @@ def ropes_of_objects(
         )
     name = "partial_rotary_factor"
     if partial_rotary_factor is not None and not all(name in kind for kind in kinds.values()):
-        require(fields, name, partial_rotary_factor)  # which transformers reads with some scalings only
+        require(fields, partial_rotary_factor=partial_rotary_factor)  # which transformers reads with some scalings only
     outside = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
     fields = {name: value for name, value in fields.items() if name not in outside}
     full, local = (
@@ -139,7 +139,7 @@ def of_layer_type(parameters: Fields) -> Fields:
     """Return the object of a layer type without `truncate`, which transformers reads over there. Raises CheckpointError
     if it is false.
     """
-    require(parameters, "truncate", True)
+    require(parameters, truncate=True)
     return {name: value for name, value in parameters.items() if name != "truncate"}
 
 
@@ -154,8 +154,7 @@ def rope_parameters(fields: Fields) -> Fields:
             f"config.json: rope_parameters by layer type ({', '.join(by_layer_type)}) are not supported: all "
             "layers of this model_type are rotated alike"
         )
-    for name in ("attn_factor", "extrapolation_factor"):  # of YaRN's first implementations
-        require(given, name, 1)
+    require(given, attn_factor=1, extrapolation_factor=1)  # of YaRN's first implementations
     if unknown := sorted(given.keys() - _FIELDS - {"attn_factor", "extrapolation_factor"}):
         raise CheckpointError(f"config.json: unknown in rope_parameters or rope_scaling: {', '.join(unknown)}")
     # Fields next to the object apply unless they are repeated inside; but the original context counts as it is outside.
@@ -228,10 +227,7 @@ def _longrope(parameters: Fields, context: int, num_pairs: int) -> LongRopeScali
 def _yarn(parameters: Fields, context: int) -> YarnScaling:
     original = integer(parameters, "original_max_position_embeddings", context)
     stretch = number(parameters, "factor", context / original)
-    beta_fast, beta_slow = (
-        number(parameters, "beta_fast", 32.0),
-        number(parameters, "beta_slow", 1.0),
-    )
+    beta_fast, beta_slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise CheckpointError(f"config.json: beta_fast ({beta_fast}) must be at least beta_slow ({beta_slow})")
 

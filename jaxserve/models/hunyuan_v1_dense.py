@@ -33,8 +33,7 @@ def _read(fields: dict[str, Any]) -> BiasedConfig:
 
 def check(fields: dict[str, Any]) -> None:
     """Raise CheckpointError, naming the field, for what neither these models nor those with experts support."""
-    for name, value in (("use_qk_norm", True), ("use_cla", False), ("mlp_bias", False), ("use_rotary_pos_emb", True)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, use_qk_norm=True, use_cla=False, mlp_bias=False, use_rotary_pos_emb=True)
 
 
 def rope(fields: dict[str, Any]) -> Rope:

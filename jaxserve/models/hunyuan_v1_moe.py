@@ -37,8 +37,7 @@ def _read(fields: dict[str, Any]) -> Config:
     fields |= {name: _of_all_layers(fields, name) for name in LISTS if fields.get(name) is not None}
     # transformers reads the usual name first, and num_local_experts before num_experts as `num_experts` does.
     per_token_name = "moe_topk" if fields.get("num_experts_per_tok") is None else "num_experts_per_tok"
-    for name, value in (("moe_layer_num_skipped", 0), ("norm_topk_prob", True), ("routed_scaling_factor", 1.0)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, moe_layer_num_skipped=0, norm_topk_prob=True, routed_scaling_factor=1.0)
     size = hf_config.integer(fields, "intermediate_size")
     hunyuan_v1_dense.check(fields)
     return read_config(

@@ -22,13 +22,12 @@ ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    for name in ALWAYS:
-        hf_config.require(fields, name, True)
+    hf_config.require(fields, **dict.fromkeys(ALWAYS, True))
     scale = hf_config.number(fields, "router_scaling_factor")
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sparse_layers=hf_config.sparse_layers_by_type(fields),
         mlp_bias=hf_config.flag(fields, "mlp_bias"),
         head_norm="shared",

@@ -2,13 +2,12 @@
 biases.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.layer import Layer
-from jaxserve.models import llama
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48, "num_key_value_heads": 2,
@@ -18,10 +17,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 ALIASES = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
 
 
-def layers(config: llama.Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, out_bias=config.mlp_bias)
-    return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    qkv_bias, bias = (hf_config.flag(fields, name) for name in ALIASES.values())
+    return read_config(DecoderConfig, fields, qkv_bias=qkv_bias, out_bias=bias, mlp_bias=bias)
 
 
-FAMILY = Family(llama.Config, DEFAULTS, aliases=ALIASES, layers=layers, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, aliases=ALIASES, doc=__doc__)

@@ -15,8 +15,7 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 def _revise(fields: dict[str, Any]) -> dict[str, Any]:
     """Refuse what the models' own code has, and no published checkpoint uses."""
-    hf_config.require(fields, "clip_qkv", None)
-    hf_config.require(fields, "use_sliding_window", False)
+    hf_config.require(fields, clip_qkv=None, use_sliding_window=False)
     return fields
 
 

@@ -2,10 +2,9 @@
 ReLU without a gate.
 """
 
-import functools
 from typing import Any
 
-from jaxserve.models import hf_config, llama, nemotron
+from jaxserve.models import hf_config, llama
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -17,7 +16,8 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> llama.Config:
-    return read_config(llama.Config, fields, norm_eps=hf_config.number(fields, "layer_norm_eps"))
+    norm_eps = hf_config.number(fields, "layer_norm_eps")
+    return read_config(llama.Config, fields, norm_eps=norm_eps, norm_kind="layer", is_gated=False)
 
 
-FAMILY = Family(llama.Config, DEFAULTS, _read, layers=functools.partial(nemotron.layers, offset=0.0), doc=__doc__)
+FAMILY = Family(llama.Config, DEFAULTS, _read, doc=__doc__)

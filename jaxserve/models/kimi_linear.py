@@ -76,9 +76,8 @@ def _kind(own: dict[str, Any], number: int) -> str:
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in {"mla_use_nope": True, "tie_word_embeddings": False, "use_grouped_topk": True}.items():
-        hf_config.require(fields, name, value)
-    hf_config.require(fields, "moe_router_activation_func", "sigmoid")
+    hf_config.require(fields, mla_use_nope=True, tie_word_embeddings=False, use_grouped_topk=True)
+    hf_config.require(fields, moe_router_activation_func="sigmoid")
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     default = ["full_attention" if index and index % PERIOD == 0 else DELTA_NET for index in range(num_layers)]
     kinds = hf_config.layer_kinds(fields, ("full_attention", DELTA_NET), default)

@@ -53,27 +53,23 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in SUPPORTED.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **SUPPORTED)
     num_layers, size = hf_config.integer(fields, "num_hidden_layers"), hf_config.head_dim(fields)
     sparse_layers = hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None})
-    hf_config.require(fields, "mlp_only_layers", [index for index, sparse in enumerate(sparse_layers) if not sparse])
+    hf_config.require(fields, mlp_only_layers=[index for index, sparse in enumerate(sparse_layers) if not sparse])
     rope, local_rope = hf_rope.ropes_of_objects(fields, ROPES, sizes=(size, size), partial_rotary_factor=1.0)
     window, cap = hf_config.optional_integer(fields, "sliding_window"), "moe_router_logit_softcapping"
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
         sparse_layers=sparse_layers,
         head_norm="shared",
         gate=_gate(fields),
         shared_expert_size=hf_config.integer(fields, "shared_expert_intermediate_size"),
         routing=mixture.read_routing(
-            fields,
-            scores="sigmoid",
-            is_normalized=True,
-            scale=hf_config.number(fields, "moe_routed_scaling_factor"),
+            fields, scores="sigmoid", is_normalized=True, scale=hf_config.number(fields, "moe_routed_scaling_factor")
         ),
         has_selection_bias=True,
         rope=rope,
@@ -123,11 +119,5 @@ def layers(config: Config) -> tuple[Layer, ...]:
 
 NAMES = Names(gate="g_proj", experts=ExpertNames(selection_bias="experts.e_score_correction_bias"))
 FAMILY = Family(
-    Config,
-    DEFAULTS,
-    _read,
-    layers=layers,
-    names=NAMES,
-    doc=__doc__,
-    features=("QK norm", "gated attention"),
+    Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm", "gated attention")
 )

@@ -4,10 +4,9 @@ with norms of queries and keys.
 
 import dataclasses
 from dataclasses import replace
-from typing import Any
+from typing import Any, override
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
@@ -39,13 +38,12 @@ class Config(DecoderConfig):
     conv_bias: bool
 
     @property
-    def hybrid_layers(self) -> tuple[Layer, ...]:
+    @override
+    def layers(self) -> tuple[Layer, ...]:
         """The layers, dense."""
-        attention = replace(self.attention, head_norm=HeadNorm(norm=self.norm))
         convolution = ShortConvolution(num_channels=self.hidden_size, width=self.width, has_bias=self.conv_bias)
-        attending = replace(self.layer, mixer=attention)
         convolving = replace(self.layer, mixer=convolution, mixer_name="conv")
-        return tuple(attending if attends else convolving for attends in self.attends)
+        return tuple(self.layer if attends else convolving for attends in self.attends)
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -54,10 +52,10 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def own_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of their own that both families have."""
-    for name, value in (("hidden_act", "silu"), ("block_use_swiglu", True), ("use_pos_enc", True)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, hidden_act="silu", block_use_swiglu=True, use_pos_enc=True)
     return {
         "activation": "silu",
+        "head_norm": "shared",
         "norm_eps": hf_config.number(fields, "norm_eps"),
         "attends": _attending_layers(fields),
         "width": hf_config.integer(fields, "conv_L_cache", minimum=2),
@@ -84,11 +82,6 @@ def _inner_size(fields: dict[str, Any]) -> int:
     return -(-int(hf_config.number(fields, "block_ffn_dim_multiplier") * size) // multiple) * multiple
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return config.hybrid_layers
-
-
 NAMES = Names(
     norm="model.embedding_norm",
     attention_norm="operator_norm",
@@ -101,4 +94,4 @@ NAMES = Names(
     down="w2",
 )
 FEATURES = ("QK norm", "gated short convolutions")
-FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, layers=layers, names=NAMES, doc=__doc__, features=FEATURES)
+FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, names=NAMES, doc=__doc__, features=FEATURES)

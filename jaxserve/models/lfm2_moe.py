@@ -53,7 +53,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
     return tuple(
         layer if index < config.num_dense_layers else replace(layer, feed_forward=experts)
-        for index, layer in enumerate(config.hybrid_layers)
+        for index, layer in enumerate(config.layers)
     )
 
 

@@ -57,9 +57,7 @@ def _read(fields: dict[str, Any]) -> Config:
     name = "attn_temperature_tuning"
     has_scale = fields.get(name) == 4 or hf_config.flag(fields, name, True)  # which the first releases have
     scale = QueryScale(
-        beta=hf_config.number(fields, "attn_scale"),
-        original_context=hf_config.integer(fields, "floor_scale"),
-        offset=1,
+        beta=hf_config.number(fields, "attn_scale"), original_context=hf_config.integer(fields, "floor_scale"), offset=1
     )
     return read_config(
         Config,
@@ -109,11 +107,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
 
 
-NAMES = Names(
-    is_interleaved=True,
-    mlp="feed_forward",
-    experts=ExpertNames(router="router"),
-)
+NAMES = Names(is_interleaved=True, mlp="feed_forward", experts=ExpertNames(router="router"))
 FAMILY = Family(
     Config,
     DEFAULTS,

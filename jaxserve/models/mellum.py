@@ -26,7 +26,7 @@ class Config(mixture.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "rope_scaling", None)
+    hf_config.require(fields, rope_scaling=None)
     fields = {name: value for name, value in fields.items() if name != "rope_theta"}  # which no layer type has
     num_layers = hf_config.integer(fields, "num_hidden_layers")
     size = hf_config.head_dim(fields)
@@ -35,7 +35,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
         sparse_layers=hf_config.sparse_layers_by_type(fields | {"first_k_dense_replace": None}, first=0),
         head_norm="shared",

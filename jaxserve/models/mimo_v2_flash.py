@@ -57,10 +57,7 @@ def _read(fields: dict[str, Any]) -> Config:
     names = ("num_attention_heads", "head_dim", "v_head_dim")
     num_layers, _, size, value_dim = (hf_config.integer(fields, name) for name in ("num_hidden_layers", *names))
     supported = SUPPORTED | {f"swa_{name}": fields[name] for name in names}
-    if fields.get("rope_parameters") is None:
-        supported |= THETAS
-    for name, value in supported.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, **supported, **(THETAS if fields.get("rope_parameters") is None else {}))
     if value_dim > size:
         raise CheckpointError(f"config.json: v_head_dim ({value_dim}) is more than head_dim ({size})")
     if fields.get("sliding_window_size") is not None:  # those before a token

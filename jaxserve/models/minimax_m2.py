@@ -21,15 +21,8 @@ FULL_ATTENTION = 1
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    supported = {
-        "qk_norm_type": "per_layer",
-        "scoring_func": "sigmoid",
-        "shared_intermediate_size": 0,
-        "use_qk_norm": True,
-        "use_routing_bias": True,
-    }
-    for name, value in supported.items():
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, qk_norm_type="per_layer", use_qk_norm=True, shared_intermediate_size=0)
+    hf_config.require(fields, scoring_func="sigmoid", use_routing_bias=True)
     kinds = fields.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != FULL_ATTENTION for kind in kinds):
         raise CheckpointError(f"config.json: attn_type_list must be of {FULL_ATTENTION} only, got {kinds!r:.100}")
@@ -49,7 +42,6 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
 
 
 NAMES = Names(
-    mlp="block_sparse_moe",
-    experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias"),
+    mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2", selection_bias="e_score_correction_bias")
 )
 FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

@@ -2,12 +2,9 @@
 (or in those that `layer_types` names), or in none.
 """
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -21,26 +18,11 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Mistral."""
-
-    sliding_windows: tuple[int | None, ...]
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> WindowedConfig:
     window = hf_config.optional_integer(fields, "sliding_window")
     kind = "full_attention" if window is None else "sliding_attention"
     everywhere = [kind] * hf_config.integer(fields, "num_hidden_layers")
-    return read_config(Config, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
+    return read_config(WindowedConfig, fields, sliding_windows=hf_config.windows_by_type(fields, window, everywhere))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return tuple(
-        replace(config.layer, mixer=replace(config.attention, sliding_window=window))
-        for window in config.sliding_windows
-    )
-
-
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__)
+FAMILY = Family(WindowedConfig, DEFAULTS, _read, doc=__doc__)

@@ -26,7 +26,7 @@ ROPE: dict[str, Any] = {
 
 
 def _read(fields: dict[str, Any]) -> deepseek_v2.Config:
-    hf_config.require(fields, "moe_layer_freq", 1)
+    hf_config.require(fields, moe_layer_freq=1)
     given = hf_rope.rope_object(fields) or ROPE
     heads = hf_config.latent_heads(fields)
     size, rotated = heads.plain_size + heads.rotated_size, heads.rotated_size

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
@@ -29,22 +28,15 @@ class Config(DecoderConfig):
 
 def _read(fields: dict[str, Any]) -> Config:
     return read_config(
-        Config,
-        fields,
-        routing=mixture.read_routing(fields, is_normalized=True),
-        rope=hf_rope.rope(fields, theta=1e6),
+        Config, fields, routing=mixture.read_routing(fields, is_normalized=True), rope=hf_rope.rope(fields, theta=1e6)
     )
-
-
-def attention(config: Config) -> Attention:
-    """Return the attention block."""
-    return replace(config.attention, sliding_window=config.sliding_window)
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     experts = Experts(routing=config.routing, size=config.intermediate_size, activation=config.activation)
-    return (replace(config.layer, mixer=attention(config), feed_forward=experts),) * config.num_layers
+    attention = replace(config.attention, sliding_window=config.sliding_window)
+    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
 
 
 NAMES = Names(mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2"))

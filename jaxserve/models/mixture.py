@@ -7,22 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxserve.layers.attention import Attention, HeadNorm, OutputGate
-from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.attention import Attention, OutputGate
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.models import hf_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(WindowedConfig):
     """The shape of a decoder with experts; `intermediate_size` is that of layers without.
 
     Attributes:
-        sliding_windows, sparse_layers: each layer's window, and whether it has experts.
+        sparse_layers: whether each layer has experts.
         expert_size: inner size of one expert.
         shared_expert_size: inner size of all shared experts of a layer together; 0 if there are none.
-        head_norm: the gains of norms of q and k, as in `HeadNorm`; None if there are no norms.
         gate: the gate of the attention's output; None if there is none.
         mlp_bias: biases in layers without experts and in the shared expert.
     """
@@ -30,11 +29,6 @@ class Config(DecoderConfig):
     routing: Routing
     expert_size: int
     sparse_layers: tuple[bool, ...]
-    sliding_windows: tuple[int | None, ...]
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_norm: Literal["shared", "joint"] | None = None
     gate: OutputGate | None = None
     shared_expert_size: int = 0
     has_shared_gate: bool = False
@@ -47,11 +41,6 @@ def shared_size(fields: dict[str, Any], name: str, default: int | None = None, *
     """
     number = hf_config.integer(fields, name, default, minimum=minimum)
     return hf_config.integer(fields, "moe_intermediate_size") * number
-
-
-def read_biases(fields: dict[str, Any], name: str = "attention_bias") -> dict[str, Any]:
-    """Read a flag that stands for biases of all projections of the attention."""
-    return dict.fromkeys(("qkv_bias", "out_bias"), hf_config.flag(fields, name))
 
 
 def read_routing(
@@ -75,30 +64,18 @@ def read_routing(
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    gains = config.head_norm
-    attention = replace(
-        config.attention,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        head_norm=None if gains is None else HeadNorm(norm=config.norm, gains=gains),
-        gate=config.gate,
-    )
-    feed_forward = replace(config.feed_forward, has_bias=config.mlp_bias)
     experts = Experts(
         routing=config.routing,
         size=config.expert_size,
         activation=config.activation,
         has_selection_bias=config.has_selection_bias,
-        shared=replace(feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
+        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
         has_shared_gate=config.has_shared_gate,
     )
+    dense = config.windowed(replace(config.layer, mixer=replace(config.attention, gate=config.gate)))
     return tuple(
-        replace(
-            config.layer,
-            mixer=replace(attention, sliding_window=window),
-            feed_forward=experts if is_sparse else feed_forward,
-        )
-        for window, is_sparse in zip(config.sliding_windows, config.sparse_layers, strict=True)
+        replace(layer, feed_forward=experts) if is_sparse else layer
+        for layer, is_sparse in zip(dense, config.sparse_layers, strict=True)
     )
 
 

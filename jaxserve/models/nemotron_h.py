@@ -69,7 +69,7 @@ class Config(DecoderConfig):
     rope: None = dataclasses.field(init=False, default=None)
     blocks: tuple[str, ...]
     mixer: Mamba2
-    mlp_bias: bool
+    mlp_bias: bool = dataclasses.field()  # without a default, so that it is read
     experts: Experts | None
 
     @property
@@ -86,8 +86,7 @@ class Config(DecoderConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    for name, value in (("attention_bias", False), ("mamba_proj_bias", False), ("sliding_window", None)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, attention_bias=False, mamba_proj_bias=False, sliding_window=None)
     blocks = _blocks(fields)
     fields |= {
         "num_hidden_layers": sum(_mixes(kind) for kind in blocks),
@@ -110,6 +109,7 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         blocks=blocks,
+        is_gated=False,
         mixer=mixer,
         experts=_experts(fields, deepseek_v3.routing(fields)) if EXPERTS in blocks else None,
     )
@@ -161,8 +161,7 @@ def _experts(fields: dict[str, Any], routing: Routing) -> Experts:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     mixers = {MAMBA: config.mixer, ATTENTION: config.attention}
-    feed_forward = replace(config.feed_forward, is_gated=False, has_bias=config.mlp_bias)
-    blocks = {None: None, MLP: feed_forward, EXPERTS: config.experts}
+    blocks = {None: None, MLP: config.feed_forward, EXPERTS: config.experts}
     return tuple(
         replace(
             config.layer,
@@ -188,12 +187,7 @@ def number_blocks(specs: Params, config: Config) -> Params:
     return specs | {"layers": [declare(layer, *place) for layer, place in places]}
 
 
-NAMES = replace(
-    mamba2.NAMES,
-    mlp="mixer",
-    mlp_norm="norm",
-    experts=ExpertNames(shared="shared_experts"),
-)
+NAMES = replace(mamba2.NAMES, mlp="mixer", mlp_norm="norm", experts=ExpertNames(shared="shared_experts"))
 FAMILY = Family(
     Config,
     DEFAULTS,

@@ -22,13 +22,13 @@ class Config(BiasedConfig):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return read_config(Config, fields, norm_eps=1e-5)
+    return read_config(Config, fields, norm_eps=1e-5, norm_kind="layer")
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     attention = replace(config.attention, clip=config.clip_qkv)
-    norm = replace(config.norm, kind="layer", has_gain=False)
+    norm = replace(config.norm, has_gain=False)
     return (replace(config.layer, mixer=attention, norm=norm),) * config.num_layers
 
 

@@ -5,11 +5,11 @@ k.
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import Attention, HeadNorm
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import POST_NORMS, Layer
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 50304,
@@ -19,14 +19,13 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }
 
 
-def attention(config: BiasedConfig) -> Attention:
-    """Return the attention block."""
-    return replace(config.attention, head_norm=HeadNorm(norm=config.norm, gains="joint"))
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    return read_config(DecoderConfig, fields, **hf_config.biases(fields), head_norm="joint")
 
 
-def layers(config: BiasedConfig) -> tuple[Layer, ...]:
+def layers(config: DecoderConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    return (replace(config.layer, mixer=attention(config), norms=POST_NORMS),) * config.num_layers
+    return tuple(replace(layer, norms=POST_NORMS) for layer in config.layers)
 
 
-FAMILY = Family(BiasedConfig, DEFAULTS, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))

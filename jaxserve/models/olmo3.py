@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.decoder import BiasedConfig
+from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_config, hf_rope, olmo2
+from jaxserve.models import hf_config, hf_rope, mixture, olmo2
 from jaxserve.models.reading import read_config
 
 THETA = 500_000.0
@@ -18,10 +18,9 @@ DEFAULTS: dict[str, Any] = olmo2.DEFAULTS | {"sliding_window": 4096}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
+class Config(WindowedConfig):
     """The shape of one OLMo 3."""
 
-    sliding_windows: tuple[int | None, ...]
     local_rope: Rope
     """Rotary embedding of layers with a sliding window."""
 
@@ -32,6 +31,8 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.biases(fields),
+        head_norm="joint",
         sliding_windows=hf_config.periodic_windows(fields, window, period=4),
         rope=rope,
         local_rope=local_rope,
@@ -40,13 +41,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    [layer, *_] = olmo2.layers(config)
-    attention = olmo2.attention(config)
-    local = replace(attention, rope=config.local_rope)
-    return tuple(
-        replace(layer, mixer=attention if window is None else replace(local, sliding_window=window))
-        for window in config.sliding_windows
-    )
+    return mixture.by_window(olmo2.layers(config), local={"rope": config.local_rope}, full={})
 
 
 FAMILY = replace(olmo2.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, layers=layers, doc=__doc__)

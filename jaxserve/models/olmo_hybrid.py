@@ -42,6 +42,7 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        head_norm="joint",
         attends=_attending_layers(fields),
         delta_heads=_delta_heads(fields),
         max_beta=2.0 if hf_config.flag(fields, "linear_allow_neg_eigval") else 1.0,
@@ -80,10 +81,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     [attending, *_] = olmo2.layers(config)
     delta_net = DeltaNet(
-        heads=config.delta_heads,
-        activation=config.activation,
-        norm_eps=OUTPUT_NORM_EPS,
-        max_beta=config.max_beta,
+        heads=config.delta_heads, activation=config.activation, norm_eps=OUTPUT_NORM_EPS, max_beta=config.max_beta
     )
     recurrent = replace(config.layer, mixer=delta_net, mixer_name="linear_attn")
     return tuple(attending if attends else recurrent for attends in config.attends)

@@ -14,11 +14,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    hf_config.require(fields, "clip_qkv", None)
+    hf_config.require(fields, clip_qkv=None)
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
+        **hf_config.biases(fields),
         expert_size=hf_config.integer(fields, "intermediate_size"),
         head_norm="joint",
         routing=mixture.read_routing(fields),

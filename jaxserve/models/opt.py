@@ -35,7 +35,6 @@ class Config(UnrotatedConfig):
 
     word_embed_proj_dim: int
     """Size of embedded tokens; if it is not hidden_size, they are projected to it and back."""
-    bias: bool
     do_layer_norm_before: bool
     has_final_norm: bool
     has_norm_weights: bool
@@ -48,12 +47,12 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(has_biases=hf_config.flag(fields, "enable_bias")),
         word_embed_proj_dim=hf_config.integer(fields, "word_embed_proj_dim", hidden_size),
         intermediate_size=hf_config.integer(fields, "ffn_dim"),
         head_dim=hf_config.quotient(fields, "hidden_size", "num_attention_heads"),
         norm_eps=NORM_EPS,
         activation=hf_config.activation(fields, "activation_function"),
-        bias=hf_config.flag(fields, "enable_bias"),
         has_final_norm=norm_before and not final_norm_removed,
         has_norm_weights=hf_config.flag(fields, "layer_norm_elementwise_affine"),
     )
@@ -63,9 +62,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     layer = replace(
         config.layer,
-        mixer=replace(config.attention, qkv_bias=config.bias, out_bias=config.bias),
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=config.bias),
-        norm=replace(config.norm, kind="layer", has_gain=config.has_norm_weights),
+        norm=replace(config.norm, has_gain=config.has_norm_weights),
         arrangement=Arrangement.SEQUENTIAL if config.do_layer_norm_before else Arrangement.NORMED_SUMS,
     )
     return (layer,) * config.num_layers

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import lm_head_bias_spec
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
@@ -33,24 +32,16 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        **hf_config.plain_blocks(),
+        head_norm="shared" if hf_config.flag(fields, "qk_layernorm") else None,
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
+def layers(config: DecoderConfig) -> tuple[Layer, ...]:
     """Return the layers."""
-    norm = replace(config.norm, kind="layer")
-    head_norm = HeadNorm(norm=norm) if config.qk_layernorm else None
-    layer = replace(
-        config.layer,
-        mixer=replace(config.attention, qkv_bias=True, out_bias=True, head_norm=head_norm),
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=True),
-        norm=norm,
-        norms=ONE_NORM,
-        arrangement=Arrangement.PARALLEL,
-    )
-    return (layer,) * config.num_layers
+    return (replace(config.layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL),) * config.num_layers
 
 
 def amend(specs: Params, config: DecoderConfig) -> Params:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Routing
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import LongRopeScaling, Rope
@@ -25,15 +24,16 @@ DEFAULTS: dict[str, Any] = mixtral.DEFAULTS | {
 class Config(mixtral.Config):
     """The shape of one Phi-3.5 MoE; `intermediate_size` is that of one expert."""
 
-    attention_bias: bool
     lm_head_bias: bool
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    hf_config.require(fields, "num_experts_per_tok", 2)  # SparseMixer masks for two choices, one after the other
+    hf_config.require(fields, num_experts_per_tok=2)  # SparseMixer masks for two choices, one after the other
     return read_config(
         Config,
         fields,
+        **hf_config.biases(fields),
+        norm_kind="layer",
         routing=Routing(
             num_experts=hf_config.num_experts(fields),
             num_experts_per_token=2,
@@ -57,16 +57,9 @@ def _rope(fields: dict[str, Any]) -> Rope:
     return replace(rope, scaling=replace(rope.scaling, attention_factor=long, short_attention_factor=short))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    [layer, *_] = mixtral.layers(config)
-    attention = replace(mixtral.attention(config), qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    return (replace(layer, mixer=attention, norm=replace(config.norm, kind="layer")),) * config.num_layers
-
-
 def amend(specs: Params, config: Config) -> Params:
     """Declare the bias of the LM head."""
     return phi.amend(specs, config) if config.lm_head_bias else specs
 
 
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=mixtral.NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=mixtral.layers, names=mixtral.NAMES, amend=amend, doc=__doc__)

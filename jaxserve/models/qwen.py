@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.models import gpt2, hf_config, hf_rope, seed_oss
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.models import gpt2, hf_config, hf_rope
+from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = {
@@ -22,9 +24,8 @@ REQUIRED = {
 }
 
 
-def _read(fields: dict[str, Any]) -> seed_oss.Config:
-    for name, value in REQUIRED.items():
-        hf_config.require(fields, name, value)
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    hf_config.require(fields, **REQUIRED)
     head_dim = hf_config.integer(fields, "kv_channels")
     rope = {
         "max_position_embeddings": hf_config.integer(fields, "max_position_embeddings"),
@@ -33,7 +34,7 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
     }
     has_biases = not hf_config.flag(fields, "no_bias")
     return read_config(
-        seed_oss.Config,
+        DecoderConfig,
         fields,
         intermediate_size=hf_config.integer(fields, "intermediate_size", minimum=2) // 2,
         num_kv_heads=hf_config.integer(fields, "num_attention_heads"),
@@ -41,8 +42,8 @@ def _read(fields: dict[str, Any]) -> seed_oss.Config:
         max_position_embeddings=_context(fields),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation="silu",
-        attention_bias=True,
-        attention_out_bias=has_biases,
+        qkv_bias=True,
+        out_bias=has_biases,
         mlp_bias=has_biases,
         rope=hf_rope.rope(rope, size=head_dim, partial_rotary_factor=1.0),
     )
@@ -61,4 +62,4 @@ def _context(fields: dict[str, Any]) -> int:
 
 
 NAMES = replace(gpt2.NAMES, gate_up=("w2", "w1"))
-FAMILY = replace(seed_oss.FAMILY, Config=seed_oss.Config, defaults=DEFAULTS, read=_read, names=NAMES, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__)

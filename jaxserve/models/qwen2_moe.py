@@ -31,10 +31,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
 
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Return each layer's window; without `layer_types`, every other one of the first `max_window_layers` has it."""
-    num_layers = hf_config.integer(fields, "num_hidden_layers")
-    window = (
-        hf_config.optional_integer(fields, "sliding_window") if hf_config.flag(fields, "use_sliding_window") else None
-    )
+    num_layers, window = hf_config.integer(fields, "num_hidden_layers"), hf_config.used_window(fields)
     end = 0 if window is None else hf_config.integer(fields, "max_window_layers", minimum=0)
     default = ["sliding_attention" if i % 2 == 0 and i < end else "full_attention" for i in range(num_layers)]
     return hf_config.windows_by_type(fields, window, default)

@@ -6,12 +6,7 @@ from typing import Any
 from jaxserve.layers.names import Names
 from jaxserve.models import qwen3_5, qwen3_next
 
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 248320,
-    "num_hidden_layers": 40,
-    "num_experts_per_tok": 8,
-    "num_experts": 256,
-}
+DEFAULTS: dict[str, Any] = {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256}
 """Defaults of this family's config in transformers that differ from those of Qwen 3 Next."""
 
 FIXED: dict[str, Any] = {

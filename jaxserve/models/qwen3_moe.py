@@ -17,19 +17,13 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
     return read_config(
         mixture.Config,
         fields,
-        **mixture.read_biases(fields),
-        sliding_windows=_windows(fields),
+        **hf_config.biases(fields),
+        # The same for all layers, unlike Qwen 2 and Qwen 3 without experts.
+        sliding_windows=(hf_config.used_window(fields),) * hf_config.integer(fields, "num_hidden_layers"),
         sparse_layers=hf_config.sparse_layers(fields),
         head_norm="shared",
         routing=mixture.read_routing(fields),
     )
-
-
-def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
-    """Return each layer's window: the same for all layers, unlike Qwen 2 and Qwen 3 without experts."""
-    is_used = hf_config.flag(fields, "use_sliding_window")
-    window = hf_config.optional_integer(fields, "sliding_window") if is_used else None
-    return (window,) * hf_config.integer(fields, "num_hidden_layers")
 
 
 FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__, features=("QK norm",))

@@ -44,7 +44,7 @@ class HybridConfig(BiasedConfig):
     @staticmethod
     def hybrid_fields(fields: dict[str, Any]) -> dict[str, Any]:
         """Read the fields of their own that all families with such layers have in common."""
-        hf_config.require(fields, "use_sliding_window", False)
+        hf_config.require(fields, use_sliding_window=False)
         return {
             "attends": attending_layers(fields),
             "delta_heads": delta_heads(fields),

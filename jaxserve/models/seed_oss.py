@@ -1,12 +1,11 @@
 """Seed-OSS (ByteDance 2025, huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct): Llama with biases of q, k and v."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxserve.layers.layer import Layer
-from jaxserve.models import llama
+from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
@@ -14,17 +13,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(llama.Config):
-    """The shape of one Seed-OSS; `attention_bias` is that of q, k and v."""
-
-    attention_out_bias: bool
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    names = {"qkv_bias": "attention_bias", "out_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
+    return read_config(DecoderConfig, fields, **{own: hf_config.flag(fields, name) for own, name in names.items()})
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, out_bias=config.attention_out_bias)
-    return tuple(replace(layer, mixer=attention) for layer in llama.layers(config))
-
-
-FAMILY = Family(Config, DEFAULTS, layers=layers, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, doc=__doc__)

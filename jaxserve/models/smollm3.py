@@ -24,8 +24,7 @@ class Config(llama.Config):
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    rotates, has_windows = hf_config.rotating_layers(fields), hf_config.flag(fields, "use_sliding_window")
-    window = hf_config.optional_integer(fields, "sliding_window") if has_windows else None
+    rotates, window = hf_config.rotating_layers(fields), hf_config.used_window(fields)
     kinds = ["full_attention" if rotated or window is None else "sliding_attention" for rotated in rotates]
     return read_config(
         Config,
@@ -38,9 +37,9 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    [layer, *_], attention = llama.layers(config), config.attention
+    attention = config.attention
     return tuple(
-        replace(layer, mixer=replace(attention, rope=config.rope if rotates else None, sliding_window=window))
+        replace(config.layer, mixer=replace(attention, rope=config.rope if rotates else None, sliding_window=window))
         for rotates, window in zip(config.rotates, config.sliding_windows, strict=True)
     )
 

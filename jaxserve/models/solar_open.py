@@ -15,8 +15,7 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> mixture.Config:
-    for name, value in (("first_k_dense_replace", 0), ("moe_layer_freq", 1), ("use_qk_norm", False)):
-        hf_config.require(fields, name, value)
+    hf_config.require(fields, first_k_dense_replace=0, moe_layer_freq=1, use_qk_norm=False)
     return read_config(
         mixture.Config,
         fields,

@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
 from jaxserve.layers.names import Names
@@ -24,7 +23,6 @@ DEFAULTS: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one StableLM."""
 
-    qkv_bias: bool
     qk_layernorm: bool
     use_parallel_residual: bool
 
@@ -35,6 +33,8 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         head_dim=head_dim,
+        head_norm="by head" if hf_config.flag(fields, "qk_layernorm") else None,
+        norm_kind="layer",
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
         rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
@@ -43,13 +43,8 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    norm = replace(config.norm, kind="layer")
-    head_norm = HeadNorm(norm=norm, gains="by head") if config.qk_layernorm else None
-    layer = replace(
-        config.layer, mixer=replace(config.attention, qkv_bias=config.qkv_bias, head_norm=head_norm), norm=norm
-    )
-    if config.use_parallel_residual:
-        layer = replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL)
+    is_parallel, layer = config.use_parallel_residual, config.layer
+    layer = replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL) if is_parallel else layer
     return (layer,) * config.num_layers
 
 

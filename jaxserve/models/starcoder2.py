@@ -22,28 +22,18 @@ DEFAULTS: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one StarCoder 2."""
 
-    bias: bool
     sliding_window: int | None
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return read_config(
-        Config, fields, norm_eps=hf_config.number(fields, "norm_epsilon"), bias=hf_config.flag(fields, "use_bias")
-    )
+    blocks = hf_config.plain_blocks(has_biases=hf_config.flag(fields, "use_bias"))
+    return read_config(Config, fields, **blocks, norm_eps=hf_config.number(fields, "norm_epsilon"))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(
-        config.attention, qkv_bias=config.bias, out_bias=config.bias, sliding_window=config.sliding_window
-    )
-    layer = replace(
-        config.layer,
-        mixer=attention,
-        feed_forward=replace(config.feed_forward, is_gated=False, has_bias=config.bias),
-        norm=replace(config.norm, kind="layer"),
-    )
-    return (layer,) * config.num_layers
+    attention = replace(config.attention, sliding_window=config.sliding_window)
+    return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
 FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)

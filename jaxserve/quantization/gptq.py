@@ -48,9 +48,7 @@ class GPTQ:
         for override in self.overrides:
             if re.match(override.pattern, module):
                 return GPTQ(
-                    bits=override.bits or self.bits,
-                    is_symmetric=override.is_symmetric,
-                    is_version_2=self.is_version_2,
+                    bits=override.bits or self.bits, is_symmetric=override.is_symmetric, is_version_2=self.is_version_2
                 )
         return self
 

@@ -62,10 +62,7 @@ class NVFP4:
         if not (np.isfinite(scale).all() and (scale > 0).all()):
             raise CheckpointError(f"{module}.{self.matrix_scale} must be positive, got {scale[0]}")
         return FloatPairs(
-            codes=tensors[self.codes],
-            scales=tensors["weight_scale"],
-            matrix_scale=scale,
-            is_divisor=self.is_divisor,
+            codes=tensors[self.codes], scales=tensors["weight_scale"], matrix_scale=scale, is_divisor=self.is_divisor
         )
 
 

@@ -82,7 +82,9 @@ class Packed:
 
 
 def _described(headers: Mapping[str, Header]) -> tuple[int, ...]:
-    return tuple(np.frombuffer(headers["weight_shape"].content, np.int64).tolist())
+    """Return the shape that the checkpoint states, in integers of 64 or of 32 bits."""
+    stated = headers["weight_shape"]
+    return tuple(np.frombuffer(stated.content, np.int32 if stated.dtype == "I32" else np.int64).tolist())
 
 
 def _signed(codes: np.ndarray, offset: int) -> np.ndarray:

@@ -52,21 +52,9 @@ KINDS: dict[str, CodeKind] = {
     "fp8": CodeKind(dtype=np.dtype(ml_dtypes.float8_e4m3fn), largest=448.0, init="normal", typical=1.0),
     "int4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, first=-8, largest=7.5, init="int4", typical=4.2),
     "uint4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, largest=15.0, mean=7.5, typical=4.6),
-    "e2m1": CodeKind(
-        dtype=np.dtype(np.uint8),
-        per_byte=2,
-        values=E2M1,
-        largest=max(E2M1),
-        typical=2.9,
-    ),
+    "e2m1": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=E2M1, largest=max(E2M1), typical=2.9),
     "nf4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=NF4, largest=NF4[-1], typical=0.55),
-    "fp4": CodeKind(
-        dtype=np.dtype(np.uint8),
-        per_byte=2,
-        values=FP4,
-        largest=max(FP4),
-        typical=0.47,
-    ),
+    "fp4": CodeKind(dtype=np.dtype(np.uint8), per_byte=2, values=FP4, largest=max(FP4), typical=0.47),
 }
 """The kinds of codes by name. Half a step beyond the last integer still rounds to it, hence 127.5 and 7.5."""
 
@@ -157,17 +145,6 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     def num_factors(self, num_inputs: int) -> int:
         """Return the number of factors of an output with `num_inputs` inputs, if there are any."""
         return 1 if self.factor_size is None else num_inputs // self.factor_size
-
-    def bits_per_value(self, num_inputs: int) -> float:
-        """Return the bits per value of an output with `num_inputs` inputs, including scales, zero points and
-        factors.
-        """
-        of_scales = (1 + self.has_zeros + self.has_minimums) * self.num_groups(num_inputs)
-        bits = 8 / self.kind.per_byte + of_scales * dtype_of(self.scale_dtype).itemsize * 8 / num_inputs
-        if self.factor_dtype is None:
-            return bits
-        of_factors = (1 + self.has_minimums) * self.num_factors(num_inputs)
-        return bits + of_factors * dtype_of(self.factor_dtype).itemsize * 8 / num_inputs
 
     def fitted(self, shape: tuple[int, ...], num_inputs: int) -> "Scheme | None":
         """Return the scheme for a matrix of this shape with `num_inputs` axes of inputs, or None if there is none.

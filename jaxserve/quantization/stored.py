@@ -287,6 +287,4 @@ def _module_and_leaf(name: str) -> tuple[str, str]:
 
 
 def _headers(tensors: Mapping[str, Any]) -> dict[str, Header]:
-    """Return the headers of a module's tensors."""
-    found = {name: (tensor.header(), tensor.read) for name, tensor in tensors.items()}
-    return {name: Header(each.get_dtype(), tuple(each.get_shape()), read) for name, (each, read) in found.items()}
+    return {name: tensor.header() for name, tensor in tensors.items()}

@@ -103,7 +103,7 @@ class Eagle3(Drafter):
 
     @property
     def _layer(self) -> Layer:
-        return llama.layers(with_context(self.config, self.context))[0]
+        return with_context(self.config, self.context).layer
 
     @property
     @override
@@ -122,7 +122,7 @@ class Eagle3(Drafter):
 
     @override
     def specs(self) -> Params:
-        layer, size = llama.layers(self.config)[0], self.config.hidden_size
+        layer, size = self.config.layer, self.config.hidden_size
         assert layer.feed_forward is not None
         of_target, vocab_size, own_vocab_size = self.sizes
         attention = layer.mixer.specs(f"{self.prefix}.self_attn", size, LLAMA_NAMES)

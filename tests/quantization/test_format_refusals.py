@@ -21,8 +21,9 @@ EXTRAS = {
     "float channel": {"k_scale": SCALE, "v_scale": SCALE},
     "fbgemm": {"q_proj.input_scale_ub": SCALE},
     "gptq": {"q_proj.bias": np.zeros(64, np.float16)},
+    "packed channels": {"q_proj.weight_shape": np.array([64, 64], np.int32)},
 }
-"""Tensors of a layer's attention that say nothing about weights, and no bias at all."""
+"""Tensors of a layer's attention that say nothing about weights, no bias at all, and a shape in other integers."""
 
 
 @pytest.mark.parametrize("name", EXTRAS)

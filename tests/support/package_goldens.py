@@ -61,6 +61,7 @@ class Result(NamedTuple):
     """The values of held codes, in float32."""
     num_bytes: int
     """Size of the tensors that the matrix is stored as."""
+    held_bytes: int
 
 
 def read(name):
@@ -84,10 +85,11 @@ def read(name):
     assert isinstance(scheme, Scheme)
     if name.startswith("gptq"):  # whose groups are no runs of inputs
         scheme = msgspec.structs.replace(scheme, has_order=True)
-    held = values_of(scheme, codes.parts(scheme))
+    parts = codes.parts(scheme)
+    held = values_of(scheme, parts)
     if scheme.has_order:
         held = held[:, np.argsort(order_of(codes.groups))]
-    return Result(expected, values, scheme, held, num_bytes)
+    return Result(expected, values, scheme, held, num_bytes, _num_bytes(parts))
 
 
 def _read_gguf(kind, blocks, expected):
@@ -97,7 +99,11 @@ def _read_gguf(kind, blocks, expected):
     by_block = ggml.split(kind, blocks.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]))
     rows = Parts(*(None if part is None else part.reshape(len(blocks), -1) for part in by_block))
     values = dequantize(blocks.ravel(), kind).reshape(expected.shape)
-    return Result(expected, values, scheme, values_of(scheme, rows), blocks.nbytes)
+    return Result(expected, values, scheme, values_of(scheme, rows), blocks.nbytes, _num_bytes(rows))
+
+
+def _num_bytes(parts):
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 def difference(values, expected):
@@ -112,10 +118,9 @@ def print_table():
     print(header)  # noqa: T201
     for name in NAMES:
         result = read(name)
-        size, inputs = result.expected.size, result.expected.shape[1]
-        bits = f"{result.scheme.bits_per_value(inputs):.2f}"
+        bits, held_bits = (8 * size / result.expected.size for size in (result.num_bytes, result.held_bytes))
         exact, held = (f"{difference(values, result.expected):.1e}" for values in (result.values, result.held))
-        print(f"{name:<18}{exact:>12}{held:>12}{8 * result.num_bytes / size:>12.2f}{bits:>11}  {result.scheme}")  # noqa: T201
+        print(f"{name:<18}{exact:>12}{held:>12}{bits:>12.2f}{held_bits:>11.2f}  {result.scheme}")  # noqa: T201
 
 
 if __name__ == "__main__":
