@@ -21,7 +21,7 @@ from jaxserve.server.generation.grammars import Grammars
 from jaxserve.server.generation.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.generation.running import Runner, UsageCounter
 from jaxserve.server.generation.served_model import ServedModel
-from jaxserve.server.generation.template import may_think, render_chat, thinks_first
+from jaxserve.server.generation.template import has_thought, may_think, render_chat, thinks_first
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
@@ -300,7 +300,12 @@ class Chat:
         if index not in self._writers:
             syntax, is_open = self._model.syntax, self._is_open
             tools = self._read_tools
-            reader = syntax.reader(tools, is_open=is_open, max_calls=None if _is_parallel(self._body) else 1)
+            reader = syntax.reader(
+                tools,
+                is_open=is_open,
+                is_begun=has_thought(self._body, syntax),
+                max_calls=None if _is_parallel(self._body) else 1,
+            )
             counter = syntax.reasoning_counter(tools, is_open=is_open)
             custom = custom_names(self._body.tools or [])
             self._writers[index] = AnswerWriter(

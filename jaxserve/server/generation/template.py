@@ -6,7 +6,7 @@ from typing import Any
 from jaxserve.answers.choosing.message_style import MessageStyle
 from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.answers.tools.definitions import template_tools
-from jaxserve.server.protocol.messages import check_unusual_roles, template_messages
+from jaxserve.server.protocol.messages import check_unusual_roles, last_content, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables, turns_thinking_off
 from jaxserve.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ def thinks_first(
     if thoughts is None:
         return False
     if body.continue_final_message:
-        reader = syntax.reader([], is_open=False, max_calls=None)
+        reader = syntax.reader([], is_open=False)
         assert reader is not None
         reader.push(_messages(style, body)[-1]["content"] or "")
         return reader.is_thinking
@@ -45,6 +45,13 @@ def thinks_first(
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_open = thoughts.are_open(prompt[len(prompt) - length :])
     return thoughts.starts_open if is_open is None else is_open
+
+
+def has_thought(body: TemplateFields, syntax: ModelSyntax) -> bool:
+    """Return true if thoughts that the answer continues have more than their opening mark in the last message."""
+    marks = () if syntax.thoughts is None else syntax.thoughts.opening
+    text = last_content(body.messages) if body.continue_final_message and body.messages else ""
+    return bool(text.strip()) and not text.rstrip().endswith(tuple(mark.strip() for mark in marks))
 
 
 def may_think(tokenizer: Tokenizer, body: TemplateFields, *, prompt: str, syntax: ModelSyntax) -> bool:

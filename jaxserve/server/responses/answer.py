@@ -192,10 +192,13 @@ class Answer:
         delta, writer = piece.delta, self._writer
         if delta.reasoning:
             yield from writer.reasoning(delta.reasoning)
-        if piece.logprobs is not None and not (delta.reasoning or delta.tool_calls):
+        if piece.logprobs is not None:
             self._logprobs += piece.logprobs.content  # a token whose text is held back has them too
         if delta.content or (piece.finish_reason and self._logprobs and writer.is_speaking):
-            yield from writer.text(delta.content or "", self._logprobs)
+            text = delta.content or ""
+            yield from writer.text(text, self._logprobs if writer.is_speaking else _spoken(self._logprobs, text))
+            self._logprobs = []
+        if delta.reasoning or delta.tool_calls:
             self._logprobs = []
         for call in delta.tool_calls or ():
             name, given = "", ""
@@ -250,6 +253,16 @@ class Answer:
             num_inputs=len(self._items),
             item_ids=tuple(item.id for item in self.response.output),
         )
+
+
+def _spoken(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Return the tokens from which on `text`, the beginning of a message, was written: not those of marks before it.
+    All, if it begins within a token.
+    """
+    written = [bytes(each.bytes or ()) for each in logprobs]
+    starts = range(len(written) - 1, 0, -1)
+    begun = (start for start in starts if b"".join(written[start:]).lstrip().startswith(text.lstrip().encode()))
+    return logprobs[next(begun, 0) :]
 
 
 def fail_abandoned(responses: ResponseStore) -> None:

@@ -75,7 +75,7 @@ async def create(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Return a stored response in its current state, or its events: those that were, and those to come."""
     is_stream = _flag(request, "stream")
-    after = _starting_after(request)
+    after = _number(request, "starting_after", default=-1, least=0, most=2**31)
     stored = await _find(request)
     if is_stream:
         state, owner = server_state(request.scope), request.scope["owner"]
@@ -93,13 +93,12 @@ def _flag(request: Request, name: str) -> bool:
     return value in ("true", "1")
 
 
-def _starting_after(request: Request) -> int:
-    """Return the sequence number behind which a stream begins, -1 for the whole of it."""
-    value = request.query_params.get("starting_after")
+def _number(request: Request, name: str, *, default: int, least: int, most: int) -> int:
+    value = request.query_params.get(name)
     if value is None:
-        return -1
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
-        raise InvalidRequest("starting_after must be the sequence number of an event", param="starting_after")
+        return default
+    if not (value.isascii() and value.isdecimal() and least <= int(value[:20]) <= most):
+        raise InvalidRequest(f"{name} must be an integer in [{least}, {most}], got {value!r:.40}", param=name)
     return int(value)
 
 
@@ -113,14 +112,21 @@ async def delete(request: Request) -> Response:
 
 
 async def show_input(request: Request) -> Response:
-    """Return the input items of a stored response."""
+    """Return a page of the input items of a stored response, the last one first unless `order` is asc."""
+    limit = _number(request, "limit", default=20, least=1, most=100)
+    order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
     stored = await _find(request)
     items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
-    data = [listed(item, index) for index, item in enumerate(items)]
+    data = [listed(item, index) for index, item in enumerate(items)][:: 1 if order == "asc" else -1]
     ids = [str(item["id"]) for item in data]
-    return json_response(
-        ItemList(data=data, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=False)
-    )
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after: there is no input item {after[:80]!r}", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page, ids = data[start : start + limit], ids[start : start + limit]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return json_response(ItemList(data=page, first_id=first_id, last_id=last_id, has_more=start + limit < len(data)))
 
 
 async def cancel(request: Request) -> Response:

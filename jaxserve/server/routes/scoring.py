@@ -4,6 +4,7 @@ POST /classify: probabilities of labels.
 """
 
 import asyncio
+import re
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ from jaxserve.engine.scoring import NO_INSTRUCTION, PairScorer, check_pair_optio
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.generation.running import while_wanted_by_client
 from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.protocol.common import rename
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingUsage
 from jaxserve.server.protocol.scoring import (
     Classification,
@@ -179,8 +181,10 @@ async def _similarities(
     try:
         groups = await embed(state, wanted, request)
     except InvalidRequest as error:
-        if error.param is not None and error.param.startswith("input"):
-            error.param = None  # the message says what is wrong with the text
+        if found := re.fullmatch(r"input(?:\[(\d+)\])?", error.param or ""):
+            text, fields = texts[int(found[1] or 0)], body.names()
+            named = ((pair[side], f"{fields[side]}[{index}]") for index, pair in enumerate(pairs) for side in (0, 1))
+            rename(error, found[0], next(name for each, name in named if each == text))
         raise
     vectors = {}
     for text, group in zip(texts, groups, strict=True):
