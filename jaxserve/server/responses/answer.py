@@ -19,8 +19,7 @@ from jaxserve.server.protocol.chat import ChatChunkChoice, TokenLogprob
 from jaxserve.server.protocol.items import Item
 from jaxserve.server.protocol.responses import ResponseBody, ResponseError, ResponsesRequest, Status, without_logprobs
 from jaxserve.server.responses.conversation import name_as_sent
-from jaxserve.server.responses.journal import Journal
-from jaxserve.server.responses.relay import Relay
+from jaxserve.server.responses.journal import Journal, Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import Tools
 from jaxserve.server.responses.writer import Event, ResponseWriter, frame
@@ -74,10 +73,6 @@ class Answer:
         )
         self._logprobs: list[TokenLogprob] = []
         self._untold: list[bytes] = []  # events not yet written
-
-    async def stream(self, write: Write) -> None:
-        """Stream the answer as server-sent events."""
-        await self.run(write)
 
     async def fail(self, error: Exception) -> bytes:
         """Mark the answer as failed and store that; return the events that have not been written yet."""

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from jaxserve.engine.embedding import Embedder, check_dimensions, finish_embedding
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import RequestOutput
 from jaxserve.server.generation.running import while_wanted_by_client
 from jaxserve.server.generation.served_model import ServedModel
 from jaxserve.server.generation.template import render_chat
@@ -54,9 +53,9 @@ async def create(request: Request) -> Response:
     body = await state.reader.request(request, EmbeddingRequest)
     groups = await embed(state, body, request)
     answer_id = f"embd-{body.request_id or request.scope['request_id']}"
-    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model.name, usage=usage)
+    answer = EmbeddingResponse(
+        id=answer_id, created=int(time.time()), data=[], model=state.model.name, usage=usage_of(groups)
+    )
     if body.encoding_format in ("bytes", "bytes_only"):
         return _in_one_piece(body, answer, groups, state.model.frontend.embedder)
     data: Any = EncodedList()
@@ -69,8 +68,15 @@ async def create(request: Request) -> Response:
 async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
     """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
     groups = await state.runner.prepare(lambda gone: _prepare(state.model, body, gone), request)
-    await while_wanted(state.runner.run(groups, _ignore), receive=request.receive, stopping=state.life.stopping)
+    run = state.runner.run(groups, lambda _index, _delta: None)  # the vector is in the group
+    await while_wanted(run, receive=request.receive, stopping=state.life.stopping)
     return groups
+
+
+def usage_of(groups: Sequence[RequestGroup]) -> EmbeddingUsage:
+    """Return the usage of inputs."""
+    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
+    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 def _prepare(model: ServedModel, body: EmbeddingRequest, gone: threading.Event) -> list[RequestGroup]:
@@ -171,7 +177,3 @@ def _in_one_piece(
         )
     headers = {"metadata": json.dumps(json.loads(metadata))}  # escapes all but ASCII
     return Response(b"".join(pieces), headers=headers, media_type="application/octet-stream")
-
-
-def _ignore(_index: int, _delta: RequestOutput) -> None:
-    """Ignore deltas: the vector is in the group."""

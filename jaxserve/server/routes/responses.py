@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,8 +35,7 @@ from jaxserve.server.responses.conversation import (
     listed,
     name_as_sent,
 )
-from jaxserve.server.responses.journal import follow
-from jaxserve.server.responses.relay import Relay
+from jaxserve.server.responses.journal import Relay, follow
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import tools_of
 from jaxserve.server.state import ServerState, server_state
@@ -47,6 +45,11 @@ from jaxserve.server.wire.streaming import EventStream, while_wanted
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_CANCEL = 10.0  # seconds
+_REPEATED = (
+    *("instructions", "max_output_tokens", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
+)
+"""Fields of a request that its response has unchanged."""
 
 
 async def create(request: Request) -> Response:
@@ -62,7 +65,7 @@ async def create(request: Request) -> Response:
         return await answer.start_in_background()
     if body.stream:
         return EventStream(
-            answer.stream,
+            answer.run,
             slow_readers=state.slow_readers,
             stopping=state.life.stopping,
             done=b"",
@@ -177,7 +180,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, request: Request)
     response_id = f"resp_{uuid.uuid4().hex}"
     tools = tools_of(body, items, num_before=len(earlier))
     for kind in tools.left_out:
-        state.reader.ignore(f"tools[].type {kind[:40]!r}", route="responses")
+        state.reader.unknown_fields.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
         group = await state.chats.prepare(chat_body, request, request_id=response_id, num_stored_bytes=num_stored_bytes)
@@ -231,17 +234,15 @@ async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> 
 def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) -> ResponseBody:
     defaults = state.model.frontend.default_sampling
     return ResponseBody(
+        **{name: getattr(body, name) for name in _REPEATED},
         id=response_id,
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",
         background=bool(body.background),
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         model=state.model.name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        previous_response_id=body.previous_response_id,
         reasoning=body.reasoning or Reasoning(),
         store=body.store is not False and state.responses.store.is_enabled,
         temperature=float(defaults.get("temperature", 1.0) if body.temperature is None else body.temperature),
@@ -252,10 +253,6 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         tool_choice=body.tool_choice or "auto",
         tools=[_echoed(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
-        user=UNSET if body.user is None else body.user,
-        safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
-        prompt_cache_key=UNSET if body.prompt_cache_key is None else body.prompt_cache_key,
-        service_tier=body.service_tier,
         top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
     )
 
