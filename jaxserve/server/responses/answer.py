@@ -190,8 +190,8 @@ class Answer:
         if piece.logprobs is not None:
             self._logprobs += piece.logprobs.content  # a token whose text is held back has them too
         if delta.content or (piece.finish_reason and self._logprobs and writer.is_speaking):
-            text = delta.content or ""
-            yield from writer.text(text, self._logprobs if writer.is_speaking else _spoken(self._logprobs, text))
+            text, may_follow = delta.content or "", self._chat.has_thoughts and not writer.is_speaking
+            yield from writer.text(text, _spoken(self._logprobs, text) if may_follow else self._logprobs)
             self._logprobs = []
         if delta.reasoning or delta.tool_calls:
             self._logprobs = []
@@ -251,8 +251,8 @@ class Answer:
 
 
 def _spoken(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the tokens from which on `text`, the beginning of a message, was written: not those of marks before it.
-    All, if it begins within a token.
+    """Return the tokens of `text`, the beginning of a message, without those of the thoughts' end before it. All, if it
+    begins within a token.
     """
     written = [bytes(each.bytes or ()) for each in logprobs]
     starts = range(len(written) - 1, 0, -1)
