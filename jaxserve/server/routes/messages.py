@@ -3,7 +3,7 @@
 import functools
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -96,16 +96,12 @@ def _count(model: ServedModel, body: ChatRequest) -> int:
     return len(model.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
-class _Read[T: CountRequest](NamedTuple):
-    """A body whose conversation was edited, the equivalent chat, and the edits that have removed something."""
-
-    body: T
-    chat: ChatRequest
-    applied: list[AppliedEdit]
-
-
-async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> _Read[T]:
-    """Return what a request asks for. Raises InvalidRequest and ModelNotFound."""
+async def _read[T: CountRequest](
+    state: ServerState, request: Request, kind: type[T]
+) -> tuple[T, ChatRequest, list[AppliedEdit]]:
+    """Return the body with its conversation edited, the equivalent chat, and the edits that have removed something.
+    Raises InvalidRequest and ModelNotFound.
+    """
     body = await state.reader.struct(request, kind, route="messages")
     try:
         chat = chat_request(body, has_thoughts=state.model.syntax.has_thoughts)
@@ -113,11 +109,11 @@ async def _read[T: CountRequest](state: ServerState, request: Request, kind: typ
         for what in ignored(body):
             state.reader.unknown_fields.ignore(what, route="messages")
         if not edits:
-            return _Read(body, chat, [])
+            return body, chat, []
         check_chat_request(chat)
         messages, applied = await state.runner.prepare(lambda _: _edited(state.model, body, edits), request)
         body = msgspec.structs.replace(body, messages=messages)
-        return _Read(body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied)
+        return body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
