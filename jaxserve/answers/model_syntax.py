@@ -49,18 +49,23 @@ class ModelSyntax:
         parts = (part for text in texts for part in self._tokenizer.split_at_added_tokens(text))
         return frozenset(part for part in parts if part in self._tokenizer.special_token_ids)
 
-    def reader(self, tools: Sequence[Tool], *, is_open: bool, max_calls: int | None) -> AnswerReader | None:
-        """Return the reader of one answer; None if the text is the answer. `is_open`: its prompt ends in thoughts."""
+    def reader(
+        self, tools: Sequence[Tool], *, is_open: bool, is_begun: bool = False, max_calls: int | None = None
+    ) -> AnswerReader | None:
+        """Return the reader of one answer; None if the text is the answer. `is_open` and `is_begun` are as of
+        `reader_of`.
+        """
         if not (tools or self.has_channels or self.thoughts is not None):
             return None
         schemas = {tool.name: tool.parameters for tool in tools}
-        return reader_of(Syntax(self.calls, self.thoughts), schemas, is_open=is_open, max_calls=max_calls)
+        syntax = Syntax(self.calls, self.thoughts)
+        return reader_of(syntax, schemas, is_open=is_open, is_begun=is_begun, max_calls=max_calls)
 
     def reasoning_counter(self, tools: Sequence[Tool], *, is_open: bool) -> ReasoningCounter | None:
         """Return a counter of the thoughts' tokens in an answer; None if the model writes no thoughts."""
         if not self.has_thoughts:
             return None
-        reader = self.reader(tools, is_open=is_open, max_calls=None)
+        reader = self.reader(tools, is_open=is_open)
         assert reader is not None
         tokenizer = self._tokenizer
         return ReasoningCounter(reader, token_text=tokenizer.token_text, special_token_ids=tokenizer.special_token_ids)

@@ -19,65 +19,19 @@ from jaxserve.server.middleware.admission import Authentication, Door, Faults, L
 from jaxserve.server.middleware.keys import admin_keys, client_keys
 from jaxserve.server.middleware.observation import QUIET_PATHS, Observation
 from jaxserve.server.middleware.root_path import RootPath
-from jaxserve.server.routes import (
-    admin,
-    chat,
-    chat_batch,
-    completions,
-    docs,
-    embeddings,
-    invocations,
-    messages,
-    models,
-    openapi,
-    playground,
-    responses,
-    scoring,
-    utility,
-)
-from jaxserve.server.routes.open_paths import OPEN_PATHS
+from jaxserve.server.routes import admin, openapi, pages, utility
 from jaxserve.server.state import ServerState, lifespan_state
 from jaxserve.server.tracing import Traces
 from jaxserve.server.wire import errors
 
 ROUTES = (
-    Route("/v1/completions", completions.create, methods=["POST"]),
-    Route("/v1/chat/completions", chat.create, methods=["POST"]),
-    Route("/v1/chat/completions/batch", chat_batch.create, methods=["POST"]),
-    Route("/v1/embeddings", embeddings.create, methods=["POST"]),
-    Route("/v1/responses", responses.create, methods=["POST"]),
-    Route("/v1/responses/{response_id}", responses.show, methods=["GET"]),
-    Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
-    Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
-    Route("/v1/responses/{response_id}/input_items", responses.show_input, methods=["GET"]),
-    Route("/invocations", invocations.create, methods=["POST"]),
-    Route("/v1/messages", messages.create, methods=["POST"]),
-    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
-    Route("/classify", scoring.classify, methods=["POST"]),
-    *(Route(f"{prefix}/score", scoring.score, methods=["POST"]) for prefix in ("", "/v1")),
-    *(Route(f"{prefix}/rerank", scoring.rerank, methods=["POST"]) for prefix in ("", "/v1", "/v2")),
-    Route("/v1/models", models.index, methods=["GET"]),
-    Route("/v1/models/{model:path}", models.show, methods=["GET"]),
-    Route("/tokenize", utility.tokenize, methods=["POST"]),
-    Route("/detokenize", utility.detokenize, methods=["POST"]),
-    Route("/health", utility.health, methods=["GET"]),
-    Route("/ping", utility.health, methods=["GET", "POST"]),
-    Route("/load", utility.load, methods=["GET"]),
-    Route("/live", utility.live, methods=["GET"]),
-    Route("/version", utility.version, methods=["GET"]),
+    *(Route(each.path, each.run, methods=[each.method]) for each in openapi.OPERATIONS if not each.is_admin),
     Route("/metrics", utility.metrics, methods=["GET"]),
     Route("/openapi.json", openapi.show, methods=["GET"]),
-    Route("/engine/state", playground.engine_state, methods=["GET"]),
-    *(Route(path, docs.show, methods=["GET"]) for path in sorted(docs.FILES)),
-    *(Route(path, playground.show, methods=["GET"]) for path in sorted(playground.FILES)),
+    *(Route(path, pages.show, methods=["GET"]) for path in sorted(pages.FILES)),
     *(Route(path, admin.not_implemented, methods=["POST"]) for path in admin.NOT_IMPLEMENTED),
 )
-
-ADMIN_ROUTES = (
-    Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
-    Route("/start_profile", admin.start_profile, methods=["POST"]),
-    Route("/stop_profile", admin.stop_profile, methods=["POST"]),
-)
+ADMIN_ROUTES = tuple(Route(each.path, each.run, methods=[each.method]) for each in openapi.OPERATIONS if each.is_admin)
 ADMIN_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 METHODS_AND_PATHS = [
     (method, route.path)
@@ -120,7 +74,7 @@ def create_app(state: ServerState, config: ServerConfig) -> Starlette:
             keys=client_keys(config),
             admin_keys=keys_of_admin,
             admin_paths=ADMIN_PATHS,
-            open_paths=OPEN_PATHS,
+            open_paths=pages.OPEN_PATHS,
         ),
         Middleware(Door),
     ]

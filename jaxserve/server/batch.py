@@ -33,7 +33,6 @@ ENDPOINTS = (
 )
 REQUESTS_PER_SEQUENCE = 2
 """Requests submitted for each sequence that can run at once, so that the engine never waits for the next one."""
-TOO_MANY_REQUESTS = 429
 SERVER_FAULT = 500
 REFUSED = 3
 """Exit code of a batch some of whose lines are refused; 2 is a usage error."""
@@ -324,11 +323,11 @@ class _Batch:
     async def _post(self, http: httpx.AsyncClient, line: Line) -> httpx.Response:
         """Post a request to its route, repeatedly while it is refused because others use the resources it needs."""
         headers = {"content-type": "application/json"}
-        while (answer := await http.post(line.url, content=bytes(line.body), headers=headers)).status_code == (
-            TOO_MANY_REQUESTS
-        ):
-            await asyncio.sleep(int(answer.headers.get("retry-after", 1)))
-        return answer
+        while True:
+            answer = await http.post(line.url, content=bytes(line.body), headers=headers)
+            if (seconds := answer.headers.get("retry-after")) is None:
+                return answer
+            await asyncio.sleep(int(seconds))
 
     def _write(self, result: Result) -> None:
         try:

@@ -4,6 +4,7 @@ A chain of 1,000 references between schemas needs more than the usual 8 MiB; the
 MAX_GRAMMAR_BYTES needs less than STACK_BYTES. Memory is committed only as far as the stack is used.
 """
 
+import concurrent.futures
 import threading
 from collections.abc import Callable
 
@@ -19,14 +20,13 @@ def with_deep_stack[T](work: Callable[[], T]) -> T:
 
 def with_stack[T](work: Callable[[], T], num_bytes: int) -> T:
     """Return the result of `work`, run in a thread with a stack of `num_bytes`. Raises what `work` raises."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            result.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
     thread = threading.Thread(target=run, name="jaxserve-stack", daemon=True)
     with _stack_size_lock:
@@ -36,6 +36,4 @@ def with_stack[T](work: Callable[[], T], num_bytes: int) -> T:
         finally:
             threading.stack_size(usual)
     thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return result.result()

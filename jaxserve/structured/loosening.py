@@ -18,18 +18,8 @@ must not depend on how busy the machine is.
 
 # Keywords without which a schema would say nothing: they are kept, or the schema is refused.
 _KEPT = (WITHOUT_MEANING - {"$schema", "$id"}) | {
-    "properties",
-    "required",
-    "items",
-    "prefixItems",
-    "additionalProperties",
-    "additionalItems",
-    "enum",
-    "const",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
+    *("properties", "required", "items", "prefixItems", "additionalProperties", "additionalItems", "enum", "const"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }
 _MOST_VALUABLE = ("$ref", "allOf", "anyOf", "oneOf")
 

@@ -160,10 +160,7 @@ def _inside(keyword: str, bound: float, *, is_lower: bool, is_strict: bool, is_i
         if not is_integer:
             forms.append(Decimal(repr(candidate)))
         if abs(candidate) < _LIMIT and all(
-            (form > limit or (form == limit and not is_strict))
-            if is_lower
-            else (form < limit or (form == limit and not is_strict))
-            for form in forms
+            (form > limit) == is_lower if form != limit else not is_strict for form in forms
         ):
             return int(candidate) if candidate.is_integer() else candidate
         candidate = math.nextafter(candidate, inward)

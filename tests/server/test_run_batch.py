@@ -19,6 +19,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import EngineDead, InvalidRequest
 from jaxserve.server import batch
+from jaxserve.server.middleware import admission
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
 COMPLETION = {"prompt": "abc", "max_tokens": 3}
@@ -290,6 +291,12 @@ def test_what_was_answered_before_the_disk_was_full_is_kept(files, monkeypatch):
             files.run()
     assert "b" not in files.results
     assert files.run() == (3, 0, 0)
+
+
+def test_large_lines_wait_for_each_other(files, monkeypatch):
+    monkeypatch.setattr(admission, "MAX_HELD_BYTES", 0)  # two of the largest bodies may be held at once
+    files.write(*(line(f"{number}", {**COMPLETION, "user": "x" * 4_000_000}) for number in range(6)))
+    assert files.run() == (6, 0, 0)
 
 
 @pytest.mark.slow

@@ -136,6 +136,7 @@ BAD_COMPLETIONS = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [HUGE]}, "prompt"),
     ({"prompt": "x" * 600}, "prompt"),
+    ({"prompt": ["a", "x" * 600]}, "prompt[1]"),
     ({"prompt": "x" * 500, "max_tokens": 50}, "max_tokens"),
     ({"prompt": ["a"] * 1025}, "prompt"),
     ({"prompt": ["a"] * 100, "n": 20}, "prompt"),

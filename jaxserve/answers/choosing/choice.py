@@ -1,9 +1,9 @@
 """Choose the syntax in which a model's answers are read, and record what the choice was based on."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxserve.answers.choosing.derive import derive
 from jaxserve.answers.choosing.response_template import UnsupportedTemplate, from_response_template
@@ -86,42 +86,42 @@ class _Finder:
 
     def calls(self, name: str) -> tuple[Calls | None, Origin]:
         """Return how calls are written."""
-        if name not in ("auto", "none", *FROM_CHECKPOINT):
-            rows = _named(TOOL_PARSERS, name, "tool_call_parser")
-            return next((row for row in rows if _shows(row, self._template)), rows[0]), Origin(name, _BY_OPTION)
-        if name == "none":
-            return None, Origin(name, _BY_OPTION)
-        if name in FROM_CHECKPOINT:
-            return self._from_checkpoint(self._own.calls, "tool_call_parser", name), Origin(name, _BY_CHECKPOINT)
-        if self._own.calls is not None:
-            return _spaced_like(self._own.calls, self._derived.calls), Origin("", _BY_CHECKPOINT)
-        shown = ((found, row) for found, rows in TOOL_PARSERS.items() for row in rows if _shows(row, self._template))
-        for found, row in shown:
-            return row, Origin(found, _BY_MARKS)
-        calls = self._derived.calls
-        return calls, _NONE if calls is None else Origin("", _BY_TURNS)
+        calls, origin = self._part(name, "tool_call_parser", TOOL_PARSERS, lambda syntax: syntax.calls)
+        if name == "auto" and origin.by == _BY_CHECKPOINT and calls is not None:
+            calls = _spaced_like(calls, self._derived.calls)
+        return calls, origin
 
     def thoughts(self, name: str) -> tuple[Thoughts | None, Origin]:
         """Return how thoughts are written."""
-        if name not in ("auto", "none", *FROM_CHECKPOINT):
-            return _named(REASONING_PARSERS, name, "reasoning_parser"), Origin(name, _BY_OPTION)
+        rows = {found: (row,) for found, row in REASONING_PARSERS.items()}
+        return self._part(name, "reasoning_parser", rows, lambda syntax: syntax.thoughts)
+
+    def _part[Part: Calls | Thoughts](
+        self, name: str, param: str, table: Mapping[str, Sequence[Part]], of: Callable[[Syntax], Part | None]
+    ) -> tuple[Part | None, Origin]:
         if name == "none":
             return None, Origin(name, _BY_OPTION)
         if name in FROM_CHECKPOINT:
-            return self._from_checkpoint(self._own.thoughts, "reasoning_parser", name), Origin(name, _BY_CHECKPOINT)
-        if self._own.thoughts is not None:
-            return self._own.thoughts, Origin("", _BY_CHECKPOINT)
-        for found, row in REASONING_PARSERS.items():
-            if _shows(row, self._template):
+            if (own := of(self._own)) is None:
+                why = self.refused or "the checkpoint's tokenizer_config.json has none that describes this"
+                raise ConfigError(f"{param} {name!r} reads the answer by response_template: {why}")
+            return own, Origin(name, _BY_CHECKPOINT)
+        if name != "auto":
+            if name not in table:
+                names = ", ".join((*FROM_CHECKPOINT, *table))
+                raise ConfigError(f"{param} must be auto, none or one of {names}, not {name!r}")
+            return next((row for row in table[name] if self._shows(row)), table[name][0]), Origin(name, _BY_OPTION)
+        if (own := of(self._own)) is not None:
+            return own, Origin("", _BY_CHECKPOINT)
+        for found, rows in table.items():
+            for row in filter(self._shows, rows):
                 return row, Origin(found, _BY_MARKS)
-        thoughts = self._derived.thoughts
-        return thoughts, _NONE if thoughts is None else Origin("", _BY_TURNS)
+        derived = of(self._derived)
+        return derived, _NONE if derived is None else Origin("", _BY_TURNS)
 
-    def _from_checkpoint[Part](self, part: Part | None, param: str, name: str) -> Part:
-        if part is None:
-            why = self.refused or "the checkpoint's tokenizer_config.json has none that describes this"
-            raise ConfigError(f"{param} {name!r} reads the answer by response_template: {why}")
-        return part
+    def _shows(self, row: Calls | Thoughts) -> bool:
+        """Return whether the chat template has the marks of a row, if this can be known by marks."""
+        return bool(row.signs) and all(sign in self._template for sign in row.signs)
 
     @functools.cached_property
     def _own(self) -> Syntax:
@@ -138,17 +138,6 @@ class _Finder:
     @functools.cached_property
     def _derived(self) -> Syntax:
         return derive(self._tokenizer) if self._tokenizer is not None and self._template else Syntax()
-
-
-def _named[Row](table: Mapping[str, Row], name: str, param: str) -> Row:
-    if name not in table:
-        raise ConfigError(f"{param} must be auto, none or one of {', '.join((*FROM_CHECKPOINT, *table))}, not {name!r}")
-    return table[name]
-
-
-def _shows(row: Any, template: str) -> bool:
-    """Return whether a chat template has the marks of a row, if this can be known by marks."""
-    return bool(row.signs) and all(sign in template for sign in row.signs)
 
 
 def _spaced_like(own: Calls, derived: Calls | None) -> Calls:

@@ -36,9 +36,12 @@ class Reader(AnswerReader):
         tools: Mapping[str, Mapping[str, Any]],
         *,
         is_open: bool = False,
+        is_begun: bool = False,
         max_calls: int | None = None,
     ):
-        """`is_open`: the prompt has ended inside of thoughts. Calls beyond `max_calls` are dropped."""
+        """`is_open`: the prompt has ended inside of thoughts; `is_begun`: which have text already, so that white space
+        may follow. Calls beyond `max_calls` are dropped.
+        """
         super().__init__(tools, max_calls=max_calls)
         calls = syntax.calls if tools else None
         stays = syntax.thoughts is not None and syntax.thoughts.stay
@@ -58,7 +61,7 @@ class Reader(AnswerReader):
         self._is_quoting = False  # after the opening mark of thoughts, as words
         self._is_dropping = False  # after a mark of text for nobody
         self._is_fresh = True  # nothing has been said since the beginning, the last thoughts, or the last call
-        self._is_trimming = is_open  # leading white space is dropped
+        self._is_trimming = is_open and not is_begun  # leading white space is dropped
         self._spaces: list[str] = []  # white space that has arrived and may belong to a mark
         self._held: _Held | None = None  # there was a call in thoughts, which may be no more than a thought
         if stays and is_open and syntax.thoughts is not None:

@@ -18,14 +18,6 @@ _LINES = replace(_JSON, separator="\n")
 _LIST = replace(_JSON, is_list=True, separator=", ")
 _OBJECT = Calls(arguments=Object())
 _PYTHON = Calls(arguments=PythonCall(), is_list=True, separator=", ")
-_DSML = Calls(
-    arguments=Tags(
-        key=('<｜DSML｜parameter name="', '"'), value=('">', "</｜DSML｜parameter>\n"), text_flag=' string="'
-    ),
-    call=("", "</｜DSML｜invoke>\n"),
-    name=('<｜DSML｜invoke name="', '">\n'),
-    tag_prefix="｜DSML｜",
-)
 _INVOKE = Calls(
     arguments=Tags(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
     call=("", "</invoke>\n"),
@@ -39,33 +31,27 @@ _GLM = Calls(
     signs=("<tool_call>", "<arg_key>", "<arg_value>"),
 )
 
+
+def _prefixed(name: str, section: str, *, blank: str = "") -> Calls:
+    """Return calls between tags that all begin with a name and, after it, a blank or none."""
+    tag = f"｜{name}｜{blank}"
+    return Calls(
+        arguments=Tags(
+            key=(f'<{tag}parameter name="', '"'), value=('">', f"</{tag}parameter>\n"), text_flag=' string="'
+        ),
+        section=(f"<{tag}{section}>\n", f"</{tag}{section}>"),
+        call=("", f"</{tag}invoke>\n"),
+        name=(f'<{tag}invoke name="', '">\n'),
+        tag_prefix=f"｜{name}｜",
+        signs=(name, f"{blank}{section}>"),
+    )
+
+
 _FORMS: dict[str, Calls] = {
-    "deepseek_v32": replace(
-        _DSML, section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"), signs=("DSML", "function_calls>")
-    ),
-    "deepseek_v4": replace(
-        _DSML, section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"), signs=("DSML", "tool_calls>")
-    ),
-    "deepseek_v41": Calls(
-        arguments=Tags(
-            key=('<｜DSML｜ parameter name="', '"'), value=('">', "</｜DSML｜ parameter>\n"), text_flag=' string="'
-        ),
-        section=("<｜DSML｜ calls>\n", "</｜DSML｜ calls>"),
-        call=("", "</｜DSML｜ invoke>\n"),
-        name=('<｜DSML｜ invoke name="', '">\n'),
-        tag_prefix="｜DSML｜",
-        signs=("DSML", " calls>"),
-    ),
-    "gigachat35": Calls(
-        arguments=Tags(
-            key=('<｜GCML｜parameter name="', '"'), value=('">', "</｜GCML｜parameter>\n"), text_flag=' string="'
-        ),
-        section=("<｜GCML｜tool_calls>\n", "</｜GCML｜tool_calls>"),
-        call=("", "</｜GCML｜invoke>\n"),
-        name=('<｜GCML｜invoke name="', '">\n'),
-        tag_prefix="｜GCML｜",
-        signs=("｜GCML｜",),
-    ),
+    "deepseek_v32": _prefixed("DSML", "function_calls"),
+    "deepseek_v4": _prefixed("DSML", "tool_calls"),
+    "deepseek_v41": _prefixed("DSML", "calls", blank=" "),
+    "gigachat35": replace(_prefixed("GCML", "tool_calls"), signs=("｜GCML｜",)),
     "kimi_k2": replace(
         _OBJECT,
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

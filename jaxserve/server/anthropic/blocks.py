@@ -38,8 +38,6 @@ def system_text(content: str | list[Block]) -> str:
     """Return the system prompt, without Claude Code's line for billing, which differs in each request: with it no
     prefix would be found in the cache again.
     """
-    if isinstance(content, str):
-        return _BILLING.sub("", content, count=1) if _BILLING.match(content) else content
     text = text_of(content, "system")
     return _BILLING.sub("", text, count=1) if _BILLING.match(text) else text
 

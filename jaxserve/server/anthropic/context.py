@@ -11,6 +11,7 @@ import msgspec
 from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.anthropic.protocol import AppliedEdit, Block, ContextManagement, Message
+from jaxserve.server.protocol.common import NotNegative, Positive
 
 CLEARED = "[Old tool result content cleared]"
 """The text in place of a result that was cleared."""
@@ -25,28 +26,28 @@ class Trigger(msgspec.Struct, kw_only=True):
     """The edit is applied to prompts of more than `value` tokens, or of more than `value` calls."""
 
     type: Literal["input_tokens", "tool_uses"]
-    value: int
+    value: NotNegative
 
 
 class ToolUses(msgspec.Struct, kw_only=True):
     """A number of calls."""
 
     type: Literal["tool_uses"] = "tool_uses"
-    value: int
+    value: NotNegative
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
     """A number of tokens."""
 
     type: Literal["input_tokens"] = "input_tokens"
-    value: int
+    value: NotNegative
 
 
 class Turns(msgspec.Struct, kw_only=True):
     """A number of the assistant's turns, or all."""
 
     type: Literal["thinking_turns", "all"]
-    value: int | None = None
+    value: Positive | None = None
 
 
 class ClearToolUses(msgspec.Struct, kw_only=True):
@@ -58,13 +59,6 @@ class ClearToolUses(msgspec.Struct, kw_only=True):
     clear_at_least: InputTokens | None = None
     exclude_tools: list[str] | None = None
     clear_tool_inputs: bool | list[str] | None = None
-
-    def check(self, param: str) -> None:
-        """Raise InvalidRequest, naming the field, for a number out of range."""
-        for name in ("trigger", "keep", "clear_at_least"):
-            amount = getattr(self, name)
-            if amount is not None and amount.value < 0:
-                raise InvalidRequest(f"{param}.{name}.value must not be negative", param=f"{param}.{name}.value")
 
     def apply(self, messages: list[Message], count: Count) -> tuple[list[Message], AppliedEdit | None]:
         """Return the messages, edited unless there is too little to clear."""
@@ -104,11 +98,6 @@ class ClearThinking(msgspec.Struct, kw_only=True):
     type: str
     keep: Literal["all"] | Turns | None = None
 
-    def check(self, param: str) -> None:
-        """Raise InvalidRequest, naming the field, for a number out of range."""
-        if isinstance(self.keep, Turns) and self.keep.type == "thinking_turns" and (self.keep.value or 0) < 1:
-            raise InvalidRequest(f"{param}.keep.value must be at least 1", param=f"{param}.keep.value")
-
     def apply(self, messages: list[Message], count: Count) -> tuple[list[Message], AppliedEdit | None]:
         """Return the messages, edited if there are thoughts to clear."""
         keep = self.keep or Turns(type="thinking_turns", value=1)
@@ -117,7 +106,7 @@ class ClearThinking(msgspec.Struct, kw_only=True):
         turns: list[list[int]] = [[]]  # indices of messages with thoughts
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                turns[-1] += [index] if any(map(_is_thought, _blocks(message))) else []
+                turns[-1] += [index] if any(map(_is_thought, message.blocks)) else []
             elif message.role == "user" and not _has_results(message):
                 turns.append([])
         cleared = [turn for turn in turns if turn][: -(keep.value or 1)]
@@ -160,9 +149,7 @@ def edits_of(management: ContextManagement | None) -> Edits:
         if kind is None:
             edits.unknown.append(name)
             continue
-        edit = converted(given, kind, param)
-        edit.check(param)
-        edits.known.append(edit)
+        edits.known.append(converted(given, kind, param))
     return edits
 
 
@@ -175,14 +162,10 @@ def edited(messages: list[Message], edits: Sequence[Edit], count: Count) -> tupl
     return messages, applied
 
 
-def _blocks(message: Message) -> list[Block]:
-    return message.content if isinstance(message.content, list) else []
-
-
 def _calls(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     for message in messages:
         if message.role == "assistant":
-            yield from (block for block in _blocks(message) if block.get("type") == "tool_use")
+            yield from (block for block in message.blocks if block.get("type") == "tool_use")
 
 
 def _is_thought(block: Block) -> bool:
@@ -190,7 +173,7 @@ def _is_thought(block: Block) -> bool:
 
 
 def _has_results(message: Message) -> bool:
-    return any(block.get("type") == "tool_result" for block in _blocks(message))
+    return any(block.get("type") == "tool_result" for block in message.blocks)
 
 
 def _with_blocks(message: Message, change: Callable[[Block], Block | None]) -> Message:

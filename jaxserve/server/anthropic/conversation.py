@@ -43,7 +43,7 @@ def chat_request(body: CountRequest, *, has_thoughts: bool) -> ChatRequest:
         refuse_unless_empty(name, getattr(body, name, None))
     if isinstance(body, MessagesRequest):
         refuse_unless_empty("compaction", body.compaction)
-    chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    chat: dict[str, Any] = {"model": body.model, "messages": [message for _, message in _named_messages(body)]}
     last = chat["messages"][-1] if chat["messages"] else {}
     if last.get("role") == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -121,10 +121,6 @@ def name_as_sent(error: InvalidRequest, body: CountRequest) -> None:
     if found := re.match(r"messages\[(\d+)\]", error.param):
         sources = [name for name, _ in _named_messages(body)]
         rename(error, found[0], sources[min(int(found[1]), len(sources) - 1)])
-
-
-def _messages(body: CountRequest) -> list[dict[str, Any]]:
-    return [message for _, message in _named_messages(body)]
 
 
 def _named_messages(body: CountRequest) -> list[tuple[str, dict[str, Any]]]:

@@ -22,6 +22,11 @@ class Message(msgspec.Struct, kw_only=True):
     clear_at: Literal["next_user_message", "never"] | None = None
     output_config: Any = None
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The content blocks; none of a text."""
+        return self.content if isinstance(self.content, list) else []
+
 
 _OfServerTools = msgspec.defstruct(
     "_OfServerTools",

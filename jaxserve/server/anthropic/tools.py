@@ -11,15 +11,20 @@ import msgspec
 
 from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
-from jaxserve.server.anthropic.protocol import Block, CountRequest, Message, ToolChoice, ToolDefinition
+from jaxserve.server.anthropic.protocol import CountRequest, Message, ToolChoice, ToolDefinition
 from jaxserve.server.protocol.common import not_supported
 
-_TEXT, _LINES = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+_TEXT = {"type": "string"}
+_OF_FILES = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text"), _TEXT),
+    "insert_line": {"type": "integer"},
+    "view_range": {"type": "array", "items": {"type": "integer"}},
+}
 
 
-def _commands(*names: str, **fields: dict[str, Any]) -> dict[str, Any]:
-    command = {"type": "string", "enum": list(names)}
-    return {"type": "object", "properties": {"command": command, **fields}, "required": ["command"]}
+def _files(*further: str, **fields: dict[str, Any]) -> dict[str, Any]:
+    command = {"type": "string", "enum": ["view", "create", "str_replace", "insert", *further]}
+    return {"type": "object", "properties": {"command": command, **_OF_FILES, **fields}, "required": ["command"]}
 
 
 class _Known(NamedTuple):
@@ -41,32 +46,12 @@ _KNOWN = (
         "View, create and edit text files. `view` shows a file (`view_range`: its first and last line) or a folder, "
         "`create` writes `file_text`, `str_replace` replaces the only `old_str` by `new_str`, `insert` adds "
         "`insert_text` after line `insert_line`.",
-        _commands(
-            *("view", "create", "str_replace", "insert"),
-            path=_TEXT,
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line={"type": "integer"},
-            insert_text=_TEXT,
-            view_range=_LINES,
-        ),
+        _files(),
     ),
     _Known(
         "memory_",
         "Keep notes in files under /memories, which last beyond this conversation.",
-        _commands(
-            *("view", "create", "str_replace", "insert", "delete", "rename"),
-            path=_TEXT,
-            view_range=_LINES,
-            file_text=_TEXT,
-            old_str=_TEXT,
-            new_str=_TEXT,
-            insert_line={"type": "integer"},
-            insert_text=_TEXT,
-            old_path=_TEXT,
-            new_path=_TEXT,
-        ),
+        _files("delete", "rename", old_path=_TEXT, new_path=_TEXT),
     ),
 )
 
@@ -157,7 +142,7 @@ class _Change(NamedTuple):
 
 def _changes(messages: Sequence[Message]) -> Iterator[_Change]:
     for index, message in enumerate(messages):
-        for position, block in enumerate(_blocks(message)):
+        for position, block in enumerate(message.blocks):
             if block.get("type") not in ("tool_addition", "tool_removal") or message.role != "system":
                 continue
             is_added = block["type"] == "tool_addition"
@@ -175,7 +160,7 @@ def _changes(messages: Sequence[Message]) -> Iterator[_Change]:
 def _named(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the names of deferred tools that results have loaded, or that were called."""
     for message in messages:
-        for block in _blocks(message):
+        for block in message.blocks:
             if block.get("type") == "tool_use":
                 yield str(block.get("name"))
             content = block.get("content")
@@ -183,7 +168,3 @@ def _named(messages: Sequence[Message]) -> Iterator[str]:
             for each in references if isinstance(references, list) else ():
                 if isinstance(each, dict) and each.get("type") == "tool_reference":
                     yield str(each.get("tool_name"))
-
-
-def _blocks(message: Message) -> list[Block]:
-    return message.content if isinstance(message.content, list) else []

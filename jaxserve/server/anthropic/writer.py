@@ -100,7 +100,7 @@ class MessageWriter:
         self._is_open = False
         block, text = self.message.content[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = as_object(text)  # if max_tokens has cut the arguments, the complete ones
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
@@ -137,8 +137,3 @@ def usage_of(usage: Usage, *, cache_block: int | None) -> MessagesUsage:
 def frame(event: Event) -> bytes:
     """Encode one server-sent event, with its type as its name."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; if max_tokens has cut them, the complete ones."""
-    return as_object(arguments) if arguments.strip() else {}

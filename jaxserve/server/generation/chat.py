@@ -21,12 +21,11 @@ from jaxserve.server.generation.grammars import Grammars
 from jaxserve.server.generation.logprobs import chat_logprobs, chat_logprobs_in_turns, shown
 from jaxserve.server.generation.running import Runner, UsageCounter
 from jaxserve.server.generation.served_model import ServedModel
-from jaxserve.server.generation.template import may_think, render_chat, thinks_first
+from jaxserve.server.generation.template import has_thought, may_think, render_chat, thinks_first
 from jaxserve.server.protocol.chat import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    ChatLogprobs,
     ChatRequest,
     ChatResponse,
     check_chat_request,
@@ -49,10 +48,6 @@ def grammar_field(model: ServedModel, body: ChatRequest) -> str | None:
     if model.syntax.forcing.follows_strict(callable_tools(body.tools or [], body.tool_choice)):
         return "tools"
     return None if body.thinking_token_budget is None else "thinking_token_budget"
-
-
-def _thinks_first(model: ServedModel, body: ChatRequest, prompt: str) -> bool:
-    return thinks_first(model.frontend.tokenizer, model.message_style, body, prompt=prompt, syntax=model.syntax)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +127,7 @@ def _prepare(
     model.check_text_length(text, may_exceed=body.truncate_prompt_tokens is not None)
     grammar = model.syntax.forcing.grammar(
         tools,
-        is_open=_thinks_first(model, body, text),
+        is_open=thinks_first(model, body, prompt=text),
         must_call=must_call(body.tool_choice),
         is_parallel=_is_parallel(body),
         answer=answer,
@@ -200,7 +195,7 @@ def _is_parallel(body: ChatRequest) -> bool:
 
 
 class Chat:
-    """The answer to one request. `usage` counts the tokens so far."""
+    """The answer to one request. `usage` counts the tokens so far; `has_thoughts`: it is known how the model thinks."""
 
     def __init__(self, chats: Chats, body: ChatRequest, group: RequestGroup, *, answer_id: str):
         self._id = answer_id
@@ -216,6 +211,7 @@ class Chat:
         self._hidden_tools = {tool.name for tool in self._read_tools} - callable_names
         self._echo = last_content(body.messages) if body.echo else ""
         self._writers: dict[int, AnswerWriter] = {}
+        self.has_thoughts = chats.model.syntax.has_thoughts
         self.usage = UsageCounter([group])
 
     async def answer(self) -> ChatResponse:
@@ -294,13 +290,18 @@ class Chat:
 
     @functools.cached_property
     def _is_open(self) -> bool:
-        return _thinks_first(self._model, self._body, self._group.prompt or "")
+        return thinks_first(self._model, self._body, prompt=self._group.prompt or "")
 
     def _writer(self, index: int) -> AnswerWriter:
         if index not in self._writers:
             syntax, is_open = self._model.syntax, self._is_open
             tools = self._read_tools
-            reader = syntax.reader(tools, is_open=is_open, max_calls=None if _is_parallel(self._body) else 1)
+            reader = syntax.reader(
+                tools,
+                is_open=is_open,
+                is_begun=has_thought(self._body, syntax),
+                max_calls=None if _is_parallel(self._body) else 1,
+            )
             counter = syntax.reasoning_counter(tools, is_open=is_open)
             custom = custom_names(self._body.tools or [])
             self._writers[index] = AnswerWriter(
@@ -323,7 +324,7 @@ class Chat:
             index=output.index,
             message=message,
             logprobs=logprobs,
-            finish_reason=writer.finish_reason(output, is_chosen=self._is_chosen),
+            finish_reason=writer.finish_reason(output, is_chosen=is_chosen(self._body.tool_choice)),
             stop_reason=output.stop_reason,
             token_ids=output.token_ids if self._body.return_token_ids else UNSET,
         )
@@ -336,21 +337,13 @@ class Chat:
             for choice in choices:
                 choice.delta.reasoning = choice.delta.reasoning_content = UNSET
         last = choices[-1]
-        last.logprobs = self._logprobs(output) if output.token_ids else None
-        last.finish_reason = writer.finish_reason(output, is_chosen=self._is_chosen)
+        if self._shown is not None and output.token_ids:
+            tokenizer = self._model.frontend.tokenizer
+            last.logprobs = chat_logprobs(tokenizer, output.token_ids, output.logprobs or [], self._shown)
+        last.finish_reason = writer.finish_reason(output, is_chosen=is_chosen(self._body.tool_choice))
         last.stop_reason = UNSET if output.stop_reason is None else output.stop_reason
         last.token_ids = output.token_ids if self._body.return_token_ids else UNSET
         return choices
-
-    @property
-    def _is_chosen(self) -> bool:
-        return is_chosen(self._body.tool_choice)
-
-    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
-        if self._shown is None:
-            return None
-        tokenizer = self._model.frontend.tokenizer
-        return chat_logprobs(tokenizer, output.token_ids, output.logprobs or [], self._shown)
 
     def _chunk(self, choices: list[ChatChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(

@@ -1,7 +1,7 @@
 """Log probabilities of tokens, from the engine's candidates to the two formats that clients expect."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.request import Logprob
@@ -15,28 +15,19 @@ MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 
 Candidates = Mapping[int, Logprob]
 
-Show = Callable[[int, Logprob], str]
-"""Function that writes a token, such as `text_of_token` and `id_of_token`."""
-
-
-def text_of_token(_token_id: int, logprob: Logprob) -> str:
-    """Return the token's text."""
-    return logprob.decoded_token
-
-
-def id_of_token(token_id: int, _logprob: Logprob) -> str:
-    """Return "token_id:" with the id, which also identifies tokens that are not text by themselves."""
-    return f"token_id:{token_id}"
-
 
 class Shown(NamedTuple):
     """The candidates shown at each position: the `num_top` most likely tokens, or the token itself and those that were
-    `asked` for.
+    `asked` for; with `as_ids` their ids, which also identify those that are not text by themselves.
     """
 
     num_top: int
     asked: Sequence[int]
-    show: Show
+    as_ids: bool
+
+    def show(self, token_id: int, logprob: Logprob) -> str:
+        """Return a token as it is written."""
+        return f"token_id:{token_id}" if self.as_ids else logprob.decoded_token
 
     def among(self, entry: Candidates, token_id: int) -> list[tuple[int, Logprob]]:
         """Return the candidates that are shown, in order. The token itself, `token_id`, may be an additional one, which
@@ -52,7 +43,7 @@ def shown(params: SamplingParams, *, as_ids: bool | None) -> Shown | None:
     """Return what is shown to a request, with `return_tokens_as_token_ids` or without; None if nothing is."""
     if params.logprobs is None:
         return None
-    return Shown(params.logprobs, params.logprob_token_ids or (), id_of_token if as_ids else text_of_token)
+    return Shown(params.logprobs, params.logprob_token_ids or (), bool(as_ids))
 
 
 def chat_logprobs(
@@ -60,15 +51,14 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Return `logprobs` of a chat choice: each token with those that are `shown` at its position."""
     content = []
-    show = shown.show
     for token_id, entry in zip(token_ids, candidates, strict=True):
         top = [
-            TopLogprob(show(top_id, logprob), _finite(logprob.logprob), list(tokenizer.token_bytes(top_id)))
+            TopLogprob(shown.show(top_id, logprob), _finite(logprob.logprob), list(tokenizer.token_bytes(top_id)))
             for top_id, logprob in shown.among(entry, token_id)
         ]
         token = entry[token_id]
         token_bytes = list(tokenizer.token_bytes(token_id))
-        content.append(TokenLogprob(show(token_id, token), _finite(token.logprob), token_bytes, top))
+        content.append(TokenLogprob(shown.show(token_id, token), _finite(token.logprob), token_bytes, top))
     return ChatLogprobs(content)
 
 

@@ -28,39 +28,28 @@ class BodyReader:
 
     async def request[T: RequestBody](self, request: Request, kind: type[T]) -> T:
         """Return the body as `kind`. Raises InvalidRequest, naming the field, and ModelNotFound."""
-        body, unknown = await read_json(request, lambda content: decode_request(content, kind))
-        for each in unknown:
-            self.unknown_fields.count(each, route=kind.route)
-        self.check_model(body.model)
-        self._set_defaults(body)
-        return body
-
-    def _set_defaults(self, body: RequestBody) -> None:
-        """Set fields as the server's options say."""
+        body = await self._read(request, lambda content: decode_request(content, kind), route=kind.route)
         if isinstance(body, AnswerRequest) and body.return_tokens_as_token_ids is None and self.shows_token_ids:
             body.return_tokens_as_token_ids = True
         if isinstance(body, GenerationRequest) and body.stream and self.forces_usage:
             body.stream_options = body.stream_options or StreamOptions()
             body.stream_options.include_usage = True
+        return body
 
     async def struct[T: msgspec.Struct](self, request: Request, kind: type[T], *, route: str) -> T:
-        """Return a body that is not in the table of fields; its field `model` is checked.
+        """Return a body that is not in the table of fields. Raises as `request` does."""
+        return await self._read(
+            request, lambda content: (decoded(content, kind), unknown_names(content, kind)), route=route
+        )
 
-        Raises InvalidRequest, naming the field, and ModelNotFound.
-        """
-
-        def read(content: bytes) -> tuple[T, list[UnknownName]]:
-            return decoded(content, kind), unknown_names(content, kind)
-
+    async def _read[T](
+        self, request: Request, read: Callable[[bytes], tuple[T, list[UnknownName]]], *, route: str
+    ) -> T:
         body, unknown = await read_json(request, read)
         for each in unknown:
             self.unknown_fields.count(each, route=route)
         self.check_model(getattr(body, "model", None))
         return body
-
-    def ignore(self, what: str, *, route: str) -> None:
-        """Log the first time that a known part of a request to `route` is ignored."""
-        self.unknown_fields.ignore(what, route=route)
 
 
 def unique(answer_id: str) -> str:

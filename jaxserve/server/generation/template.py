@@ -6,7 +6,8 @@ from typing import Any
 from jaxserve.answers.choosing.message_style import MessageStyle
 from jaxserve.answers.model_syntax import ModelSyntax
 from jaxserve.answers.tools.definitions import template_tools
-from jaxserve.server.protocol.messages import check_unusual_roles, template_messages
+from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.protocol.messages import check_unusual_roles, last_content, template_messages
 from jaxserve.server.protocol.template_fields import TemplateFields, template_variables, turns_thinking_off
 from jaxserve.tokenizer import Tokenizer
 
@@ -22,29 +23,35 @@ def render_chat(tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields)
     return text
 
 
-def thinks_first(
-    tokenizer: Tokenizer, style: MessageStyle, body: TemplateFields, *, prompt: str, syntax: ModelSyntax
-) -> bool:
+def thinks_first(model: ServedModel, body: TemplateFields, *, prompt: str) -> bool:
     """Return true if the answer to `prompt`, the rendered conversation, begins inside thoughts.
 
     Only the template itself opens thoughts, by what it writes at the end, which does not depend on the messages' texts.
     An assistant's message that is continued opens them as an answer does.
     """
-    thoughts = syntax.thoughts
+    thoughts, tokenizer = model.syntax.thoughts, model.frontend.tokenizer
     if thoughts is None:
         return False
+    messages = _messages(model.message_style, body)
     if body.continue_final_message:
-        reader = syntax.reader([], is_open=False, max_calls=None)
+        reader = model.syntax.reader([], is_open=False)
         assert reader is not None
-        reader.push(_messages(style, body)[-1]["content"] or "")
+        reader.push(messages[-1]["content"] or "")
         return reader.is_thinking
     is_open = thoughts.are_open(prompt)
     if is_open or thoughts.starts_open:  # a message may contain the mark
-        other = _rendered(tokenizer, body, [_without_texts(message) for message in _messages(style, body)])
+        other = _rendered(tokenizer, body, [_without_texts(message) for message in messages])
         pairs = zip(reversed(prompt), reversed(other), strict=False)
         length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         is_open = thoughts.are_open(prompt[len(prompt) - length :])
     return thoughts.starts_open if is_open is None else is_open
+
+
+def has_thought(body: TemplateFields, syntax: ModelSyntax) -> bool:
+    """Return true if thoughts that the answer continues have more than their opening mark in the last message."""
+    marks = () if syntax.thoughts is None else syntax.thoughts.opening
+    text = last_content(body.messages) if body.continue_final_message and body.messages else ""
+    return bool(text.strip()) and not text.rstrip().endswith(tuple(mark.strip() for mark in marks))
 
 
 def may_think(tokenizer: Tokenizer, body: TemplateFields, *, prompt: str, syntax: ModelSyntax) -> bool:

@@ -69,10 +69,9 @@ class Observation:
 
 
 def _log(scope: Scope, *, status: int, seconds: float) -> None:
-    client = scope["client"][0] if scope["client"] else ""
     fields = {
         "request_id": scope["request_id"],
-        "client": client,
+        "client": scope["client"][0] if scope["client"] else "",
         "method": scope["method"],
         "path": scope["path"],
         "status": status,
@@ -81,12 +80,7 @@ def _log(scope: Scope, *, status: int, seconds: float) -> None:
     # The client chooses the path: it is quoted, so that it cannot forge a line.
     logger.log(
         logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
-        "%s %s %r %d %.3f s id=%s",
-        client,
-        scope["method"],
-        scope["path"],
-        status,
-        seconds,
-        scope["request_id"],
+        "%(client)s %(method)s %(path)r %(status)d %(seconds).3f s id=%(request_id)s",
+        fields,
         extra={FIELDS: fields},
     )

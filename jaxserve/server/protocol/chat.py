@@ -13,11 +13,12 @@ from jaxserve.sampling_params import StructuredOutputs
 from jaxserve.server.protocol.common import (
     Effort,
     GenerationRequest,
+    NotNegative,
+    NumLogprobs,
     Reasoning,
     Verbosity,
     check_choices,
     check_generation_request,
-    check_num_logprobs,
 )
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage, last_content
@@ -31,7 +32,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -45,7 +46,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: NotNegative | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -64,16 +65,12 @@ def check_chat_request(body: ChatRequest) -> None:
     check_generation_request(body)
     check_choices(1, body.n)
     check_tools(body.tools, body.tool_choice)
-    if body.thinking_token_budget is not None and body.thinking_token_budget < 0:
-        raise InvalidRequest("thinking_token_budget must not be negative", param="thinking_token_budget")
     if body.echo and not body.continue_final_message:
         raise InvalidRequest("echo needs continue_final_message", param="echo")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise InvalidRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
-    if body.top_logprobs is not None:
-        check_num_logprobs("top_logprobs", body.top_logprobs)
-        if not body.logprobs and body.top_logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
 
 
 def check_continued(body: ChatRequest, constraint: StructuredOutputs) -> None:

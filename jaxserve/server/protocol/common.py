@@ -1,14 +1,15 @@
 """Fields and checks common to completions and chat: from the bytes of a body to SamplingParams.
 
-None means absent throughout. Ranges are checked by SamplingParams itself; types, limits and combinations are checked
-here.
+None means absent throughout. SamplingParams checks the ranges of its own parameters, the types of fields other ranges;
+limits and combinations are checked here.
 """
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from jaxserve.decoding import decoded
 from jaxserve.errors import InvalidRequest
@@ -26,11 +27,16 @@ from jaxserve.server.protocol.structured import (
 from jaxserve.unsupported import Refused, refuse
 
 MAX_CHOICES = 1024  # prompts times n of one HTTP request
-MAX_CACHE_SALT_LENGTH = 256
-PRIORITY_LIMIT = 2**31
 _DIGITS = re.compile(r"[0-9]{1,20}")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]
+"""Safe in a header and in a log line."""
+NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+"""A number of most likely tokens, or -1 for all. How many there may be, the engine says."""
+NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
@@ -84,8 +90,8 @@ class AnswerRequest(_Sampled, kw_only=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputsBody | None = None
 
@@ -100,7 +106,7 @@ class GenerationRequest(AnswerRequest, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -165,8 +171,6 @@ def check_generation_request(body: GenerationRequest) -> None:
         raise InvalidRequest("best_of must be equal to n", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
-    check_priority_and_salt(body.priority, body.cache_salt)
-    check_request_id(body.request_id)
 
 
 def check_stream_options(body: AnswerRequest) -> None:
@@ -177,22 +181,6 @@ def check_stream_options(body: AnswerRequest) -> None:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     if body.stream_options.include_obfuscation:
         raise not_supported("stream_options.include_obfuscation", "padding of chunks")
-
-
-def check_priority_and_salt(priority: int | None, cache_salt: str | None) -> None:
-    """Raise InvalidRequest, naming the field, for a priority or cache_salt out of range."""
-    if priority is not None and not -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT:
-        raise InvalidRequest(
-            f"priority must be in [{-PRIORITY_LIMIT}, {PRIORITY_LIMIT - 1}], got {priority}", param="priority"
-        )
-    if cache_salt is not None and not 0 < len(cache_salt) <= MAX_CACHE_SALT_LENGTH:
-        raise InvalidRequest(f"cache_salt must have 1 to {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt")
-
-
-def check_request_id(request_id: str | None) -> None:
-    """Raise InvalidRequest for an id that is not safe in a header or a log line."""
-    if request_id is not None and _REQUEST_ID.fullmatch(request_id) is None:
-        raise InvalidRequest("request_id must have 1 to 128 visible ASCII characters", param="request_id")
 
 
 def refuse_unless_empty(name: str, value: Any) -> None:
@@ -271,9 +259,3 @@ def check_choices(num_prompts: int, n: int | None) -> None:
             f"{num_prompts} prompts with n={n or 1} are too many: at most {MAX_CHOICES} choices a request",
             param="prompt",
         )
-
-
-def check_num_logprobs(name: str, value: int) -> None:
-    """Raise InvalidRequest if `value` is no number of most likely tokens. How many there may be, the engine says."""
-    if not -1 <= value <= MAX_INT32:
-        raise InvalidRequest(f"{name} must be a number of tokens, or -1 for all, got {value}", param=name)

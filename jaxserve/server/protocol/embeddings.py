@@ -6,7 +6,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Pooling, TruncationSide
-from jaxserve.server.protocol.common import RequestBody, check_priority_and_salt, check_request_id
+from jaxserve.server.protocol.common import CacheSalt, Priority, RequestBody, RequestId
 from jaxserve.server.protocol.completions import Prompt, parse_prompts
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage
@@ -37,9 +37,9 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     truncation_side: TruncationSide | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
 
     def prompts(self) -> list[Prompt]:
         """Return the inputs, each a text or a list of token ids. Raises InvalidRequest."""
@@ -73,8 +73,6 @@ def check_embedding_request(body: EmbeddingRequest) -> None:
         raise InvalidRequest("a prompt comes before input: write it into messages", param="prompt_name")
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
         raise InvalidRequest("use_activation and normalize contradict each other", param="use_activation")
-    check_priority_and_salt(body.priority, body.cache_salt)
-    check_request_id(body.request_id)
 
 
 class Embedding(msgspec.Struct, kw_only=True):

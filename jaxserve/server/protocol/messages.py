@@ -1,7 +1,7 @@
 """Convert the messages of a chat from what clients send to what a chat template reads."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from jaxserve.answers.tools.cut_json import as_object
 from jaxserve.answers.tools.definitions import ToolCall
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.common import content_not_supported, refuse_unless_empty
+from jaxserve.server.protocol.items import Part
 
 MAX_MESSAGES = 4096
 USUAL_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -104,7 +105,7 @@ def _template_message(message: ChatMessage, style: MessageStyle, param: str) -> 
     has_calls = bool(message.tool_calls)
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{param}.content must not be null", param=f"{param}.content")
-    content = message.content if not isinstance(message.content, list) else _join_parts(message.content, param)
+    content = _text(message.content, param)
     if not has_calls and message.role == "assistant":  # an answer may consist of thoughts only
         content = content or message.refusal or ""
     reasoning = (message.reasoning_content or message.reasoning) if message.role == "assistant" else None
@@ -142,18 +143,22 @@ def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
 
 def last_content(messages: Sequence[ChatMessage]) -> str:
     """Return the content of the last message, as the template reads it."""
-    content = messages[-1].content
-    return _join_parts(content, f"messages[{len(messages) - 1}]") if isinstance(content, list) else content or ""
+    return _text(messages[-1].content, f"messages[{len(messages) - 1}]") or ""
 
 
-def _join_parts(parts: list[ContentPart], param: str) -> str:
+def _text(content: str | list[ContentPart] | None, param: str) -> str | None:
+    return join_parts(content, f"{param}.content", ("text", "refusal")) if isinstance(content, list) else content
+
+
+def join_parts(parts: Sequence[ContentPart | Part], param: str, kinds: Container[str]) -> str:
+    """Return the text of the parts in the field `param`. Raises InvalidRequest for one that is not of these kinds."""
     texts = []
-    for i, part in enumerate(parts):
-        if part.type not in ("text", "refusal"):
-            raise content_not_supported(f"{param}.content[{i}].type", part.type)
-        text = part.text if part.type == "text" else part.refusal
+    for index, part in enumerate(parts):
+        if part.type not in kinds:
+            raise content_not_supported(f"{param}[{index}].type", part.type)
+        name = "refusal" if part.type == "refusal" else "text"
+        text: str | None = getattr(part, name)
         if text is None:
-            param = f"{param}.content[{i}].{part.type}"
-            raise InvalidRequest(f"{param} is missing", param=param)
+            raise InvalidRequest(f"{param}[{index}].{name} is missing", param=f"{param}[{index}].{name}")
         texts.append(text)
     return "\n".join(texts)

@@ -3,16 +3,18 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol.chat import TokenLogprob
 from jaxserve.server.protocol.common import (
     AnswerRequest,
     Effort,
+    NotNegative,
+    NumLogprobs,
+    Positive,
     Reasoning,
     Verbosity,
-    check_num_logprobs,
     check_stream_options,
     not_supported,
 )
@@ -20,13 +22,13 @@ from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.items import InputItem
 from jaxserve.server.protocol.names import STRUCTS
 
-MAX_METADATA = 16
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that requests log probabilities."""
 IGNORED_INCLUDES = frozenset({"reasoning.encrypted_content"})
 
+Text = Annotated[str, Meta(max_length=512)]
+"""A text that comes back in the response."""
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Text], Meta(max_length=16)]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -107,7 +109,7 @@ HostedTool = msgspec.defstruct(
 """Fields of the tools that OpenAI's servers run."""
 
 _TOOLS = (FunctionTool, CustomTool, NamespaceTool, HostedTool)
-AnyTool = Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: _TOOLS})]
+AnyTool = Annotated[dict[str, Any], Meta(extra={STRUCTS: _TOOLS})]
 """A tool of any type, as it was sent."""
 
 
@@ -128,7 +130,7 @@ class ToolChoiceFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
     namespace: str | None = None
     server_label: str | None = None
     mode: str | None = None
-    tools: list[Annotated[dict[str, Any], msgspec.Meta(extra={STRUCTS: (AllowedFunction,)})]] | None = None
+    tools: list[Annotated[dict[str, Any], Meta(extra={STRUCTS: (AllowedFunction,)})]] | None = None
 
 
 class ResponsesRequest(AnswerRequest, kw_only=True):
@@ -141,9 +143,9 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    metadata: dict[str, str] | None = None
-    max_output_tokens: int | None = None
-    top_logprobs: int | None = None
+    metadata: Metadata | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: NumLogprobs | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -156,11 +158,11 @@ class ResponsesRequest(AnswerRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
+    thinking_token_budget: NotNegative | None = None
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    service_tier: Text | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -184,26 +186,11 @@ def check_responses_request(body: ResponsesRequest) -> None:
     for entry in body.include or ():
         if entry != LOGPROBS and entry not in IGNORED_INCLUDES:
             raise not_supported("include", f"including {entry[:64]!r}")
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
-    if body.top_logprobs is not None:
-        check_num_logprobs("top_logprobs", body.top_logprobs)
     if body.background and body.store is False:
         raise InvalidRequest("background needs store=true", param="background")
     check_stream_options(body)
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         raise not_supported("stream_options.continuous_usage_stats", "usage before the end")
-    for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier"):
-        if len(getattr(body, name) or "") > MAX_METADATA_VALUE:
-            raise InvalidRequest(f"{name} has more than {MAX_METADATA_VALUE} characters", param=name)
-    if len(body.metadata or ()) > MAX_METADATA:
-        raise InvalidRequest(f"metadata has more than {MAX_METADATA} entries", param="metadata")
-    for key, value in (body.metadata or {}).items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise InvalidRequest(
-                f"metadata: keys have at most {MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}",
-                param="metadata",
-            )
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -335,9 +322,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
-    user: str | UnsetType = UNSET
-    safety_identifier: str | UnsetType = UNSET
-    prompt_cache_key: str | UnsetType = UNSET
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     service_tier: str | None = None
     usage: ResponseUsage | UnsetType = UNSET
 

@@ -6,7 +6,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import Pooling, TruncationSide
-from jaxserve.server.protocol.common import check_priority_and_salt, check_request_id
+from jaxserve.server.protocol.common import CacheSalt, NotNegative, Priority, RequestId
 from jaxserve.server.protocol.embeddings import MAX_INPUTS, EmbeddingUsage
 
 _NOT_OF_EMBEDDINGS = ("user", "use_activation", "padding")
@@ -19,17 +19,15 @@ class PoolingRequest(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     user: str | None = None
     use_activation: bool | None = None
-    padding: Literal["max_length", "do_not_pad"] | None = None
+    padding: Literal["do_not_pad"] | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the fields that a request for embeddings has too. Raises InvalidRequest for what is not served."""
-        if self.padding == "max_length":
-            raise InvalidRequest("padding 'max_length' is not supported: inputs are never padded", param="padding")
+        """Return the fields that a request for embeddings has too."""
         return {
             name: getattr(self, name) for name in PoolingRequest.__struct_fields__ if name not in _NOT_OF_EMBEDDINGS
         }
@@ -39,24 +37,8 @@ class ScoringRequest(PoolingRequest, kw_only=True):
     """What /v1/score and /v1/rerank have."""
 
     instruct: str | None = None
-    max_tokens_per_query: int | None = None
-    max_tokens_per_doc: int | None = None
-
-    def names(self) -> tuple[str, str]:
-        """Return the names of the fields with the two texts of each pair."""
-        raise NotImplementedError
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the texts to compare. Raises InvalidRequest."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise InvalidRequest, naming the field, for a value out of range."""
-        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
-            if (getattr(self, name) or 0) < 0:
-                raise InvalidRequest(f"{name} must not be negative, got {getattr(self, name)}", param=name)
-        check_priority_and_salt(self.priority, self.cache_salt)
-        check_request_id(self.request_id)
+    max_tokens_per_query: NotNegative | None = None
+    max_tokens_per_doc: NotNegative | None = None
 
 
 _NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -107,7 +89,7 @@ class RerankRequest(ScoringRequest, kw_only=True):
 
     query: str
     documents: list[str | Document]
-    top_n: int | None = None
+    top_n: NotNegative | None = None
     return_documents: bool | None = None
 
     def names(self) -> tuple[str, str]:
@@ -120,9 +102,10 @@ class RerankRequest(ScoringRequest, kw_only=True):
 
     def texts(self) -> list[str]:
         """Return the documents. Raises InvalidRequest."""
-        if self.top_n is not None and self.top_n < 0:
-            raise InvalidRequest(f"top_n must not be negative, got {self.top_n}", param="top_n")
         return _texts("documents", [each if isinstance(each, str) else each.text for each in self.documents])
+
+
+AnyScoring = ScoreRequest | RerankRequest
 
 
 class ClassifyRequest(PoolingRequest, kw_only=True):

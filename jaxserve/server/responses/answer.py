@@ -19,8 +19,7 @@ from jaxserve.server.protocol.chat import ChatChunkChoice, TokenLogprob
 from jaxserve.server.protocol.items import Item
 from jaxserve.server.protocol.responses import ResponseBody, ResponseError, ResponsesRequest, Status, without_logprobs
 from jaxserve.server.responses.conversation import name_as_sent
-from jaxserve.server.responses.journal import Journal
-from jaxserve.server.responses.relay import Relay
+from jaxserve.server.responses.journal import Journal, Relay
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import Tools
 from jaxserve.server.responses.writer import Event, ResponseWriter, frame
@@ -74,10 +73,6 @@ class Answer:
         )
         self._logprobs: list[TokenLogprob] = []
         self._untold: list[bytes] = []  # events not yet written
-
-    async def stream(self, write: Write) -> None:
-        """Stream the answer as server-sent events."""
-        await self.run(write)
 
     async def fail(self, error: Exception) -> bytes:
         """Mark the answer as failed and store that; return the events that have not been written yet."""
@@ -192,10 +187,13 @@ class Answer:
         delta, writer = piece.delta, self._writer
         if delta.reasoning:
             yield from writer.reasoning(delta.reasoning)
-        if piece.logprobs is not None and not (delta.reasoning or delta.tool_calls):
+        if piece.logprobs is not None:
             self._logprobs += piece.logprobs.content  # a token whose text is held back has them too
         if delta.content or (piece.finish_reason and self._logprobs and writer.is_speaking):
-            yield from writer.text(delta.content or "", self._logprobs)
+            text, may_follow = delta.content or "", self._chat.has_thoughts and not writer.is_speaking
+            yield from writer.text(text, _spoken(self._logprobs, text) if may_follow else self._logprobs)
+            self._logprobs = []
+        if delta.reasoning or delta.tool_calls:
             self._logprobs = []
         for call in delta.tool_calls or ():
             name, given = "", ""
@@ -250,6 +248,16 @@ class Answer:
             num_inputs=len(self._items),
             item_ids=tuple(item.id for item in self.response.output),
         )
+
+
+def _spoken(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Return the tokens of `text`, the beginning of a message, without those of the thoughts' end before it. All, if it
+    begins within a token.
+    """
+    written = [bytes(each.bytes or ()) for each in logprobs]
+    starts = range(len(written) - 1, 0, -1)
+    begun = (start for start in starts if b"".join(written[start:]).lstrip().startswith(text.lstrip().encode()))
+    return logprobs[next(begun, 0) :]
 
 
 def fail_abandoned(responses: ResponseStore) -> None:

@@ -8,7 +8,7 @@ from jaxserve.decoding import converted
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.protocol import fields
 from jaxserve.server.protocol.chat import ChatRequest
-from jaxserve.server.protocol.common import content_not_supported, not_supported, rename
+from jaxserve.server.protocol.common import not_supported, rename
 from jaxserve.server.protocol.items import (
     CallItem,
     CallOutputItem,
@@ -18,6 +18,7 @@ from jaxserve.server.protocol.items import (
     Part,
     ThoughtsItem,
 )
+from jaxserve.server.protocol.messages import join_parts
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 from jaxserve.server.responses import foreign
 from jaxserve.server.responses.tools import Tools, chat_tool_choice, flat_name
@@ -37,6 +38,9 @@ _NAMES = {
     "tool_choice.custom": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
 }
+
+
+_TEXTS = ("input_text", "output_text", "reasoning_text", "text", "refusal")
 
 
 def input_items(given: str | list[Item]) -> list[Item]:
@@ -185,15 +189,4 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 
 
 def _text(content: str | list[Part], param: str) -> str:
-    """Join parts as in a chat message."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.type not in ("input_text", "output_text", "reasoning_text", "text", "refusal"):
-            raise content_not_supported(f"{param}[{index}].type", part.type)
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is None:
-            raise InvalidRequest(f"{param}[{index}].text is missing", param=f"{param}[{index}].text")
-        texts.append(text)
-    return "\n".join(texts)
+    return content if isinstance(content, str) else join_parts(content, param, _TEXTS)

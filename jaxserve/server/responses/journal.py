@@ -8,7 +8,6 @@ import time
 import msgspec
 
 from jaxserve.server.protocol.responses import ResponseBody
-from jaxserve.server.responses.relay import Relay
 from jaxserve.server.responses.store import ResponseStore
 from jaxserve.server.responses.writer import frame, is_last, last_event, replay
 from jaxserve.server.wire.streaming import Write
@@ -20,6 +19,27 @@ SAVE_INTERVAL = 0.25
 
 WAIT_FOR_END = 5.0
 """Seconds that the last event of a complete response may take to be stored. Then its worker has ended without it."""
+
+
+class Relay:
+    """Passes frames from one task to another. If the reader ends first, frames are dropped, and the writer goes on."""
+
+    def __init__(self) -> None:
+        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._is_read = True
+
+    def __call__(self, frame: bytes | None, /) -> None:
+        """Pass a frame on; None is the end."""
+        if self._is_read:
+            self._frames.put_nowait(frame)
+
+    async def copy(self, write: Write) -> None:
+        """Write frames as they arrive, until the end. Raises RequestFailed when they are read too slowly."""
+        try:
+            while (frame := await self._frames.get()) is not None:
+                write(frame)
+        finally:
+            self._is_read = False
 
 
 class Journal:
@@ -64,7 +84,7 @@ class Journal:
     async def end(self) -> None:
         """Store the rest: nothing more will come."""
         if self._relay is not None:
-            self._relay.end()
+            self._relay(None)
         await self.save()
 
 

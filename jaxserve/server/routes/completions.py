@@ -24,6 +24,7 @@ from jaxserve.server.protocol.completions import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
+    Prompt,
     check_completion_request,
 )
 from jaxserve.server.protocol.structured import structured_outputs
@@ -87,26 +88,44 @@ def _checked(
         params = for_beams(params)
     groups = []
     for index, prompt in enumerate(while_wanted_by_client(prompts, gone)):
-        if isinstance(prompt, str):
-            model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
-        group = model.frontend.prepare(
-            prompt,
-            params,
-            request_id=f"{request_id}-{index}",
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            add_special_tokens=body.add_special_tokens is not False,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation_side=body.truncation_side or "left",
-            shorten_output=body.token_limit is None,
-            grammar=grammar,
-        )
-        if body.echo and group.prompt is None:
-            group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
-        elif body.echo and body.truncate_prompt_tokens is not None:
-            group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids)
+        try:
+            group = _prepare_one(model, body, prompt, params, grammar, request_id=f"{request_id}-{index}")
+        except InvalidRequest as error:
+            if len(prompts) > 1:
+                rename(error, "prompt", f"prompt[{index}]")
+            raise
         groups.append(set_beams(model.frontend, group, beams))
     return groups
+
+
+def _prepare_one(
+    model: ServedModel,
+    body: CompletionRequest,
+    prompt: Prompt,
+    params: SamplingParams,
+    grammar: str,
+    *,
+    request_id: str,
+) -> RequestGroup:
+    if isinstance(prompt, str):
+        model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
+    group = model.frontend.prepare(
+        prompt,
+        params,
+        request_id=request_id,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
+        shorten_output=body.token_limit is None,
+        grammar=grammar,
+    )
+    if body.echo and group.prompt is None:
+        group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids, skip_special_tokens=False)
+    elif body.echo and body.truncate_prompt_tokens is not None:
+        group.prompt = model.frontend.tokenizer.decode(group.prompt_token_ids)
+    return group
 
 
 class _Completion:

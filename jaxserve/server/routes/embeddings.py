@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +19,6 @@ from starlette.responses import Response
 from jaxserve.engine.embedding import Embedder, check_dimensions, finish_embedding
 from jaxserve.engine.output import RequestGroup
 from jaxserve.errors import InvalidRequest
-from jaxserve.request import RequestOutput
 from jaxserve.server.generation.running import while_wanted_by_client
 from jaxserve.server.generation.served_model import ServedModel
 from jaxserve.server.generation.template import render_chat
@@ -54,9 +53,9 @@ async def create(request: Request) -> Response:
     body = await state.reader.request(request, EmbeddingRequest)
     groups = await embed(state, body, request)
     answer_id = f"embd-{body.request_id or request.scope['request_id']}"
-    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    answer = EmbeddingResponse(id=answer_id, created=int(time.time()), data=[], model=state.model.name, usage=usage)
+    answer = EmbeddingResponse(
+        id=answer_id, created=int(time.time()), data=[], model=state.model.name, usage=usage_of(groups)
+    )
     if body.encoding_format in ("bytes", "bytes_only"):
         return _in_one_piece(body, answer, groups, state.model.frontend.embedder)
     data: Any = EncodedList()
@@ -69,8 +68,15 @@ async def create(request: Request) -> Response:
 async def embed(state: ServerState, body: EmbeddingRequest, request: Request) -> list[RequestGroup]:
     """Run the inputs of `body`, which `request` brought; the vector of each is in its group. Raises InvalidRequest."""
     groups = await state.runner.prepare(lambda gone: _prepare(state.model, body, gone), request)
-    await while_wanted(state.runner.run(groups, _ignore), receive=request.receive, stopping=state.life.stopping)
+    run = state.runner.run(groups, lambda _index, _delta: None)  # the vector is in the group
+    await while_wanted(run, receive=request.receive, stopping=state.life.stopping)
     return groups
+
+
+def usage_of(groups: Sequence[RequestGroup]) -> EmbeddingUsage:
+    """Return the usage of inputs."""
+    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
+    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 def _prepare(model: ServedModel, body: EmbeddingRequest, gone: threading.Event) -> list[RequestGroup]:
@@ -83,42 +89,34 @@ def _prepare(model: ServedModel, body: EmbeddingRequest, gone: threading.Event) 
             "this model reads lowercase text (do_lower_case), which a chat template is not: give input",
             param="messages",
         )
-    request_id = f"embd-{uuid.uuid4().hex}"
-    try:
-        return [
-            _prepare_one(model, body, prompt, text, request_id=f"{request_id}-{index}")
-            for index, (prompt, text) in enumerate(while_wanted_by_client(_prompts(model, body), gone))
-        ]
-    except InvalidRequest as error:
-        rename(error, "prompt", "input" if body.messages is None else "messages")
-        raise
-
-
-def _prompts(model: ServedModel, body: EmbeddingRequest) -> Iterator[tuple[Prompt, str | None]]:
-    """Yield each prompt, and its text if it was rendered. Raises InvalidRequest."""
     if body.messages is None:
-        for prompt in body.prompts():
-            if isinstance(prompt, str):
-                model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
-            yield prompt, None
-        return
-    text = render_chat(model.frontend.tokenizer, model.message_style, body.conversation())
-    model.check_text_length(text, may_exceed=body.truncate_prompt_tokens is not None)
-    yield text, text
+        prompts = body.prompts()
+    else:
+        prompts = [render_chat(model.frontend.tokenizer, model.message_style, body.conversation())]
+    request_id = f"embd-{uuid.uuid4().hex}"
+    groups = []
+    for index, prompt in enumerate(while_wanted_by_client(prompts, gone)):
+        try:
+            groups.append(_prepare_one(model, body, prompt, request_id=f"{request_id}-{index}"))
+        except InvalidRequest as error:
+            name = "input" if body.messages is None else "messages"
+            rename(error, "prompt", f"{name}[{index}]" if len(prompts) > 1 else name)
+            raise
+    return groups
 
 
-def _prepare_one(
-    model: ServedModel, body: EmbeddingRequest, prompt: Prompt, text: str | None, *, request_id: str
-) -> RequestGroup:
-    is_rendered = text is not None  # a template writes its own special tokens
+def _prepare_one(model: ServedModel, body: EmbeddingRequest, prompt: Prompt, *, request_id: str) -> RequestGroup:
+    if isinstance(prompt, str):
+        model.check_text_length(prompt, may_exceed=body.truncate_prompt_tokens is not None)
+    adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     return model.frontend.prepare_embedding(
         prompt,
         pooling=body.pooling or model.pooling,
         request_id=request_id,
-        prompt_text=text,
+        prompt_text=prompt if body.messages is not None and isinstance(prompt, str) else None,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        add_special_tokens=not is_rendered if body.add_special_tokens is None else body.add_special_tokens,
+        add_special_tokens=adds,  # a template writes its own
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side or "left",
         prompt_name=body.prompt_name,
@@ -179,7 +177,3 @@ def _in_one_piece(
         )
     headers = {"metadata": json.dumps(json.loads(metadata))}  # escapes all but ASCII
     return Response(b"".join(pieces), headers=headers, media_type="application/octet-stream")
-
-
-def _ignore(_index: int, _delta: RequestOutput) -> None:
-    """Ignore deltas: the vector is in the group."""

@@ -1,8 +1,9 @@
 """POST /v1/messages: a conversation in the shapes of Anthropic's API, answered by the same engine as a chat."""
 
+import functools
 import uuid
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -23,7 +24,7 @@ from jaxserve.server.anthropic.protocol import (
     OriginalCount,
     TokenCount,
 )
-from jaxserve.server.anthropic.writer import MessageWriter, frame
+from jaxserve.server.anthropic.writer import Event, MessageWriter, frame
 from jaxserve.server.generation.chat import Chat
 from jaxserve.server.generation.served_model import ServedModel
 from jaxserve.server.generation.template import render_chat
@@ -54,7 +55,7 @@ async def create(request: Request) -> Response:
         shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
         cache_block=info.block_size if info.enable_prefix_caching and _asks_to_cache(body) else None,
     )
-    answer = _Answer(body, Chat(state.chats, chat_body, group, answer_id=request_id), writer)
+    run = functools.partial(_run, body, Chat(state.chats, chat_body, group, answer_id=request_id), writer)
     if body.stream:
 
         async def tell_failure(error: Exception) -> bytes:
@@ -65,13 +66,13 @@ async def create(request: Request) -> Response:
             return b"event: error\ndata: %b\n\n" % failure
 
         return EventStream(
-            answer.run,
+            run,
             slow_readers=state.slow_readers,
             stopping=state.life.stopping,
             done=b"",
             tell_failure=tell_failure,
         )
-    await while_wanted(answer.run(), receive=request.receive, stopping=state.life.stopping)
+    await while_wanted(run(), receive=request.receive, stopping=state.life.stopping)
     return json_response(message)
 
 
@@ -95,28 +96,24 @@ def _count(model: ServedModel, body: ChatRequest) -> int:
     return len(model.frontend.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)))
 
 
-class _Read[T: CountRequest](NamedTuple):
-    """A body whose conversation was edited, the equivalent chat, and the edits that have removed something."""
-
-    body: T
-    chat: ChatRequest
-    applied: list[AppliedEdit]
-
-
-async def _read[T: CountRequest](state: ServerState, request: Request, kind: type[T]) -> _Read[T]:
-    """Return what a request asks for. Raises InvalidRequest and ModelNotFound."""
+async def _read[T: CountRequest](
+    state: ServerState, request: Request, kind: type[T]
+) -> tuple[T, ChatRequest, list[AppliedEdit]]:
+    """Return the body with its conversation edited, the equivalent chat, and the edits that have removed something.
+    Raises InvalidRequest and ModelNotFound.
+    """
     body = await state.reader.struct(request, kind, route="messages")
     try:
         chat = chat_request(body, has_thoughts=state.model.syntax.has_thoughts)
         edits = edits_of(body.context_management).known
         for what in ignored(body):
-            state.reader.ignore(what, route="messages")
+            state.reader.unknown_fields.ignore(what, route="messages")
         if not edits:
-            return _Read(body, chat, [])
+            return body, chat, []
         check_chat_request(chat)
         messages, applied = await state.runner.prepare(lambda _: _edited(state.model, body, edits), request)
         body = msgspec.structs.replace(body, messages=messages)
-        return _Read(body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied)
+        return body, chat_request(body, has_thoughts=state.model.syntax.has_thoughts), applied
     except InvalidRequest as error:
         name_as_sent(error, body)
         raise
@@ -148,34 +145,25 @@ def _asks_to_cache(body: CountRequest) -> bool:
     )
 
 
-class _Answer:
-    """The answer to one request."""
+async def _run(body: MessagesRequest, chat: Chat, writer: MessageWriter, write: Write | None = None) -> None:
+    """Run the request and `write` its events in order."""
+    is_begun = False
 
-    def __init__(self, body: MessagesRequest, chat: Chat, writer: MessageWriter):
-        self._body = body
-        self._chat = chat
-        self._writer = writer
-
-    async def run(self, write: Write | None = None) -> None:
-        """Run the request and `write` its events in order."""
-        is_begun = False
-
-        def take(choice: ChatChunkChoice) -> None:
-            nonlocal is_begun
-            if not is_begun:  # the engine's refusal comes before any event
-                is_begun = True
-                for event in self._writer.start(self._chat.usage.total()):
-                    if write is not None:
-                        write(frame(event))
-            for event in self._writer.take(choice):
-                if write is not None:
-                    write(frame(event))
-
-        try:
-            await self._chat.run(take)
-        except InvalidRequest as error:
-            name_as_sent(error, self._body)
-            raise
-        for event in self._writer.finish(self._chat.usage.total()):
+    def tell(events: Iterable[Event]) -> None:
+        for event in events:
             if write is not None:
                 write(frame(event))
+
+    def take(choice: ChatChunkChoice) -> None:
+        nonlocal is_begun
+        if not is_begun:  # the engine's refusal comes before any event
+            is_begun = True
+            tell(writer.start(chat.usage.total()))
+        tell(writer.take(choice))
+
+    try:
+        await chat.run(take)
+    except InvalidRequest as error:
+        name_as_sent(error, body)
+        raise
+    tell(writer.finish(chat.usage.total()))

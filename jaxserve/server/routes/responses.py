@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -36,8 +35,7 @@ from jaxserve.server.responses.conversation import (
     listed,
     name_as_sent,
 )
-from jaxserve.server.responses.journal import follow
-from jaxserve.server.responses.relay import Relay
+from jaxserve.server.responses.journal import Relay, follow
 from jaxserve.server.responses.store import ResponseStore, StoredResponse
 from jaxserve.server.responses.tools import tools_of
 from jaxserve.server.state import ServerState, server_state
@@ -47,6 +45,11 @@ from jaxserve.server.wire.streaming import EventStream, while_wanted
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_CANCEL = 10.0  # seconds
+_REPEATED = (
+    *("instructions", "max_output_tokens", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
+)
+"""Fields of a request that its response has unchanged."""
 
 
 async def create(request: Request) -> Response:
@@ -62,7 +65,7 @@ async def create(request: Request) -> Response:
         return await answer.start_in_background()
     if body.stream:
         return EventStream(
-            answer.stream,
+            answer.run,
             slow_readers=state.slow_readers,
             stopping=state.life.stopping,
             done=b"",
@@ -75,7 +78,7 @@ async def create(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Return a stored response in its current state, or its events: those that were, and those to come."""
     is_stream = _flag(request, "stream")
-    after = _starting_after(request)
+    after = _number(request, "starting_after", default=-1, least=0, most=2**31)
     stored = await _find(request)
     if is_stream:
         state, owner = server_state(request.scope), request.scope["owner"]
@@ -93,13 +96,12 @@ def _flag(request: Request, name: str) -> bool:
     return value in ("true", "1")
 
 
-def _starting_after(request: Request) -> int:
-    """Return the sequence number behind which a stream begins, -1 for the whole of it."""
-    value = request.query_params.get("starting_after")
+def _number(request: Request, name: str, *, default: int, least: int, most: int) -> int:
+    value = request.query_params.get(name)
     if value is None:
-        return -1
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
-        raise InvalidRequest("starting_after must be the sequence number of an event", param="starting_after")
+        return default
+    if not (value.isascii() and value.isdecimal() and least <= int(value[:20]) <= most):
+        raise InvalidRequest(f"{name} must be an integer in [{least}, {most}], got {value!r:.40}", param=name)
     return int(value)
 
 
@@ -113,14 +115,21 @@ async def delete(request: Request) -> Response:
 
 
 async def show_input(request: Request) -> Response:
-    """Return the input items of a stored response."""
+    """Return a page of the input items of a stored response, the last one first unless `order` is asc."""
+    limit = _number(request, "limit", default=20, least=1, most=100)
+    order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
     stored = await _find(request)
     items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
-    data = [listed(item, index) for index, item in enumerate(items)]
+    data = [listed(item, index) for index, item in enumerate(items)][:: 1 if order == "asc" else -1]
     ids = [str(item["id"]) for item in data]
-    return json_response(
-        ItemList(data=data, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=False)
-    )
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after: there is no input item {after[:80]!r}", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page, ids = data[start : start + limit], ids[start : start + limit]
+    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
+    return json_response(ItemList(data=page, first_id=first_id, last_id=last_id, has_more=start + limit < len(data)))
 
 
 async def cancel(request: Request) -> Response:
@@ -171,7 +180,7 @@ async def _prepare(state: ServerState, body: ResponsesRequest, request: Request)
     response_id = f"resp_{uuid.uuid4().hex}"
     tools = tools_of(body, items, num_before=len(earlier))
     for kind in tools.left_out:
-        state.reader.ignore(f"tools[].type {kind[:40]!r}", route="responses")
+        state.reader.unknown_fields.ignore(f"tools[].type {kind[:40]!r}", route="responses")
     try:
         chat_body = chat_request(body, as_messages(items, num_before=len(earlier)), tools)
         group = await state.chats.prepare(chat_body, request, request_id=response_id, num_stored_bytes=num_stored_bytes)
@@ -225,17 +234,15 @@ async def _find_earlier(state: ServerState, response_id: str, *, owner: str) -> 
 def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) -> ResponseBody:
     defaults = state.model.frontend.default_sampling
     return ResponseBody(
+        **{name: getattr(body, name) for name in _REPEATED},
         id=response_id,
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",
         background=bool(body.background),
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         model=state.model.name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        previous_response_id=body.previous_response_id,
         reasoning=body.reasoning or Reasoning(),
         store=body.store is not False and state.responses.store.is_enabled,
         temperature=float(defaults.get("temperature", 1.0) if body.temperature is None else body.temperature),
@@ -246,10 +253,6 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
         tool_choice=body.tool_choice or "auto",
         tools=[_echoed(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
-        user=UNSET if body.user is None else body.user,
-        safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
-        prompt_cache_key=UNSET if body.prompt_cache_key is None else body.prompt_cache_key,
-        service_tier=body.service_tier,
         top_p=float(defaults.get("top_p", 1.0) if body.top_p is None else body.top_p),
     )
 

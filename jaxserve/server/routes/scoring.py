@@ -4,6 +4,7 @@ POST /classify: probabilities of labels.
 """
 
 import asyncio
+import re
 import threading
 import time
 import uuid
@@ -19,8 +20,10 @@ from jaxserve.engine.scoring import NO_INSTRUCTION, PairScorer, check_pair_optio
 from jaxserve.errors import InvalidRequest
 from jaxserve.server.generation.running import while_wanted_by_client
 from jaxserve.server.generation.served_model import ServedModel
+from jaxserve.server.protocol.common import rename
 from jaxserve.server.protocol.embeddings import EmbeddingRequest, EmbeddingUsage
 from jaxserve.server.protocol.scoring import (
+    AnyScoring,
     Classification,
     ClassifyRequest,
     ClassifyResponse,
@@ -31,9 +34,8 @@ from jaxserve.server.protocol.scoring import (
     Score,
     ScoreRequest,
     ScoreResponse,
-    ScoringRequest,
 )
-from jaxserve.server.routes.embeddings import embed
+from jaxserve.server.routes.embeddings import embed, usage_of
 from jaxserve.server.state import ServerState, server_state
 from jaxserve.server.wire.body import json_response
 from jaxserve.server.wire.streaming import while_wanted
@@ -98,30 +100,28 @@ async def classify(request: Request) -> Response:
             created=int(time.time()),
             model=state.model.name,
             data=data,
-            usage=_usage(groups),
+            usage=usage_of(groups),
         )
     )
 
 
-async def _scores(state: ServerState, body: ScoringRequest, request: Request) -> tuple[list[float], EmbeddingUsage]:
+async def _scores(state: ServerState, body: AnyScoring, request: Request) -> tuple[list[float], EmbeddingUsage]:
     """Return the score of each pair. Raises InvalidRequest."""
-    body.check()
     pairs, scorer = body.pairs(), pair_scorer(state.model.frontend)
     if scorer is None:
         return await _similarities(state, body, pairs, request)
-    body.options()  # raises
     check_pair_options(scorer, pooling=body.pooling)
     groups = await state.runner.prepare(lambda gone: _prepare(state.model, scorer, body, pairs, gone), request)
     run = state.runner.run(groups, lambda _index, _delta: None)
     await while_wanted(run, receive=request.receive, stopping=state.life.stopping)
     has_activation = body.use_activation is not False
-    return [scorer.score(group, use_activation=has_activation) for group in groups], _usage(groups)
+    return [scorer.score(group, use_activation=has_activation) for group in groups], usage_of(groups)
 
 
 def _prepare(
     model: ServedModel,
     scorer: PairScorer,
-    body: ScoringRequest,
+    body: AnyScoring,
     pairs: Sequence[tuple[str, str]],
     gone: threading.Event,
 ) -> list[RequestGroup]:
@@ -149,7 +149,7 @@ def _prepare(
     return groups
 
 
-def _shortened(model: ServedModel, body: ScoringRequest, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _shortened(model: ServedModel, body: AnyScoring, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield pairs with no more tokens than the request allows for each text. Raises InvalidRequest."""
     tokenizer = model.frontend.tokenizer
     limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
@@ -162,7 +162,7 @@ def _shortened(model: ServedModel, body: ScoringRequest, pairs: Iterable[tuple[s
 
 
 async def _similarities(
-    state: ServerState, body: ScoringRequest, pairs: Sequence[tuple[str, str]], request: Request
+    state: ServerState, body: AnyScoring, pairs: Sequence[tuple[str, str]], request: Request
 ) -> tuple[list[float], EmbeddingUsage]:
     """Return the similarity of each pair's vectors; a text that occurs several times is embedded once. Raises
     InvalidRequest.
@@ -179,16 +179,13 @@ async def _similarities(
     try:
         groups = await embed(state, wanted, request)
     except InvalidRequest as error:
-        if error.param is not None and error.param.startswith("input"):
-            error.param = None  # the message says what is wrong with the text
+        if found := re.fullmatch(r"input(?:\[(\d+)\])?", error.param or ""):
+            text, fields = texts[int(found[1] or 0)], body.names()
+            named = ((pair[side], f"{fields[side]}[{index}]") for index, pair in enumerate(pairs) for side in (0, 1))
+            rename(error, found[0], next(name for each, name in named if each == text))
         raise
     vectors = {}
     for text, group in zip(texts, groups, strict=True):
         assert group.embedding is not None, "a finished pooling request has a vector"
         vectors[text] = finish_embedding(group.embedding, embedder, normalize=True if has_cosine else None)
-    return [embedder.similarity_of(vectors[first], vectors[second]) for first, second in pairs], _usage(groups)
-
-
-def _usage(groups: Sequence[RequestGroup]) -> EmbeddingUsage:
-    num_tokens = sum(len(group.prompt_token_ids) for group in groups)
-    return EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return [embedder.similarity_of(vectors[first], vectors[second]) for first, second in pairs], usage_of(groups)

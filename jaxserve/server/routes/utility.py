@@ -1,4 +1,4 @@
-"""Routes for operators and evaluation tools: tokens, health, version, metrics. None of them waits for the engine."""
+"""Routes for operators and evaluation tools: tokens, health, version, metrics. Only the engine's state waits for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +91,11 @@ async def load(request: Request) -> Response:
     """Return how many requests the engine runs or has waiting."""
     stats = server_state(request.scope).model.frontend.client.stats()
     return json_response(Load(stats.num_running + stats.num_waiting))
+
+
+async def engine_state(request: Request) -> Response:
+    """Return the engine's current state. Raises EngineDead."""
+    return json_response(await server_state(request.scope).engine_view.state())
 
 
 async def live(_request: Request) -> Response:

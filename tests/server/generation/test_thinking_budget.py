@@ -132,11 +132,16 @@ def test_a_response(serve, budget):
         "thinking_token_budget": budget,
         "max_output_tokens": 60,
         "seed": 1,
+        "include": ["message.output_text.logprobs"],
+        **FORMS["regex"],
     }
     answer = serve("deepseek_r1").post(RESPONSES, body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["output_tokens_details"]["reasoning_tokens"] <= budget
-    assert any(item["type"] == "message" for item in answer.json()["output"])
+    (message,) = (item for item in answer.json()["output"] if item["type"] == "message")
+    (part,) = message["content"]
+    written = b"".join(bytes(each["bytes"]) for each in part["logprobs"]).decode()
+    assert written.lstrip().startswith(part["text"])  # without the tokens that end the thoughts
 
 
 @pytest.mark.parametrize("budget", [0, 3])
@@ -154,7 +159,7 @@ def test_channels(serve, budget):
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 @pytest.mark.parametrize(
     ("parser", "budget", "word"),
-    [("qwen3", -1, "negative"), ("none", 5, "--reasoning-parser"), ("none", 0, "thoughts"), ("qwen3", "5", "int")],
+    [("qwen3", -1, ">= 0"), ("none", 5, "--reasoning-parser"), ("none", 0, "thoughts"), ("qwen3", "5", "int")],
 )
 def test_refused(tokenizer, path, parser, budget, word):
     with running(tokenizer, reasoning_parser=parser, tool_call_parser="none") as server:

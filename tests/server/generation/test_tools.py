@@ -209,9 +209,13 @@ def test_a_mark_of_thoughts_in_a_message_opens_none(serve, messages):
 
 
 def test_an_assistant_s_message_that_is_continued_opens_thoughts_as_an_answer_does(serve):
-    server = serve("so.</think>Yes.", reasoning_parser="qwen3")
+    server = serve(" so.</think>Yes.", reasoning_parser="qwen3")
     options = {"continue_final_message": True, "add_generation_prompt": False}
-    for prefix, expected in (("<think>Hm,", ("so.", "Yes.")), ("The tag <think> is", (None, "so.</think>Yes."))):
+    for prefix, expected in (
+        ("<think>Hm,", (" so.", "Yes.")),
+        ("<think>", ("so.", "Yes.")),
+        ("The tag <think> is", (None, " so.</think>Yes.")),
+    ):
         messages = [USER, {"role": "assistant", "content": prefix}]
         message = server.post(CHAT, {"messages": messages, **options}).json()["choices"][0]["message"]
         assert (message.get("reasoning"), message["content"]) == expected

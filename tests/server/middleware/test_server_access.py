@@ -16,12 +16,12 @@ from jaxserve.server.app import ADMIN_PATHS, ROUTES
 from jaxserve.server.middleware.keys import admin_keys, client_keys
 from jaxserve.server.process.access import check_access
 from jaxserve.server.process.tls import ssl_context
-from jaxserve.server.routes import docs, playground
+from jaxserve.server.routes import pages
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
 
 KEY = "s3cret-\u00e9"
 ADMIN_KEY = "root-0"
-OPEN = {"/live", "/health", "/ping", *playground.FILES, *docs.FILES}
+OPEN = {"/live", "/health", "/ping", *pages.FILES}
 PATHS = [*sorted({route.path.replace("{model:path}", "fake") for route in ROUTES} - OPEN), "/nothing", "/health/"]
 
 

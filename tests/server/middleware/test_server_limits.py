@@ -166,7 +166,7 @@ TOO_LONG = "naïve " * 2**20
         ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
         ("/v1/completions", {"prompt": TOO_LONG, "truncate_prompt_tokens": 3}, "prompt"),
-        ("/v1/completions", {"prompt": ["a", TOO_LONG], "truncate_prompt_tokens": -1}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", TOO_LONG], "truncate_prompt_tokens": -1}, "prompt[1]"),
         ("/v1/embeddings", {"input": TOO_LONG, "truncate_prompt_tokens": 3}, "input"),
         (
             "/v1/chat/completions",

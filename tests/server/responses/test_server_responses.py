@@ -70,8 +70,12 @@ def test_turns(server, openai_client):
     assert text.index("1?") < text.index("assistant\none") < text.index("2?")
     third = openai_client.responses.create(model="fake", input="3?", previous_response_id=second.id)
     assert all(part in server.prompt() for part in ("1?", "one", "2?", "two", "3?"))
-    items = openai_client.responses.input_items.list(third.id).data
-    assert [item.content[0].text for item in items if item.role == "user"] == ["1?", "2?", "3?"]
+    for options in ({}, {"limit": 2}, {"order": "asc"}, {"order": "asc", "limit": 1}):
+        items = openai_client.responses.input_items.list(third.id, **options)
+        texts = ["1?", "one", "2?", "two", "3?"]
+        assert [item.content[0].text for item in items] == (texts if "order" in options else texts[::-1])
+    for query in ("limit=0", "limit=101", "limit=a", "order=up", "after=nothing"):
+        assert_error(server.get(f"{PATH}/{third.id}/input_items?{query}"), 400, query.partition("=")[0])
 
 
 def test_input_items_with_nulls_and_more_than_is_known(server):
@@ -83,7 +87,7 @@ def test_input_items_with_nulls_and_more_than_is_known(server):
     ]
     answer = server.post(PATH, {"input": items})
     assert answer.status_code == 200, answer.text
-    found = server.get(f"{PATH}/{answer.json()['id']}/input_items").json()
+    found = server.get(f"{PATH}/{answer.json()['id']}/input_items?order=asc").json()
     assert (found["first_id"], found["last_id"]) == ("item_0", "item_2")
     assert [item["type"] for item in found["data"]] == ["message", "function_call", "function_call_output"]
     assert found["data"][0]["content"] == [{"type": "input_text", "text": "a"}]

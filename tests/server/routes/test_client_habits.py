@@ -43,7 +43,7 @@ def test_too_long_is_recognized_by_its_phrases(server, path, body, param):
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        (EMBEDDINGS, {"input": [[1], [10**6]]}, "input", "input: token id 1000000"),
+        (EMBEDDINGS, {"input": [[1], [10**6]]}, "input[1]", "input[1]: token id 1000000"),
         (EMBEDDINGS, {"input": []}, "input", "input must not be empty"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias", "five"),
         (

@@ -10,11 +10,10 @@ from waiting import wait_until
 from jaxserve.loading.classifier import ClassificationHead
 from jaxserve.loading.torch_activations import sigmoid
 from jaxserve.server.app import ADMIN_ROUTES, ROUTES
-from jaxserve.server.routes import docs, playground
+from jaxserve.server.routes import pages
 from jaxserve.server.routes.admin import NOT_IMPLEMENTED
-from jaxserve.server.routes.open_paths import OPEN_PATHS
 
-WITHOUT_JSON = {"/metrics", "/openapi.json"} | playground.FILES | docs.FILES
+WITHOUT_JSON = {"/metrics", "/openapi.json"} | pages.FILES
 ADMIN = {"authorization": "Bearer admin"}
 USER = {"role": "user", "content": "hi"}
 
@@ -43,7 +42,7 @@ def test_every_route_is_named(document):
     described = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert described == set(operations())
     for path, method in described:
-        assert ("security" in document["paths"][path][method]) == (path not in OPEN_PATHS)
+        assert ("security" in document["paths"][path][method]) == (path not in pages.OPEN_PATHS)
 
 
 def assert_described(document, path, method, status, body):

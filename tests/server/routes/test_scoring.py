@@ -60,6 +60,8 @@ def test_documents_are_sorted_by_the_query(server, path):
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"documents": ["b"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "x" * 3000]}, "documents[1]"),
+        ("/v1/score", {"text_1": ["x" * 3000, "b"], "text_2": ["a", "b"]}, "text_1[0]"),
     ],
 )
 def test_bad_requests_name_the_field(server, path, body, param):

@@ -118,6 +118,7 @@ def test_the_whole_context(server):
     answer = server.post(PATH, {"input": [5] * 513})
     assert_error(answer, 400, "input")
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert_error(server.post(PATH, {"input": [[5], [5] * 513]}), 400, "input[1]")
 
 
 def test_openai_client(server):
