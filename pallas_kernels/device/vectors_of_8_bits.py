@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,13 +36,14 @@ def transforms(num_columns: int, *, itemsize: int) -> tuple[Any, Any]:
 
 
 def put_queries(target: Any, source: Any, *, interpret: bool) -> None:
-    """Copy [rows, D] from plain rows of bfloat16 to tiled ones of float16, the columns `permuted`.
+    """Copy [rows, D] from plain rows of bfloat16 to the first of as many or more tiled ones of float16, the columns
+    `permuted`.
 
     Numbers that float16 has no room for become infinite.
     """
     rows, size = source.shape
     if interpret:
-        target[...] = permuted(source[...].astype(jnp.float16))
+        target.at[pl.ds(0, rows)][...] = permuted(source[...].astype(jnp.float16))
         return
 
     def run(_: Any, target: Any, source: Any) -> None:

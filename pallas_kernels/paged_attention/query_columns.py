@@ -31,10 +31,10 @@ def nothing_yet(problem):
     )
 
 
-def take_queries(problem, scratch):
+def take_queries(problem, scratch, queries):
     """Put the tile's queries to where wgmma reads them."""
     put = vectors_of_8_bits.put_queries if problem.has_scales else device.copy_rows
-    put(scratch.q, scratch.q_in, interpret=problem.interpret)
+    put(scratch.q, queries, interpret=problem.interpret)
 
 
 def scores(problem, keys, scratch, meanwhile):
