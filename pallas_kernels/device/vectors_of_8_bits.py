@@ -5,6 +5,7 @@ and swizzled as `transforms` says. float16 represents every number of 8 bits exa
 bfloat16 has room for values times their scales.
 """
 
+import itertools
 from typing import Any, Literal, cast
 
 import jax.numpy as jnp
@@ -70,26 +71,29 @@ def permuted(columns: Any) -> Any:
     return columns.reshape(*rest, size // 16, 4, 2, 2).swapaxes(-3, -2).reshape(*rest, size)
 
 
-def as_operand(ref: Any, *, interpret: bool) -> Any:
-    """Return [rows, D] in float16 in registers, as wgmma takes its first operand, the columns `permuted`."""
+def as_operand(ref: Any, first: int = 0, last: int | None = None, *, interpret: bool) -> Any:
+    """Return columns [first, last), multiples of 16, of [rows, D] in float16 in registers, as wgmma takes its first
+    operand, `permuted`.
+    """
     rows, size = ref.shape
+    last = size if last is None else last
     if interpret:
-        return permuted(ref[...].astype(jnp.float16))
+        return permuted(ref[...].astype(jnp.float16))[:, first:last]
     code = CODES[jnp.dtype(ref.dtype).name]
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
-        registers = registers_for(size, rows=rows)
+        registers = registers_for(last - first, rows=rows)
         in_chunk = arith.muli(quarter, const_i32(4))
-        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(size // 16)]
-        for tile, chunk, half in np.ndindex(rows // 64, size // 16, 2):
+        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(first // 16, last // 16)]
+        for tile, chunk, half in np.ndindex(rows // 64, len(offsets), 2):
             below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half))
             word = _load(ref, arith.addi(offsets[chunk], below), 1)
             for index, pair in enumerate(halves_of_bytes(word, code)):
                 registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(pair, _pair())
         return matrix_of(registers)
 
-    out = plgpu.ShapeDtypeStruct((rows, size), jnp.float16, layout=_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((rows, last - first), jnp.float16, layout=_LAYOUT)
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 
@@ -155,6 +159,11 @@ def convert(
             first = _without_conflicts(own)
             for below in range(0, rows, 16):
                 move(*first, below)
+            return
+        if chunks == 32:
+            for step, below in itertools.product(range(2), range(0, rows, 8)):
+                number = arith.addi(own, const_i32(128 * step))
+                move(arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks)), below)
             return
         for step in range(-(-rows * chunks // 128)):
             number = arith.addi(own, const_i32(128 * step))

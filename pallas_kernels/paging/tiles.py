@@ -179,7 +179,7 @@ def put_together(problem, index, split, num_others, parts, stats, all_sinks, wri
     """
     layout = part_layout(problem.head_dim)
     rows_layout = layout.reduce(1)
-    chunk = min(16, parts.shape[1])  # rows
+    chunk = min(16 if problem.head_dim <= MAX_COPIED else 4, parts.shape[1])  # rows
     unroll = min(20, 120 // (chunk * problem.head_dim // 128 + 2))  # parts on their way at the same time
 
     def spread(x):
