@@ -15,7 +15,7 @@ from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
-from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
+from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_written
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages, why_not_prompts
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
@@ -149,7 +149,7 @@ class PagedKV(Pages):
         and `half` rotated pairs a head.
         """
         reason = why_not_pages(dtype, self, num_queries=num_queries)
-        return reason if reason or self.scales is None else why_not_codes(self.k.shape[-1], half)
+        return reason or why_not_written(self.k.shape[-1], half, has_scales=self.scales is not None)
 
     def _chosen(self, why_not: str | None, in_prompts: str | None, context: StepContext) -> Part:
         """Return what attends in a step, and writes, by the reasons why no kernel does in rows and in prompts. With
