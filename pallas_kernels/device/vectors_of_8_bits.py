@@ -85,10 +85,13 @@ def as_operand(ref: Any, first: int = 0, last: int | None = None, *, interpret: 
         row, quarter = row_and_quarter()
         registers = registers_for(last - first, rows=rows)
         in_chunk = arith.muli(quarter, const_i32(4))
-        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(first // 16, last // 16)]
-        for tile, chunk, half in np.ndindex(rows // 64, len(offsets), 2):
-            below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half))
-            word = _load(ref, arith.addi(offsets[chunk], below), 1)
+        # Offsets of all chunks of a large row would take too many registers: those of a tile, which others are behind.
+        known = size // 16 if size <= 256 else swizzle_of(size, itemsize=1) // 16
+        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(known)]
+        for tile, chunk, half in np.ndindex(rows // 64, (last - first) // 16, 2):
+            behind, of_known = divmod(first // 16 + chunk, known)
+            below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half) + behind * known * 16 * 8)
+            word = _load(ref, arith.addi(offsets[of_known], below), 1)
             for index, pair in enumerate(halves_of_bytes(word, code)):
                 registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(pair, _pair())
         return matrix_of(registers)
@@ -160,7 +163,7 @@ def convert(
             for below in range(0, rows, 16):
                 move(*first, below)
             return
-        if chunks == 32:
+        if chunks == 32:  # four rows at a time, whose offsets are those of eight rows above
             for step, below in itertools.product(range(2), range(0, rows, 8)):
                 number = arith.addi(own, const_i32(128 * step))
                 move(arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks)), below)
