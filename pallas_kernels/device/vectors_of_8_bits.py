@@ -76,19 +76,19 @@ def as_operand(ref: Any, first: int = 0, last: int | None = None, *, interpret: 
     operand, `permuted`.
     """
     rows, size = ref.shape
-    last = size if last is None else last
+    end = size if last is None else last
     if interpret:
-        return permuted(ref[...].astype(jnp.float16))[:, first:last]
+        return permuted(ref[...].astype(jnp.float16))[:, first:end]
     code = CODES[jnp.dtype(ref.dtype).name]
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
-        registers = registers_for(last - first, rows=rows)
+        registers = registers_for(end - first, rows=rows)
         in_chunk = arith.muli(quarter, const_i32(4))
         # Offsets of all chunks of a large row would take too many registers: those of a tile, which others are behind.
         known = size // 16 if size <= 256 else swizzle_of(size, itemsize=1) // 16
         offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(known)]
-        for tile, chunk, half in np.ndindex(rows // 64, (last - first) // 16, 2):
+        for tile, chunk, half in np.ndindex(rows // 64, (end - first) // 16, 2):
             behind, of_known = divmod(first // 16 + chunk, known)
             below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half) + behind * known * 16 * 8)
             word = _load(ref, arith.addi(offsets[of_known], below), 1)
@@ -96,7 +96,7 @@ def as_operand(ref: Any, first: int = 0, last: int | None = None, *, interpret: 
                 registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(pair, _pair())
         return matrix_of(registers)
 
-    out = plgpu.ShapeDtypeStruct((rows, last - first), jnp.float16, layout=_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((rows, end - first), jnp.float16, layout=_LAYOUT)
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 

@@ -38,8 +38,8 @@ class Config:
 
 
 def why_not_written(head_dim: int, half: int, *, has_scales: bool) -> str | None:
-    """Return why the kernel does not write heads, of which `half` pairs are rotated, in 8 bits if there are scales; None
-    if it does.
+    """Return why the kernel does not write heads of which `half` pairs are rotated, in 8 bits with scales; None if it
+    does.
     """
     if has_scales and (half % 16 or head_dim % 16):
         return f"the write of 8 bits needs multiples of 16, got head_dim {head_dim} and {half} rotated pairs"

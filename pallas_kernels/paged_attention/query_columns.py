@@ -54,7 +54,7 @@ def scores(problem, keys, scratch, meanwhile):
                     plgpu.wgmma_wait(0)  # registers have no room for more
                 last = min(first + size, problem.head_dim)
                 keys_in_registers = vectors_of_8_bits.as_operand(keys, first, last, interpret=False)
-                queries = scratch.q if problem.head_dim <= MAX_COPIED else scratch.q.at[:, pl.ds(first, last - first)]
+                queries = scratch.q if size == problem.head_dim else scratch.q.at[:, pl.ds(first, last - first)]
                 plgpu.wgmma(scores_ref, keys_in_registers, queries.transpose((1, 0)))
         else:
             plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))

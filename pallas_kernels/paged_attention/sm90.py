@@ -69,7 +69,9 @@ def heuristic_of_8_bits(head_dim: int, width: int) -> Config:
 
 
 def heuristic_of_large_heads(head_dim: int, width: int) -> Config:
-    """Return the configuration with the most slots, for heads whose queries are not copied, tiles of `width` queries."""
+    """Return the configuration with the most slots, for heads whose queries are not copied and tiles of `width`
+    queries.
+    """
     for stages in (6, 5, 4, 3, 2):
         config = Config(block_kv=64, stages=stages, streams=1, has_one_ring=True)
         if config.shared_memory_of_one_ring(head_dim, width) <= SHARED_MEMORY:

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS
+from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS, MAX_COPIED
 
-MAX_HEAD_DIM = 256
-"""The largest heads that every kernel attends with; those for decoding rows have larger ones too."""
+MAX_HEAD_DIM = MAX_COPIED
+"""The largest heads of prompts, and of decoding rows with any number of queries."""
 MAX_HEAD_DIM_OF_COLUMNS = 512
+"""The largest heads of decoding rows whose queries are columns."""
 
 
 def why_not_pages(dtype: Any, pages: Any, *, num_queries: int = 1) -> str | None:
@@ -17,7 +18,7 @@ def why_not_pages(dtype: Any, pages: Any, *, num_queries: int = 1) -> str | None
     """
     head_dim = pages.k.shape[3]
     if MAX_HEAD_DIM < head_dim <= MAX_HEAD_DIM_OF_COLUMNS and num_queries > MAX_COLUMNS:
-        return f"at most {MAX_COLUMNS} queries of a KV head where heads are larger than {MAX_HEAD_DIM}, got {num_queries}"
+        return f"at most {MAX_COLUMNS} queries of a KV head in heads of more than {MAX_HEAD_DIM}, got {num_queries}"
     if pages.scales is not None:
         return _why_not_8_bits(dtype, pages, num_queries)
     if dtype not in (jnp.bfloat16, jnp.float16) or not dtype == pages.k.dtype == pages.v.dtype:

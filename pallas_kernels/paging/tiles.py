@@ -23,7 +23,7 @@ LOWEST = -1e30
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
 MAX_COLUMNS_OF_8_BITS = 32
-"""The same where pages have 8 bits, over which there are no rows."""
+"""Queries of a tile up to which they are columns over pages of 8 bits, where they are never rows."""
 MAX_COPIED = 256
 """Numbers of a row that one copy by TMA has room for. Larger heads have queries as columns only."""
 

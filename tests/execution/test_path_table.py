@@ -120,7 +120,7 @@ def test_keys_of_layers():
         (
             LLAMA | {"head_dim": 512, "num_key_value_heads": 1},
             {},
-            "attention: XLA (at most 16 queries of a KV head where heads are larger than 256, got 32)",
+            "attention: XLA (at most 16 queries of a KV head in heads of more than 256, got 32)",
         ),
         (
             LLAMA,

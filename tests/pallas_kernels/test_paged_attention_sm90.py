@@ -274,7 +274,7 @@ def test_compiles_without_spilling(case):
     program = compiled(**case)
     [kernel] = program.kernels
     assert kernel.spill_bytes == 0
-    assert program.temp_bytes < 8 * 2**20
+    assert program.temp_bytes < 9 * 2**20  # two parts a CTA, at most 16 rows of 512
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_refuses_with_a_reason():
         ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, or of 64 up to 512, got 72"),
         ((4, 2, 288), 16, "up to 512, got 288"),
         ((4, 2, 576), 16, "up to 512, got 576"),
-        ((34, 2, 512), 16, "at most 16 queries of a KV head where heads are larger than 256, got 17"),
+        ((34, 2, 512), 16, "at most 16 queries of a KV head in heads of more than 256, got 17"),
         ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
     ]:
         arrays, options, _ = make_case([20], heads=heads, block_size=block_size)
