@@ -48,9 +48,9 @@ def _why_not_8_bits(dtype: Any, pages: Any, num_queries: int) -> str | None:
 
 def why_not_prompts(dtype: Any, pages: Any) -> str | None:
     """Return why no kernel for Hopper attends with prompts, rows of more tokens; None if one does."""
-    head_dim = pages.k.shape[3]
-    if MAX_HEAD_DIM < head_dim <= MAX_HEAD_DIM_OF_COLUMNS:
-        return f"heads of at most {MAX_HEAD_DIM} in prompts, got {head_dim}"
+    head_dim, step = pages.k.shape[3], 16 if pages.scales is None else 64
+    if head_dim % step or head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of {step} up to {MAX_HEAD_DIM} in prompts, got {head_dim}"
     return why_not_pages(dtype, pages)
 
 

@@ -212,12 +212,22 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 
 @pytest.mark.parametrize(
-    ("value_size", "text"),
-    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
+    ("fields", "text"),
+    [
+        (STATES | {"linear_value_head_dim": 128}, "recurrence: recurrent_step and recurrent_chunks"),
+        (
+            STATES | {"linear_value_head_dim": 96},
+            "recurrence: recurrent_step and XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)",
+        ),
+        (
+            LLAMA | {"head_dim": 512},
+            "attention: paged_attention and XLA (head_dim must be a multiple of 16 up to 256 in prompts, got 512)",
+        ),
+    ],
+    ids=str,
 )
-def test_prompts_of_layers_with_states(value_size, text):
-    paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()
-    assert any(f"recurrence: recurrent_step and {text}" in path for path in paths)
+def test_reasons_are_told_for_prompts(fields, text):
+    assert any(text in path for path in make_builder(fields).describe_paths() if path.startswith("prompts"))
 
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)
