@@ -34,6 +34,7 @@ class Kernel(enum.StrEnum):
     ALL_GATHER = "all_gather"
     PAGED_ATTENTION = "paged_attention"
     RAGGED_ATTENTION = "paged_attention and ragged_prefill_attention"
+    PAGED_ATTENTION_AND_XLA = "paged_attention and XLA"
     LATENT_ATTENTION = "latent_attention"
     RECURRENT_STEP = "recurrent_step"
     RECURRENCE = "recurrent_step and XLA"

@@ -3,7 +3,7 @@ their own kv heads.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,17 @@ from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
 from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
-from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_codes
+from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_written
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages
+from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages, why_not_prompts
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
+
+
+class Attends(NamedTuple):
+    """What attends with rows of one token or of columns, and writes, and what attends with longer rows, of prompts."""
+
+    rows: Kernels
+    prompts: Kernels
 
 
 class PagedKV(Pages):
@@ -62,18 +69,18 @@ class PagedKV(Pages):
                 rotation=rotation,
                 head_norms=head_norms,
                 scales=scales,
-                implementation=kernels if scales is None else "xla",
+                implementation=attends.rows if scales is None else "xla",
             )
             if chunk_size is not None:
                 batch = cut_rows(batch, chunk_size=chunk_size, block_size=self.k.shape[2])
-            out = attend_over_pages(q, pages, batch, scores, kernels=kernels)
+            out = attend_over_pages(q, pages, batch, scores, attends)
             return out if tokens is None else tokens.of_own(out, splits_heads=splits_heads), PagedKV(*pages)
 
         context = batch.context
         T, K, members, D = qkv.shape
         splits_heads = self.k.shape[1] < K
         half = D // 2 if rotation is None else rotation[0].shape[1]
-        kernels: Kernels = self._choose(qkv, batch, num_queries=members - 2, half=half)
+        attends = self._choose(qkv, batch, num_queries=members - 2, half=half)
         sharding = jax.typeof(self.k).sharding
         if sharding.mesh.empty:
             makes = result((T, K * (members - 2), D), qkv.dtype), self
@@ -102,11 +109,11 @@ class PagedKV(Pages):
                 q = tokens.of_all(q, splits_heads=splits_heads)
                 if splits_heads:
                     scores = jax.tree.map(tokens.own_heads, scores)
-            out = attend_over_pages(q, cache, batch, scores, kernels=kernels)
+            out = attend_over_pages(q, cache, batch, scores, attends)
             return out if tokens is None else tokens.of_own(out, splits_heads=splits_heads)
 
         splits_heads = self.k.shape[1] < num_kv_heads
-        kernels: Kernels = self._choose(q, batch, num_queries=q.shape[1] // num_kv_heads, half=q.shape[2] // 2)
+        attends = self._choose(q, batch, num_queries=q.shape[1] // num_kv_heads, half=q.shape[2] // 2)
         axis = jax.typeof(self.k).sharding.spec[1]
         if jax.typeof(self.k).sharding.mesh.empty:
             return batch.context.call(on_local_heads, q, q, self, scores, batch)
@@ -119,12 +126,18 @@ class PagedKV(Pages):
         )
         return batch.context.call(island, q, q, self, _over_heads(scores, axis), batch.same_on_each_device())
 
-    def _choose(self, x: Array, batch: Batch, *, num_queries: int, half: int) -> Kernels:
+    def _choose(self, x: Array, batch: Batch, *, num_queries: int, half: int) -> Attends:
         """Choose what attends with activations like `x` and `num_queries` a KV head, and record it."""
         context, num_columns = batch.context, max(1, batch.num_columns)
         why_not = self._why_not(x.dtype, num_queries=num_columns * num_queries, half=half)
-        context.choose("attention", self._chosen(why_not, context))
-        return "xla" if why_not and self._may_be_xla else context.kernels
+        has_prompts = not (batch.is_decode_only or batch.num_columns)
+        in_prompts = why_not_prompts(x.dtype, self) if has_prompts else None
+        context.choose("attention", self._chosen(why_not, in_prompts, context))
+
+        def unless(reason: str | None) -> Kernels:
+            return "xla" if reason and self._may_be_xla else context.kernels
+
+        return Attends(unless(why_not), unless(why_not or in_prompts))
 
     @property
     def _may_be_xla(self) -> bool:
@@ -136,14 +149,18 @@ class PagedKV(Pages):
         and `half` rotated pairs a head.
         """
         reason = why_not_pages(dtype, self, num_queries=num_queries)
-        return reason if reason or self.scales is None else why_not_codes(self.k.shape[-1], half)
+        return reason or why_not_written(self.k.shape[-1], half, has_scales=self.scales is not None)
 
-    def _chosen(self, why_not: str | None, context: StepContext) -> Part:
-        """Return what attends in a step, and writes. With `Kernel.NONE` no engine starts."""
+    def _chosen(self, why_not: str | None, in_prompts: str | None, context: StepContext) -> Part:
+        """Return what attends in a step, and writes, by the reasons why no kernel does in rows and in prompts. With
+        `Kernel.NONE` no engine starts.
+        """
         if context.kernels == "xla":
             return Part(Kernel.XLA, NO_KERNELS)
         if why_not is not None:
             return Part(Kernel.XLA if self._may_be_xla else Kernel.NONE, why_not)
+        if in_prompts is not None:
+            return Part(Kernel.PAGED_ATTENTION_AND_XLA, in_prompts)
         return Part(Kernel.PAGED_ATTENTION if context.is_decode_only else Kernel.RAGGED_ATTENTION)
 
 
@@ -198,7 +215,7 @@ def _over_heads(scores: Scores, axis: Any) -> Scores:
 
 
 def attend_over_pages(
-    q: Float[Array, "T H D"], pages: Pages, batch: Batch, scores: Scores, *, kernels: Kernels
+    q: Float[Array, "T H D"], pages: Pages, batch: Batch, scores: Scores, attends: Attends
 ) -> Float[Array, "T H D"]:
     """Attend with a step's queries, of one device's heads, over what its rows have in pages, this step's tokens too.
 
@@ -212,7 +229,7 @@ def attend_over_pages(
             block_tables=batch.block_tables,
             seq_lens=jnp.where(jnp.arange(num_rows) < batch.num_rows, batch.seq_lens, 0),
             scores=scores,
-            implementation=kernels,
+            implementation=attends.rows,
         )
         return out.reshape(q.shape)
     # The rows with one token come first, so that row b is token b.
@@ -225,7 +242,7 @@ def attend_over_pages(
         seq_lens=jnp.where(is_decode, batch.seq_lens[decodes], 0),
         scores=scores,
         room=num_tokens,
-        implementation=kernels,
+        implementation=attends.rows,
     )
     if num_tokens == 1 or batch.is_decode_only:  # no row has more
         return out[:, 0]
@@ -239,5 +256,5 @@ def attend_over_pages(
         first_row=batch.num_decode_rows,
         num_rows=batch.num_rows,
         scores=scores,
-        implementation=kernels,
+        implementation=attends.prompts,
     )

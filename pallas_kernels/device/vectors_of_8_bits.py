@@ -5,10 +5,12 @@ and swizzled as `transforms` says. float16 represents every number of 8 bits exa
 bfloat16 has room for values times their scales.
 """
 
+import itertools
 from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -35,13 +37,14 @@ def transforms(num_columns: int, *, itemsize: int) -> tuple[Any, Any]:
 
 
 def put_queries(target: Any, source: Any, *, interpret: bool) -> None:
-    """Copy [rows, D] from plain rows of bfloat16 to tiled ones of float16, the columns `permuted`.
+    """Copy [rows, D] from plain rows of bfloat16 to the first of as many or more tiled ones of float16, the columns
+    `permuted`.
 
     Numbers that float16 has no room for become infinite.
     """
     rows, size = source.shape
     if interpret:
-        target[...] = permuted(source[...].astype(jnp.float16))
+        target.at[pl.ds(0, rows)][...] = permuted(source[...].astype(jnp.float16))
         return
 
     def run(_: Any, target: Any, source: Any) -> None:
@@ -68,26 +71,32 @@ def permuted(columns: Any) -> Any:
     return columns.reshape(*rest, size // 16, 4, 2, 2).swapaxes(-3, -2).reshape(*rest, size)
 
 
-def as_operand(ref: Any, *, interpret: bool) -> Any:
-    """Return [rows, D] in float16 in registers, as wgmma takes its first operand, the columns `permuted`."""
+def as_operand(ref: Any, first: int = 0, last: int | None = None, *, interpret: bool) -> Any:
+    """Return columns [first, last), multiples of 16, of [rows, D] in float16 in registers, as wgmma takes its first
+    operand, `permuted`.
+    """
     rows, size = ref.shape
+    end = size if last is None else last
     if interpret:
-        return permuted(ref[...].astype(jnp.float16))
+        return permuted(ref[...].astype(jnp.float16))[:, first:end]
     code = CODES[jnp.dtype(ref.dtype).name]
 
     def run(_: Any, ref: Any) -> Any:
         row, quarter = row_and_quarter()
-        registers = registers_for(size, rows=rows)
+        registers = registers_for(end - first, rows=rows)
         in_chunk = arith.muli(quarter, const_i32(4))
-        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(size // 16)]
-        for tile, chunk, half in np.ndindex(rows // 64, size // 16, 2):
-            below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half))
-            word = _load(ref, arith.addi(offsets[chunk], below), 1)
+        # Offsets of all chunks of a large row would take too many registers: those of a tile, which others are behind.
+        known = size // 16 if size <= 256 else swizzle_of(size, itemsize=1) // 16
+        offsets = [arith.addi(_offset(size, 1, row, chunk), in_chunk) for chunk in range(known)]
+        for tile, chunk, half in np.ndindex(rows // 64, (end - first) // 16, 2):
+            behind, of_known = divmod(first // 16 + chunk, known)
+            below = const_i32(_bytes_of_rows(size, 1, 64 * tile + 8 * half) + behind * known * 16 * 8)
+            word = _load(ref, arith.addi(offsets[of_known], below), 1)
             for index, pair in enumerate(halves_of_bytes(word, code)):
                 registers[tile, 2 * chunk + index, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(pair, _pair())
         return matrix_of(registers)
 
-    out = plgpu.ShapeDtypeStruct((rows, size), jnp.float16, layout=_LAYOUT)
+    out = plgpu.ShapeDtypeStruct((rows, end - first), jnp.float16, layout=_LAYOUT)
     return inline(run, plgpu.RefType(transforms(size, itemsize=1)), out=out)(ref)
 
 
@@ -153,6 +162,11 @@ def convert(
             first = _without_conflicts(own)
             for below in range(0, rows, 16):
                 move(*first, below)
+            return
+        if chunks == 32:  # four rows at a time, whose offsets are those of eight rows above
+            for step, below in itertools.product(range(2), range(0, rows, 8)):
+                number = arith.addi(own, const_i32(128 * step))
+                move(arith.divui(number, const_i32(chunks)), arith.remui(number, const_i32(chunks)), below)
             return
         for step in range(-(-rows * chunks // 128)):
             number = arith.addi(own, const_i32(128 * step))

@@ -2,7 +2,7 @@
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.kv_write.op import Implementation, rope_and_write_kv
-from pallas_kernels.kv_write.sm90 import why_not_codes
+from pallas_kernels.kv_write.sm90 import why_not_written
 from pallas_kernels.kv_write.xla import norm_and_rotate, rotate, write_kv, write_latents
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "norm_and_rotate",
     "rope_and_write_kv",
     "rotate",
-    "why_not_codes",
+    "why_not_written",
     "write_kv",
     "write_latents",
 ]

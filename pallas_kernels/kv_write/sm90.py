@@ -22,6 +22,7 @@ from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.paging import Pages
 from pallas_kernels.paging.pages import codes_of, scale_of
+from pallas_kernels.paging.tiles import MAX_COPIED
 
 _WARPGROUP = 128
 
@@ -36,10 +37,14 @@ class Config:
     """Vectors of the members of `qkv`: a divisor of their number."""
 
 
-def why_not_codes(head_dim: int, half: int) -> str | None:
-    """Return why the kernel does not write heads, of which `half` pairs are rotated, in 8 bits; None if it does."""
-    if half % 16 or head_dim % 16:
+def why_not_written(head_dim: int, half: int, *, has_scales: bool) -> str | None:
+    """Return why the kernel does not write heads of which `half` pairs are rotated, in 8 bits with scales; None if it
+    does.
+    """
+    if has_scales and (half % 16 or head_dim % 16):
         return f"the write of 8 bits needs multiples of 16, got head_dim {head_dim} and {half} rotated pairs"
+    if max(half, head_dim - 2 * half) > MAX_COPIED:
+        return f"the write copies parts of up to {MAX_COPIED}, got head_dim {head_dim} and {half} rotated pairs"
     return None
 
 
@@ -225,7 +230,7 @@ def rope_and_write_kv_sm90(
         )
     num_tokens, num_kv_heads, members, head_dim = qkv.shape
     half = head_dim // 2 if rotation is None else rotation[0].shape[1]
-    if pages.scales is not None and (reason := why_not_codes(head_dim, half)) is not None:
+    if (reason := why_not_written(head_dim, half, has_scales=pages.scales is not None)) is not None:
         raise NotImplementedError(reason)
     if half % 8 or head_dim % 8:
         raise NotImplementedError(f"head_dim and half must be multiples of 8, got {head_dim} and {half}")

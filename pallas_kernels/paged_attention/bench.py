@@ -44,6 +44,9 @@ _FULL = (
     _step("64 x 1152, H/K/D 64/8/64", (1152,) * 64, num_heads=64, num_kv_heads=8, head_dim=64),
     _step("64 x 1152, H/K/D 32/32/96", (1152,) * 64, num_heads=32, num_kv_heads=32, head_dim=96),
     _step("64 x 1152, H/K/D 16/8/256", (1152,) * 64, num_heads=16, num_kv_heads=8, head_dim=256),
+    _step("1 x 8192, H/K/D 32/4/512", (8192,), num_heads=32, num_kv_heads=4, head_dim=512),
+    _step("16 x 1024, H/K/D 32/4/512", (1024,) * 16, num_heads=32, num_kv_heads=4, head_dim=512),
+    _step("64 x 1152, H/K/D 32/4/512", (1152,) * 64, num_heads=32, num_kv_heads=4, head_dim=512),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -43,9 +44,9 @@ def store_vector(ref, x) -> None:
 
 
 def copy_rows(swizzled, rows, *, interpret: bool) -> None:
-    """Copy rows from plain to swizzled shared memory."""
+    """Copy rows from plain memory to the first of as many or more in swizzled shared memory."""
     if interpret:
-        swizzled[...] = rows[...]
+        swizzled.at[pl.ds(0, rows.shape[0])][...] = rows[...]
     else:
         inline(_copy_rows, _SWIZZLED_REF, REF)(swizzled, rows)
 

@@ -38,8 +38,7 @@ def copy(problem, split, refs, scratch):
         num_tiles, num_blocks = carry
         head = lax.div(tile.index, jnp.int32(problem.tiles_per_head))
 
-        @pl.when(tile.end > tile.first)
-        def _():
+        def copy_queries():
             @pl.when(num_tiles > 0)
             def _():
                 plgpu.barrier_wait(scratch.q_free.at[scratch.stream])
@@ -50,9 +49,11 @@ def copy(problem, split, refs, scratch):
                 refs.q.at[pl.ds(start, q_rows)], scratch.q_in.at[pl.ds(0, q_rows)], scratch.q_full.at[scratch.stream]
             )
 
+        if problem.copies_queries:
+            pl.when(tile.end > tile.first)(copy_queries)
+
         def copy_block(block, _):
-            index = num_blocks + block - tile.first
-            slot = scratch.stream * config.stages + lax.rem(index, jnp.int32(config.stages))
+            k_place, v_place = _places(problem, scratch, num_blocks + block - tile.first)
             last_page = lax.div(tile.seq_len - 1, jnp.int32(problem.block_size))
             if blocks_per_page > 1:
                 pages = [refs.tables[tile.row, lax.div(block, jnp.int32(blocks_per_page))]]
@@ -63,8 +64,10 @@ def copy(problem, split, refs, scratch):
                 pages = [refs.tables[tile.row, column] for column in columns]
                 offset = 0
 
-            def copy_pages(pool, held, free, full):
-                @pl.when(index >= config.stages)
+            def copy_pages(pool, held, free, full, place):
+                turn, slot = place
+
+                @pl.when(turn >= config.stages)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -75,15 +78,16 @@ def copy(problem, split, refs, scratch):
                         full.at[slot],
                     )
 
-            copy_pages(refs.k, scratch.k, scratch.k_free, scratch.k_full)
+            copy_pages(refs.k, scratch.k, scratch.k_free, scratch.k_full, k_place)
             if problem.has_scales:  # their place is free with that of the keys
+                _, slot = k_place
                 for i, page in enumerate(pages):
                     plgpu.copy_gmem_to_smem(
                         refs.scales.at[page, head, :, pl.ds(offset, rows_per_copy)],
                         scratch.scales.at[slot, i],
                         scratch.k_full.at[slot],
                     )
-            copy_pages(refs.v, scratch.v, scratch.v_free, scratch.v_full)
+            copy_pages(refs.v, scratch.v, scratch.v_free, scratch.v_full, v_place)
 
         lax.fori_loop(tile.first, tile.end, copy_block, None)
         return num_tiles + (tile.end > tile.first).astype(jnp.int32), num_blocks + tile.end - tile.first
@@ -92,16 +96,29 @@ def copy(problem, split, refs, scratch):
     num_tiles, num_blocks = for_each_tile(problem, refs.splits, refs.rows, split, visit, nothing)
 
     # A barrier must not be left with an arrival that nobody has waited for.
-    @pl.when(num_tiles > 0)
-    def _():
-        plgpu.barrier_wait(scratch.q_free.at[scratch.stream])
+    if problem.copies_queries:
+        pl.when(num_tiles > 0)(lambda: plgpu.barrier_wait(scratch.q_free.at[scratch.stream]))
 
-    def drain(index, _):
-        slot = scratch.stream * config.stages + lax.rem(index, jnp.int32(config.stages))
+    def drain(turn, _):
+        _, slot = _place(problem, scratch, turn)
         plgpu.barrier_wait(scratch.k_free.at[slot])
-        plgpu.barrier_wait(scratch.v_free.at[slot])
+        if not config.has_one_ring:
+            plgpu.barrier_wait(scratch.v_free.at[slot])
 
-    lax.fori_loop(lax.max(num_blocks - config.stages, jnp.int32(0)), num_blocks, drain, None)
+    num_turns = 2 * num_blocks if config.has_one_ring else num_blocks
+    lax.fori_loop(lax.max(num_turns - config.stages, jnp.int32(0)), num_turns, drain, None)
+
+
+def _places(problem, scratch, index):
+    """Return the places of the keys and of the values of a stream's block, see `_place`."""
+    if problem.config.has_one_ring:
+        return _place(problem, scratch, 2 * index), _place(problem, scratch, 2 * index + 1)
+    return (_place(problem, scratch, index),) * 2
+
+
+def _place(problem, scratch, turn):
+    """Return the turn, how many were before in the ring, and the slot."""
+    return turn, scratch.stream * problem.config.stages + lax.rem(turn, jnp.int32(problem.config.stages))
 
 
 def compute(problem, split, refs, scratch):
@@ -120,10 +137,15 @@ def compute(problem, split, refs, scratch):
 
             @pl.when(has_blocks)
             def _():
-                plgpu.barrier_wait(scratch.q_full.at[scratch.stream])
-                _form(problem).take_queries(problem, scratch)
+                if problem.copies_queries:
+                    plgpu.barrier_wait(scratch.q_full.at[scratch.stream])
+                    queries = scratch.q_in
+                else:
+                    queries = refs.q.at[_rows_of(problem, tile.row * problem.num_tiles + tile.index)]
+                _form(problem).take_queries(problem, scratch, queries)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch.q_free.at[scratch.stream])
+                if problem.copies_queries:
+                    plgpu.barrier_arrive(scratch.q_free.at[scratch.stream])
 
             def attend(block, state, *, is_masked):
                 index = num_blocks + block - tile.first
@@ -165,10 +187,10 @@ def compute(problem, split, refs, scratch):
                     num_others = refs.splits[split, 7]
                     counters.take(refs.arrivals.at[split], num_others, interpret=problem.interpret)
                     item = tile.row * problem.num_tiles + tile.index
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out = _results(problem, item, refs, scratch)
 
                     def write(rows, acc, lse):
-                        scratch.out.at[rows][...] = acc.astype(scratch.out.dtype)
+                        out.at[rows][...] = acc.astype(out.dtype)
                         refs.lse.at[item, rows][...] = lse
 
                     put_together(problem, tile.index, split, num_others, refs.parts, refs.stats, refs.sinks, write)
@@ -177,7 +199,8 @@ def compute(problem, split, refs, scratch):
         return num_tiles + has_blocks.astype(jnp.int32), num_blocks + tile.end - tile.first
 
     for_each_tile(problem, refs.splits, refs.rows, split, visit, (jnp.int32(0), jnp.int32(0)))
-    plgpu.wait_smem_to_gmem(0)
+    if problem.copies_queries:
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _form(problem):
@@ -190,17 +213,17 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     form = _form(problem)
     block_kv = problem.config.block_kv
     acc, maximum, total = state
-    slot = scratch.stream * problem.config.stages + lax.rem(index, jnp.int32(problem.config.stages))
+    (_, slot), (_, v_slot) = _places(problem, scratch, index)
     first_held = _first_held(problem, tile)
-    values = scratch.converted if problem.has_scales else scratch.v.at[slot]
+    values = scratch.converted if problem.has_scales else scratch.v.at[v_slot]
 
     def take_values():
-        plgpu.barrier_wait(scratch.v_full.at[slot])
+        plgpu.barrier_wait(scratch.v_full.at[v_slot])
         if problem.has_scales:
             # wgmma takes no values of 8 bits, whose rows are keys. All have done with those of the block before.
             vectors_of_8_bits.wait_for_all(interpret=problem.interpret)
             held = (first_held - block * block_kv, tile.seq_len - block * block_kv) if is_masked else None
-            vectors_of_8_bits.convert(values, scratch.v.at[slot], held=held, interpret=problem.interpret)
+            vectors_of_8_bits.convert(values, scratch.v.at[v_slot], held=held, interpret=problem.interpret)
 
     if is_masked and not problem.has_scales:
         take_values()
@@ -275,10 +298,10 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     if problem.columns:
         plgpu.commit_smem()
     if problem.has_scales:
-        plgpu.barrier_arrive(scratch.v_free.at[slot])
+        plgpu.barrier_arrive(scratch.v_free.at[v_slot])
     acc = form.add_values(problem, acc, weights, values, scratch)
     if not problem.has_scales:
-        plgpu.barrier_arrive(scratch.v_free.at[slot])
+        plgpu.barrier_arrive(scratch.v_free.at[v_slot])
     return acc, new_maximum, total
 
 
@@ -317,19 +340,29 @@ def _write_result(problem, tile, refs, scratch, acc, maximum, total):
     if refs.sinks is not None:
         sinks = problem.load(refs.sinks.at[tile.index], _form(problem).VECTOR_LAYOUT)
     factor, lse = normalize(maximum, total, sinks)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the tile before
     form = _form(problem)
-    form.write_result(problem, scratch.out, acc, factor)
+    form.write_result(problem, _results(problem, item, refs, scratch), acc, factor)
     form.write_vector(problem, refs.lse.at[item], lse)
     _copy_out(problem, item, refs, scratch)
 
 
+def _results(problem, item, refs, scratch):
+    """Return where results of a tile are put, of which `_copy_out` makes the kernel's."""
+    if not problem.copies_queries:
+        return refs.out.at[_rows_of(problem, item)]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy of the tile before
+    return scratch.out
+
+
 def _copy_out(problem, item, refs, scratch):
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(
-        scratch.out.at[pl.ds(0, problem.tile_rows)],
-        refs.out.at[pl.ds(item * problem.tile_rows, problem.tile_rows)],
-    )
+    if problem.copies_queries:
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch.out.at[pl.ds(0, problem.tile_rows)], refs.out.at[_rows_of(problem, item)])
+
+
+def _rows_of(problem, item):
+    """Return the rows of a tile in global memory."""
+    return pl.ds(item * problem.tile_rows, problem.tile_rows)
 
 
 def _leave_part(problem, part_index, refs, acc, maximum, total):
@@ -365,7 +398,9 @@ class Refs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Arrays in shared memory; q_in, q, out, weights and exchanged are this stream's, the others all streams'."""
+    """Arrays in shared memory; q_in, q, out, weights and exchanged are this stream's, the others all streams'. Where
+    queries are not copied there is no q_in, out, q_full and q_free; with one ring, v and its barriers are those of k.
+    """
 
     q_in: Any
     q: Any

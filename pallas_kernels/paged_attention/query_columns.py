@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.device.registers import written
 from pallas_kernels.paged_attention import device
-from pallas_kernels.paging.tiles import LOWEST, ROWS
+from pallas_kernels.paging.tiles import LOWEST, MAX_COPIED, ROWS
 
 LAYOUT = plgpu.Layout.WGMMA
 VECTOR_LAYOUT = LAYOUT.reduce(0)
@@ -31,10 +31,10 @@ def nothing_yet(problem):
     )
 
 
-def take_queries(problem, scratch):
+def take_queries(problem, scratch, queries):
     """Put the tile's queries to where wgmma reads them."""
     put = vectors_of_8_bits.put_queries if problem.has_scales else device.copy_rows
-    put(scratch.q, scratch.q_in, interpret=problem.interpret)
+    put(scratch.q, queries, interpret=problem.interpret)
 
 
 def scores(problem, keys, scratch, meanwhile):
@@ -48,8 +48,14 @@ def scores(problem, keys, scratch, meanwhile):
 
     def product(scores_ref):
         if problem.has_scales:  # the queries are in the same order
-            keys_in_registers = vectors_of_8_bits.as_operand(keys, interpret=False)
-            plgpu.wgmma(scores_ref, keys_in_registers, scratch.q.transpose((1, 0)))
+            size = problem.head_dim if problem.head_dim <= MAX_COPIED else 128
+            for first in range(0, problem.head_dim, size):
+                if first:
+                    plgpu.wgmma_wait(0)  # registers have no room for more
+                last = min(first + size, problem.head_dim)
+                keys_in_registers = vectors_of_8_bits.as_operand(keys, first, last, interpret=False)
+                queries = scratch.q if size == problem.head_dim else scratch.q.at[:, pl.ds(first, last - first)]
+                plgpu.wgmma(scores_ref, keys_in_registers, queries.transpose((1, 0)))
         else:
             plgpu.wgmma(scores_ref, keys, scratch.q.transpose((1, 0)))
         meanwhile()

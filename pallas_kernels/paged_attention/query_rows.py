@@ -24,9 +24,9 @@ def nothing_yet(problem):
     )
 
 
-def take_queries(problem, scratch):
+def take_queries(problem, scratch, queries):
     """Put the tile's queries to where wgmma reads them."""
-    scratch.q[...] = problem.load(scratch.q_in, LAYOUT)
+    scratch.q[...] = problem.load(queries, LAYOUT)
 
 
 def scores(problem, keys, scratch, _):

@@ -23,7 +23,15 @@ from pallas_kernels.paged_attention.kernel import Refs, Scratch, compute, copy
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.checks import check_pages
 from pallas_kernels.paging.plan import make_plan
-from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS, ROWS, Config, Problem, part_rows
+from pallas_kernels.paging.tiles import (
+    MAX_COLUMNS,
+    MAX_COLUMNS_OF_8_BITS,
+    MAX_COPIED,
+    ROWS,
+    Config,
+    Problem,
+    part_rows,
+)
 
 _COMPUTING = {
     (False, 1): 256,
@@ -60,6 +68,17 @@ def heuristic_of_8_bits(head_dim: int, width: int) -> Config:
     raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
 
 
+def heuristic_of_large_heads(head_dim: int, width: int) -> Config:
+    """Return the configuration with the most slots, for heads whose queries are not copied and tiles of `width`
+    queries.
+    """
+    for stages in (6, 5, 4, 3, 2):
+        config = Config(block_kv=64, stages=stages, streams=1, has_one_ring=True)
+        if config.shared_memory_of_one_ring(head_dim, width) <= SHARED_MEMORY:
+            return config
+    raise NotImplementedError(f"head_dim {head_dim} does not fit into shared memory")
+
+
 def paged_attention_sm90(
     q: Float[Array, "B Q H D"],
     pages: Pages,
@@ -82,6 +101,9 @@ def paged_attention_sm90(
     check_pages(q, pages, num_queries=head_rows)
     tiles_per_head = -(-head_rows // ROWS)
     tile_rows = head_rows if tiles_per_head == 1 else ROWS
+    is_large = head_dim > MAX_COPIED
+    if is_large:
+        tile_rows = part_rows(tile_rows)  # parts are put together where the results are
     has_scales = pages.scales is not None
     most = MAX_COLUMNS_OF_8_BITS if has_scales else MAX_COLUMNS
     step = 8 if tile_rows <= 16 else 16  # as parts are put together
@@ -89,7 +111,10 @@ def paged_attention_sm90(
     width = columns or ROWS
     if config is None:
         num_tiles = num_rows * num_kv_heads * tiles_per_head
-        config = heuristic_of_8_bits(head_dim, width) if has_scales else heuristic(head_dim, num_tiles)
+        if has_scales:
+            config = heuristic_of_8_bits(head_dim, width)
+        else:
+            config = heuristic_of_large_heads(head_dim, width) if is_large else heuristic(head_dim, num_tiles)
     problem = Problem(
         config=config,
         head_dim=head_dim,
@@ -156,12 +181,16 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         scratch = Scratch(*shared, stream=None)
         warpgroup = lax.axis_index("warpgroup")
         stream = lax.rem(warpgroup, jnp.int32(config.streams))
-        own = {"q_in": scratch.q_in, "q": scratch.q, "out": scratch.out}
+        own = {"q": scratch.q}
+        if problem.copies_queries:
+            own |= {"q_in": scratch.q_in, "out": scratch.out}
         if problem.has_scales:
             own |= {"converted": scratch.converted}
         if problem.columns:
             own |= {"weights": scratch.weights, "exchanged": scratch.exchanged}
         scratch = scratch._replace(stream=stream, **{name: ref.at[stream] for name, ref in own.items()})
+        if config.has_one_ring:
+            scratch = scratch._replace(v=scratch.k, v_full=scratch.k_full, v_free=scratch.k_free)
 
         def own_split():
             # Started first: those whose parts others wait for.
@@ -189,7 +218,8 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
     streams, slots = config.streams, config.streams * config.stages
     blocks = plgpu.SMEM((slots, config.block_kv, head_dim), multiplied, transforms=transforms)
     width = problem.columns or ROWS
-    rows = plgpu.SMEM((streams, width, head_dim), dtype)
+    rows = plgpu.SMEM((streams, width, head_dim), dtype) if problem.copies_queries else None
+    of_queries = plgpu.Barrier(num_barriers=streams) if problem.copies_queries else None
     weights = exchanged = None
     if problem.columns:
         shape = streams, problem.columns, config.block_kv
@@ -212,18 +242,18 @@ def _call(problem, num_items, num_out_rows, dtype, operands):
         q_in=rows,
         q=plgpu.SMEM((streams, width, head_dim), multiplied, transforms=transforms),
         k=blocks,
-        v=blocks,
+        v=None if config.has_one_ring else blocks,
         out=rows,
         weights=weights,
         exchanged=exchanged,
         scales=scales,
         converted=converted,
-        q_full=plgpu.Barrier(num_barriers=streams),
-        q_free=plgpu.Barrier(num_barriers=streams),
+        q_full=of_queries,
+        q_free=of_queries,
         k_full=k_full,
         k_free=free,
-        v_full=full,
-        v_free=free,
+        v_full=None if config.has_one_ring else full,
+        v_free=None if config.has_one_ring else free,
         stream=None,
     )
     run = plgpu.kernel(

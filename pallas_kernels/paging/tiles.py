@@ -23,7 +23,9 @@ LOWEST = -1e30
 MAX_COLUMNS = 16
 """Queries of a tile up to which they are columns (`query_columns`); heads of no multiple of 64 have them as rows."""
 MAX_COLUMNS_OF_8_BITS = 32
-"""The same where pages have 8 bits, over which there are no rows."""
+"""Queries of a tile up to which they are columns over pages of 8 bits, where they are never rows."""
+MAX_COPIED = 256
+"""Numbers of a row that one copy by TMA has room for. Larger heads have queries as columns only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Config:
     """Streams per CTA: pairs of a copying and a computing warpgroup, each with its own split."""
     num_ctas: int = NUM_SMS
     """Number of CTAs."""
+    has_one_ring: bool = False
+    """Blocks of keys and of values are in `stages` slots in turns, instead of in so many each."""
 
     @property
     def num_splits(self) -> int:
@@ -51,9 +55,15 @@ class Config:
 
     def shared_memory_of_8_bits(self, head_dim: int, width: int) -> int:
         """Bytes a CTA for pages of 8 bits and tiles of `width` queries: a block of values is converted too."""
-        queries, weights = 3 * width * head_dim * 2, width * self.block_kv * 2 + 1024
+        copies = 3 if head_dim <= MAX_COPIED else 1
+        queries, weights = copies * width * head_dim * 2, width * self.block_kv * 2 + 1024
         blocks = self.stages * self.block_kv * (2 * head_dim + 8)
         return self.streams * (queries + weights + self.block_kv * head_dim * 2 + blocks) + 1024
+
+    def shared_memory_of_one_ring(self, head_dim: int, width: int) -> int:
+        """Bytes a CTA for tiles of `width` queries that are not copied, and one ring of blocks."""
+        queries, weights = width * head_dim * 2, width * self.block_kv * 2 + 1024
+        return self.streams * (queries + weights + self.stages * self.block_kv * head_dim * 2)
 
 
 class Problem(NamedTuple):
@@ -78,6 +88,13 @@ class Problem(NamedTuple):
     interpret: bool
     has_scales: bool = False
     """Keys and values have 8 bits, and a scale each."""
+
+    @property
+    def copies_queries(self) -> bool:
+        """Return true if queries and results go through shared memory. Those of larger heads do not fit into a copy,
+        and their room is used for blocks.
+        """
+        return self.head_dim <= MAX_COPIED
 
     def cast(self, x, layout):
         """With a layout, which the interpreter has none of; so are the next two."""
@@ -162,7 +179,7 @@ def put_together(problem, index, split, num_others, parts, stats, all_sinks, wri
     """
     layout = part_layout(problem.head_dim)
     rows_layout = layout.reduce(1)
-    chunk = min(16, parts.shape[1])  # rows
+    chunk = min(16 if problem.head_dim <= MAX_COPIED else 4, parts.shape[1])  # rows
     unroll = min(20, 120 // (chunk * problem.head_dim // 128 + 2))  # parts on their way at the same time
 
     def spread(x):

@@ -22,7 +22,7 @@ from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
 from pallas_kernels.paging import Pages, Scores
-from pallas_kernels.paging.checks import check_pages
+from pallas_kernels.paging.checks import check_prompts
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 
@@ -103,7 +103,7 @@ def ragged_prefill_attention_sm90(
     )
     if pages.scales is None or len(q) < FEWEST_TOKENS_TO_CONVERT_FOR:
         return run(q, pages, before, block_tables=block_tables, first_row=first_row, num_rows=num_rows)
-    check_pages(q, pages)
+    check_prompts(q, pages)
     converted, tables, end = _converted(
         pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=CONVERTED_PER_TOKEN * len(q)
     )
@@ -160,7 +160,7 @@ def _attend(
     config: Config | None,
     interpret: bool,
 ) -> Float[Array, "T H D"]:
-    check_pages(q, pages)
+    check_prompts(q, pages)
     if scores.scale <= 0:
         raise NotImplementedError(f"scale must be positive, got {scores.scale}")
     num_tokens, num_heads, head_dim = q.shape

@@ -105,8 +105,23 @@ def test_keys_of_layers():
         (LLAMA, {"num_devices": 4}, "a kernel for each matmul (devices add up partial sums between matmuls)"),
         (LLAMA | {"mlp_bias": True}, {}, "down: XLA; attention: paged_attention; gate_up: XLA (it has a bias)"),
         (LLAMA | {"hidden_act": "relu"}, {}, "gate_up: XLA (no matmul has the activation relu)"),
-        (LLAMA | {"head_dim": 24}, {}, "attention: no kernel (head_dim must be a multiple of 16 up to 256, got 24)"),
-        (LLAMA | {"head_dim": 512}, {}, "attention: XLA (head_dim must be a multiple of 16 up to 256, got 512)"),
+        (
+            LLAMA | {"head_dim": 24},
+            {},
+            "attention: no kernel (head_dim must be a multiple of 16 up to 256, or of 64 up to 512, got 24)",
+        ),
+        (LLAMA | {"head_dim": 512}, {}, "attention: paged_attention; LM head"),
+        (LLAMA | {"head_dim": 512}, {"kv_cache_dtype": "fp8"}, "attention: paged_attention; LM head"),
+        (
+            LLAMA | {"head_dim": 576},
+            {},
+            "attention: XLA (head_dim must be a multiple of 16 up to 256, or of 64 up to 512, got 576)",
+        ),
+        (
+            LLAMA | {"head_dim": 512, "num_key_value_heads": 1},
+            {},
+            "attention: XLA (at most 16 queries of a KV head in heads of more than 256, got 32)",
+        ),
         (
             LLAMA,
             {"kv_cache_dtype": "fp8"},
@@ -114,19 +129,24 @@ def test_keys_of_layers():
         ),
         (LLAMA, {"kv_cache_dtype": "int8"}, "(bfloat16, got pages of int8); attention: paged_attention; LM head"),
         (
-            LLAMA | {"num_key_value_heads": 1},
+            LLAMA | {"num_attention_heads": 64, "num_key_value_heads": 1},
             {"kv_cache_dtype": "fp8"},
-            "attention: XLA (at most 16 queries of a KV head where pages have 8 bits, got 32)",
+            "attention: XLA (at most 32 queries of a KV head where pages have 8 bits, got 64)",
         ),
         (
             LLAMA | {"head_dim": 96},
             {"kv_cache_dtype": "fp8"},
-            "attention: XLA (head_dim must be a multiple of 64 up to 256 where pages have 8 bits, got 96)",
+            "attention: XLA (head_dim must be a multiple of 64 up to 512 where pages have 8 bits, got 96)",
         ),
         (
             LLAMA | {"model_type": "phi3", "partial_rotary_factor": 0.125},
             {"kv_cache_dtype": "fp8"},
             "attention: XLA (the write of 8 bits needs multiples of 16, got head_dim 128 and 8 rotated pairs)",
+        ),
+        (
+            LLAMA | {"model_type": "phi3", "partial_rotary_factor": 0.25, "head_dim": 512},
+            {},
+            "attention: XLA (the write copies parts of up to 256, got head_dim 512 and 64 rotated pairs)",
         ),
         (STATES, {}, "recurrence: recurrent_step; "),
         (
@@ -192,12 +212,22 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 
 @pytest.mark.parametrize(
-    ("value_size", "text"),
-    [(128, "recurrent_chunks"), (96, "XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)")],
+    ("fields", "text"),
+    [
+        (STATES | {"linear_value_head_dim": 128}, "recurrence: recurrent_step and recurrent_chunks"),
+        (
+            STATES | {"linear_value_head_dim": 96},
+            "recurrence: recurrent_step and XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)",
+        ),
+        (
+            LLAMA | {"head_dim": 512},
+            "attention: paged_attention and XLA (head_dim must be a multiple of 16 up to 256 in prompts, got 512)",
+        ),
+    ],
+    ids=str,
 )
-def test_prompts_of_layers_with_states(value_size, text):
-    paths = make_builder(STATES | {"linear_value_head_dim": value_size}).describe_paths()
-    assert any(f"recurrence: recurrent_step and {text}" in path for path in paths)
+def test_reasons_are_told_for_prompts(fields, text):
+    assert any(text in path for path in make_builder(fields).describe_paths() if path.startswith("prompts"))
 
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)

@@ -212,6 +212,35 @@ def test_norms_around_blocks_are_two_launches_a_layer():
     assert program.num_launches <= 12 * 3 + 24
 
 
+@pytest.mark.slow
+def test_large_heads_of_decode_steps_have_a_kernel():
+    """Layers of Gemma 4 31B, one with heads of 512: up to 16 queries of a KV head have a kernel. With more of them, of
+    three drafts, XLA attends in a loop that the host waits for.
+    """
+    fields = {
+        "model_type": "gemma4_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21_504,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size": 1024,
+    }
+    options = parse_speculation({"method": "ngram", "num_speculative_tokens": 3}).up_to(80, step_tokens=8192)
+    builder = make_builder(fields, speculation=options)
+    verified = next(bucket for bucket in builder.model.verifying_buckets if bucket.num_columns == 4)
+    of_loops = {0: decode_of(16)(builder), 1: PlainDecode(verified)}
+    for loops, one in of_loops.items():
+        program = compile_program(builder, one)
+        assert program.thunks["kWhile"] == loops
+        assert program.spill_bytes == 0
+        assert program.copies_of((NUM_BLOCKS, 4, 16, 512)) == []
+
+
 def compile_both(builder, num_tokens):
     """Compile both programs of a forward pass of prompts, as the engine does."""
     bucket = bucket_of(builder, num_tokens)

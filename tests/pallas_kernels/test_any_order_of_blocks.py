@@ -114,19 +114,22 @@ PAGED = test_paged_attention_sm90.INTERPRETED | {
 
 def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
     arrays, options, want = test_paged_attention_sm90.make_case(**PAGED[name])
-    config = paged_sm90.Config(block_kv=64, stages=2, streams=streams, num_ctas=3)
+    config = test_paged_attention_sm90.small_config(**PAGED[name], streams=streams)
     grid = emulate(monkeypatch, paged_kernel, query_columns, query_rows, tiles, paged_sm90, seed=seed)
     monkeypatch.setattr(paged_sm90, "jnp", jnp)
 
     def put(ref, values):
         ref[...] = values
 
+    def put_first(ref, values):
+        put(ref.at[pl.ds(0, len(values))], values)
+
     monkeypatch.setattr(counters, "signal", grid.signal)
     monkeypatch.setattr(counters, "take", grid.wait_and_take)
     monkeypatch.setattr(registers, "store_first_rows", lambda ref, x, **_: grid.store(ref, x[: ref.shape[0]]))
     monkeypatch.setattr(paged_device, "store_columns", lambda ref, x, **_: put(ref, x.T[: ref.shape[0]]))
     monkeypatch.setattr(paged_device, "store_vector", lambda ref, x: put(ref.at[pl.ds(0, x.shape[1])], x[0]))
-    monkeypatch.setattr(paged_device, "copy_rows", lambda swizzled, rows, **_: put(swizzled, rows[...]))
+    monkeypatch.setattr(paged_device, "copy_rows", lambda swizzled, rows, **_: put_first(swizzled, rows[...]))
     monkeypatch.setattr(paged_device, "store_transposed", lambda swizzled, x: put(swizzled, x.T))
     monkeypatch.setattr(paged_device, "maxima", lambda x, *_, **__: x.max(axis=0))
     monkeypatch.setattr(paged_device, "sums", lambda x, *_, **__: x.sum(axis=0))
@@ -139,9 +142,11 @@ def run_paged_attention(monkeypatch, name, seed, fault=no_fault, *, streams=1):
         put(target, values if held is None else np.where((row >= held[0]) & (row < held[1]), values, 0))
 
     in_float16 = {
-        "as_operand": lambda ref, **_: vectors_of_8_bits.permuted(ref[...].astype(np.float16)),
+        "as_operand": lambda ref, first, last, **_: vectors_of_8_bits.permuted(ref[...].astype(np.float16))[
+            :, first:last
+        ],
         "convert": convert,
-        "put_queries": lambda target, source, **_: put(
+        "put_queries": lambda target, source, **_: put_first(
             target, vectors_of_8_bits.permuted(source[...].astype(np.float16))
         ),
     }

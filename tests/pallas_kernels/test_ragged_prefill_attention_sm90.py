@@ -299,7 +299,8 @@ def test_refuses_with_a_reason():
     with pytest.raises(NotImplementedError, match="scale must be positive"):
         ragged_prefill_attention_sm90(*arrays, **layout | {"scores": Scores(scale=0.0)})
     for heads, block_size, message in [
-        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, got 72"),
+        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256 in prompts, got 72"),
+        ((4, 2, 512), 16, "up to 256 in prompts, got 512"),
         ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
     ]:
         arrays, layout, _ = make_case([(20, 20)], heads=heads, block_size=block_size)

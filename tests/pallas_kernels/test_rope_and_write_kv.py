@@ -86,6 +86,7 @@ CASES = {
     "norms, no rotation": {"num_tokens": 33, "half": 0, "gains": jnp.float32},
     "norms, float16, one head": {"num_tokens": 70, "heads": (1, 1, 96), "dtype": jnp.float16, "gains": jnp.float16},
     "norms, large heads": {"num_tokens": 9, "heads": (8, 4, 256), "gains": jnp.float32},
+    "norms, larger heads": {"num_tokens": 9, "heads": (8, 2, 512), "gains": jnp.float32},
 }
 
 
@@ -104,7 +105,9 @@ def test_xla_in_float32(gains):
 INTERPRETED = ["one token", "part of a head", "no rotation"]
 
 
-@pytest.mark.parametrize("case", quick_first([*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED)]))
+@pytest.mark.parametrize(
+    "case", quick_first([*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED), "norms, larger heads"])
+)
 def test_interpreted(capsys, case):
     arrays, options, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
     check(interpret(capsys, rope_and_write_kv, *arrays, **options, implementation="sm90"), want)

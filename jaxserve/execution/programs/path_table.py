@@ -43,7 +43,7 @@ class ProgramPaths:
     @property
     def multiplies_by_xla(self) -> bool:
         """True if XLA makes the kernel of a matrix product."""
-        by_xla = (Kernel.XLA, Kernel.NONE)
+        by_xla = (Kernel.XLA, Kernel.PAGED_ATTENTION_AND_XLA, Kernel.NONE)
         return any(part.kernel in by_xla for found in self.record.products.values() for part in found)
 
     @property
