@@ -218,12 +218,6 @@ class TestChatTemplate:
         assert byte_level.decode(ids, skip_special_tokens=False) == text
         assert ids[0] in byte_level.special_token_ids
 
-    def test_options_reach_the_template(self, byte_level):
-        text = byte_level.render_chat_template(
-            [USER], tools=[{"type": "function"}], template_kwargs={"mood": "good"}, add_generation_prompt=False
-        )
-        assert text.endswith('tools: [{"type": "function"}]\nmood: good\n')
-
     def test_the_final_message_is_continued(self, byte_level):
         messages = [USER, {"role": "assistant", "content": "Well, "}]
         text = byte_level.render_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
