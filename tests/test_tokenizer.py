@@ -173,11 +173,6 @@ class TestIncrementalDetokenizer:
         assert_steps_equal_decode(byte_level, half)
         assert_steps_equal_decode(byte_level, [*half, *byte_level.encode("x")])
 
-    def test_never_emits_half_a_character(self, tokenizer):
-        ids = tokenizer.encode("x🦙y", add_special_tokens=False)
-        steps = detokenize_in_steps(tokenizer, ids)
-        assert steps[-6:] == ["x", "x", "x", "x🦙", "x🦙y", "x🦙y"]
-
     def test_flush_shows_what_was_left_incomplete(self, byte_level):
         ids = byte_level.encode("x🦙")[:-1]
         assert detokenize_in_steps(byte_level, ids)[-2:] == ["x", "x" + REPLACEMENT]
