@@ -55,6 +55,7 @@ def test_an_answer_with_the_anthropic_client(server):
     assert [block.text for block in answer.content] == ["Good day."]
     assert answer.usage.output_tokens == len(server.tokenizer.encode("Good day.", add_special_tokens=False))
     assert "Be brief." in server.prompt()
+    assert answer._request_id
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -291,10 +292,6 @@ def test_models_as_anthropics_and_openais_clients_read_them(server):
     listed = server.get("/v1/models").json()
     assert (listed["object"], listed["has_more"], listed["first_id"]) == ("list", False, "fake")
     assert listed["data"][0]["object"] == "model"
-
-
-def test_the_request_id_of_an_answer(server):
-    assert ask(server)._request_id
 
 
 SYSTEM_LATE = {"role": "system", "content": "late rule", "clear_at": "next_user_message"}
