@@ -100,7 +100,7 @@ def _number(request: Request, name: str, *, default: int, least: int, most: int)
     value = request.query_params.get(name)
     if value is None:
         return default
-    if not (value.isascii() and value.isdecimal() and least <= int(value[:20]) <= most):
+    if not (value.isascii() and value.isdecimal() and len(value) <= 10 and least <= int(value) <= most):
         raise InvalidRequest(f"{name} must be an integer in [{least}, {most}], got {value!r:.40}", param=name)
     return int(value)
 
@@ -122,7 +122,12 @@ async def show_input(request: Request) -> Response:
         raise InvalidRequest("order must be asc or desc", param="order")
     stored = await _find(request)
     items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
-    data = [listed(item, index) for index, item in enumerate(items)][:: 1 if order == "asc" else -1]
+    first = {item.get("id"): index for index, item in reversed(list(enumerate(items)))}
+    listed_items = (  # an id that another item has is not shown again
+        listed({**item, "id": f"item_{index}"} if first[item.get("id")] != index else item, index)
+        for index, item in enumerate(items)
+    )
+    data = list(listed_items)[:: 1 if order == "asc" else -1]
     ids = [str(item["id"]) for item in data]
     if after is not None and after not in ids:
         raise InvalidRequest(f"after: there is no input item {after[:80]!r}", param="after")

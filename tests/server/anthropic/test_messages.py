@@ -140,6 +140,7 @@ def nested(depth):
         ({"tools": [SEARCH, WEATHER | {"name": None}]}, "tools[1].name"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 2}]}}, f"{EDIT}.keep"),
         ({"context_management": {"edits": [EDIT_TURNS | {"keep": {"type": "thinking_turns", "value": 0}}]}}, EDIT),
+        ({"context_management": {"edits": [EDIT_TURNS | {"keep": {"type": "thinking_turns"}}]}}, EDIT),
         ({"context_management": {"edits": [EDIT_USES | {"keep": {"type": "tool_uses", "value": -1}}]}}, EDIT),
         ({"context_management": {"edits": [EDIT_USES | {"trigger": {"type": "days", "value": 1}}]}}, EDIT),
         ({"context_management": {"edits": [{}]}}, f"{EDIT}.type"),
