@@ -45,11 +45,10 @@ from jaxserve.server.wire.streaming import EventStream, while_wanted
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_CANCEL = 10.0  # seconds
-_REPEATED = (
-    *("instructions", "max_output_tokens", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
-)
+_REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "service_tier")
 """Fields of a request that its response has unchanged."""
+_REPEATED_IF_SENT = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields that it has if they were sent: OpenAI's specification does not allow them to be null."""
 
 
 async def create(request: Request) -> Response:
@@ -240,6 +239,7 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
     defaults = state.model.frontend.default_sampling
     return ResponseBody(
         **{name: getattr(body, name) for name in _REPEATED},
+        **{name: value for name in _REPEATED_IF_SENT if (value := getattr(body, name)) is not None},
         id=response_id,
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",
