@@ -5,6 +5,7 @@ a subprocess. `if TYPE_CHECKING:` imports obey the arrows, but may name jax: not
 """
 
 import ast
+import functools
 import graphlib
 import pathlib
 import subprocess
@@ -175,18 +176,22 @@ def _module_name(path: pathlib.Path) -> str:
 MODULES = {_module_name(path): path for name in ("jaxserve", "pallas_kernels") for path in (ROOT / name).rglob("*.py")}
 
 
+@functools.cache
+def _nodes(module: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(MODULES[module].read_text()))]
+
+
 def _imports(module: str) -> list[Import]:
     """Every import of a module; `from package import name` counts as the submodule where `name` is one."""
     found = []
-    tree = ast.parse(MODULES[module].read_text())
     typing_only = {
         node
-        for guard in ast.walk(tree)
+        for guard in _nodes(module)
         if isinstance(guard, ast.If) and ast.unparse(guard.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for statement in guard.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(module):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -314,9 +319,9 @@ def test_jax_is_named_in_no_module_that_must_not_load_it(imports):
 def test_imports_by_string_are_lazy_exports_and_families_only():
     users = {
         module
-        for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).endswith(("import_module", "__import__"))
+        for module in MODULES
+        for node in _nodes(module)
+        if getattr(node, "id", getattr(node, "attr", None)) in ("import_module", "__import__")
     }
     assert users <= {"jaxserve", "jaxserve.server", "jaxserve.models"}
 

@@ -173,11 +173,6 @@ class TestIncrementalDetokenizer:
         assert_steps_equal_decode(byte_level, half)
         assert_steps_equal_decode(byte_level, [*half, *byte_level.encode("x")])
 
-    def test_never_emits_half_a_character(self, tokenizer):
-        ids = tokenizer.encode("x🦙y", add_special_tokens=False)
-        steps = detokenize_in_steps(tokenizer, ids)
-        assert steps[-6:] == ["x", "x", "x", "x🦙", "x🦙y", "x🦙y"]
-
     def test_flush_shows_what_was_left_incomplete(self, byte_level):
         ids = byte_level.encode("x🦙")[:-1]
         assert detokenize_in_steps(byte_level, ids)[-2:] == ["x", "x" + REPLACEMENT]
@@ -217,12 +212,6 @@ class TestChatTemplate:
         ids = byte_level.encode(text, add_special_tokens=False)
         assert byte_level.decode(ids, skip_special_tokens=False) == text
         assert ids[0] in byte_level.special_token_ids
-
-    def test_options_reach_the_template(self, byte_level):
-        text = byte_level.render_chat_template(
-            [USER], tools=[{"type": "function"}], template_kwargs={"mood": "good"}, add_generation_prompt=False
-        )
-        assert text.endswith('tools: [{"type": "function"}]\nmood: good\n')
 
     def test_the_final_message_is_continued(self, byte_level):
         messages = [USER, {"role": "assistant", "content": "Well, "}]

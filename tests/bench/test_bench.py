@@ -392,7 +392,7 @@ def test_speculation_with_a_head_of_random_weights(tmp_path):
     shape = TINY | {"num_hidden_layers": 3}
     head = write_config(write_config(tmp_path, shape) / "head", eagle3_head(shape))
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory": 2**24, "max_model_len": 64}
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "kv_cache_memory": 2**24, "max_model_len": 64}
     config = EngineConfig(
         model=str(tmp_path), load_format="dummy", warmup="none", speculative_config=drafts, **sizes, kernels="xla"
     )

@@ -76,13 +76,6 @@ def test_percentiles_are_numpys(count):
     assert found.max == values.max()
 
 
-def test_percentiles_of_known_numbers():
-    found = latencies([float(value) for value in range(101)])
-    assert found is not None
-    assert (found.mean, found.p50, found.p90, found.p99, found.max) == (50, 50, 90, 99, 100)
-    assert latencies([]) is None
-
-
 def test_rates_and_counts_of_a_run():
     outcomes = [
         _whole(0, sent=0.0, chunks=[0.5, 1.0], ended=1.0),

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import io
-import pathlib
 import re
 import signal
 import sys
@@ -11,14 +10,11 @@ from typing import get_args
 
 import pytest
 
-import jaxserve.llm
 from jaxserve import cli
 from jaxserve.config import EngineConfig, ReasoningParser, ServerConfig, ToolCallParser
 from jaxserve.errors import ConfigError, EngineDead, InvalidRequest
 from jaxserve.flags import parse_size, value_of
 from jaxserve.sampling_params import PARAMETERS, SamplingParams, StructuredOutputs
-
-BUILTIN = pathlib.Path(jaxserve.__file__).parents[1] / "checkpoints" / "scribe-2m"
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])

@@ -11,7 +11,7 @@ from depths import quick_only
 from golden_folder import CLASSIFIERS
 from golden_folder import GOLDENS as MODELS
 from safetensors.numpy import save_file
-from serving import assert_error, running
+from serving import assert_error, byte_tokenizer, running
 
 from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.convert import convert
@@ -34,16 +34,13 @@ def tokenizer_folder(tmp_path_factory):
     return str(tiny_tokenizer.byte_level(tmp_path_factory.mktemp("tokenizer")))
 
 
-def opened(name, tokenizer_folder):
-    return LLM(
-        str(CLASSIFIERS / name), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20
-    )
+OPTIONS = {"warmup": "none", "progress": False, "kv_cache_memory": 2**20}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", quick_only(PROBS, "llama"))
 def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
-    with opened(name, tokenizer_folder) as llm:
+    with LLM(str(CLASSIFIERS / name), tokenizer=tokenizer_folder, **OPTIONS) as llm:
         outputs = llm.classify([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)
         head = read_head(CLASSIFIERS / name, hidden_size=16)
         hidden = [each.embedding for each in llm.encode([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)]
@@ -59,8 +56,7 @@ def test_probabilities_are_those_of_transformers(name, tokenizer_folder):
 
 @pytest.mark.slow
 async def test_an_event_loop_awaits_the_same(tokenizer_folder):
-    options = {"tokenizer": tokenizer_folder, "warmup": "none", "progress": False, "kv_cache_memory": 2**20}
-    async with AsyncLLM(str(CLASSIFIERS / "gpt2"), **options) as llm:
+    async with AsyncLLM(str(CLASSIFIERS / "gpt2"), tokenizer=tokenizer_folder, **OPTIONS) as llm:
         output = await llm.classify({"prompt_token_ids": PROMPTS[0]})
     np.testing.assert_allclose(output.probs, PROBS["gpt2"](np.array(GOLDENS["logits"]["gpt2"][0])), atol=1e-5)
     assert output.prompt_token_ids == PROMPTS[0]
@@ -70,7 +66,7 @@ def test_a_model_without_a_head_says_so(tokenizer_folder):
     golden = MODELS / "llama_untied"
     assert read_head(golden, hidden_size=32) is None
     with (
-        LLM(str(golden), tokenizer=tokenizer_folder, warmup="none", progress=False, kv_cache_memory=2**20) as llm,
+        LLM(str(golden), tokenizer=tokenizer_folder, **OPTIONS) as llm,
         pytest.raises(InvalidRequest, match="this model has no classification head"),
     ):
         llm.classify("ab", use_tqdm=False)
@@ -105,16 +101,9 @@ def test_a_regression_has_values():
 
 
 @pytest.fixture
-def server(tokenizer_of_bytes):
-    with running(tokenizer_of_bytes) as server:
+def server():
+    with running(byte_tokenizer()) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def tokenizer_of_bytes():
-    from serving import byte_tokenizer
-
-    return byte_tokenizer()
 
 
 def test_the_route_answers_as_vllms(server):

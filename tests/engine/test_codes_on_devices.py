@@ -1,12 +1,21 @@
-"""Codes whose groups do not divide over devices: the tokens are those of one device, and of the dequantized values."""
+"""Codes that an engine holds, also of experts and where groups do not divide over devices: its tokens are those of a
+float32 forward pass on one device with the dequantized values.
+"""
 
 import functools
 
 import pytest
 import quantized_models
 import stored_matrices as stored
-from quantized_models import greedy_tokens, naive_tokens, write_quantized
+from golden_models import GOLDENS
+from quantized_models import FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
 
+from jaxserve.layers.layouts import schemes_of
+from jaxserve.loading.weights import stored_specs
+
+QWEN = quantized_models.FIELDS | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+QWEN |= {"moe_intermediate_size": 48}
+MIXTRAL = quantized_models.FIELDS | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 FIELDS = quantized_models.FIELDS | {"num_hidden_layers": 1, "num_key_value_heads": 8}
 LLAMA = FIELDS | {"model_type": "llama"}
 LATENT = FIELDS | {
@@ -66,15 +75,53 @@ CASES = {
 }
 
 
-def is_matrix(name):
-    return "_proj" in name
+def compressed(format_name, kind, bits):
+    group = {"format": format_name, "targets": ["Linear"], "weights": {"num_bits": bits, "type": kind}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+FP8_OF_CHANNELS = compressed("float-quantized", "float", 8)
+OF_GROUPS = functools.partial(stored.gptq, group=16, is_symmetric=True)
+# On several devices one whose scales belong to groups of inputs, and one with a scale for each output.
+EXPERTS = {
+    "fp8 of blocks": (QWEN, FP8, functools.partial(stored.fp8, scheme="block", block=(32, 32)), 1),
+    "packed": (QWEN, compressed("pack-quantized", "int", 4), functools.partial(stored.packed, group=16), 1),
+    "awq": (MIXTRAL, AWQ, functools.partial(stored.awq, group=16), 1),
+    "gptq": (QWEN, GPTQ | {"group_size": 16, "sym": True}, OF_GROUPS, 4),
+    "fp8 of channels": (MIXTRAL, FP8_OF_CHANNELS, functools.partial(stored.fp8, scheme="channel"), 4),
+}
+
+
+def assert_tokens(path, num_devices):
+    expected = naive_tokens(path, None)
+    assert len(set().union(*expected)) > 5
+    assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_device(tmp_path, case):
-    path = write_quantized(tmp_path, *CASES[case], is_quantized=is_matrix)
+    path = write_quantized(tmp_path, *CASES[case], is_quantized=lambda name: "_proj" in name)
+    assert_tokens(path, 8 if CASES[case][0]["model_type"] == "llama" else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_alone_are_codes(tmp_path, case):
+    *what, num_devices = EXPERTS[case]
+    path = write_quantized(tmp_path, *what, is_quantized=lambda name: ".experts." in name)
+    held = schemes_of(stored_specs(path, specs_of(path), dtype=FLOAT32, quantization=None))
+    assert held.keys() == {f"layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up", "down")}
+    assert_tokens(path, num_devices)
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss_in_mxfp4():
+    """By default on a CPU, too; here on two devices, which have whole experts."""
+    path = next(path for path in GOLDENS if path.name == "gpt_oss_mxfp4")
     expected = naive_tokens(path, None)
-    assert len(set().union(*expected)) > 5
-    num_devices = 8 if CASES[case][0]["model_type"] == "llama" else 4
-    assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
+    assert len(set().union(*expected)) > 3
+    assert greedy_tokens(path, None, 2) == expected
+    assert greedy_tokens(path, None, 2, dequantize=True) == expected

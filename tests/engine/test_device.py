@@ -30,16 +30,12 @@ BFLOAT16 = np.dtype("bfloat16")
 
 
 @pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.device_kind)
-def test_a_gpu_without_kernels_runs_plain_xla_with_one_warning(device, caplog):
+def test_a_gpu_without_kernels_runs_plain_xla_with_one_warning_and_has_no_others(device, caplog):
     assert choose_kernels("auto", device, BFLOAT16) == "xla"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"no kernels for {device.device_kind}" in record.message
     assert "plain XLA" in record.message
-
-
-@pytest.mark.parametrize("device", OTHERS, ids=lambda device: device.device_kind)
-def test_kernels_that_a_gpu_does_not_have_are_refused(device):
     with pytest.raises(ConfigError, match=f"no kernels for {device.device_kind}: leave --kernels out"):
         choose_kernels("sm90", device, BFLOAT16)
 

@@ -72,7 +72,8 @@ def test_heads_on_two_devices(kv_cache_dtype):
         Model("llama_biases_linear_rope", kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=count) for count in (1, 2)
     )
     asked = {f"r{i}": (prompt, 8, None) for i, prompt in enumerate(prompts(one, LENGTHS, seed=9))}
-    assert tokens_of(two.engine(), asked) == tokens_of(one.engine(), asked)
+    in_steps_of_one_size = {"max_num_batched_tokens": 8}
+    assert tokens_of(two.engine(**in_steps_of_one_size), asked) == tokens_of(one.engine(**in_steps_of_one_size), asked)
 
 
 def test_blocks_are_counted_with_their_scales(llama):

@@ -159,15 +159,6 @@ class TestPrepare:
         assert caught.value.param == "prompt"
 
     @pytest.mark.parametrize(
-        ("limit", "max_tokens", "kept"), [(3, 4, [7, 8, 9]), (14, 4, list(range(10))), (-1, 4, [4, 5, 6, 7, 8, 9])]
-    )
-    def test_truncation_keeps_the_end(self, start, tokenizer, limit, max_tokens, kept):
-        group = start(tokenizer, max_model_len=len(kept) + max_tokens).prepare(
-            list(range(10)), SamplingParams(max_tokens=max_tokens), request_id="x", truncate_prompt_tokens=limit
-        )
-        assert group.prompt_token_ids == kept
-
-    @pytest.mark.parametrize(
         ("limit", "side", "kept"),
         [
             (5, "left", "<s>|c|d|e|</s>"),

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from fake_client import Script, collect, echo
-from waiting import PATIENCE, wait_until
+from waiting import wait_until
 
 from jaxserve.errors import EngineDead, InvalidRequest, QueueFull
 from jaxserve.sampling_params import SamplingParams
@@ -95,19 +95,3 @@ class TestGenerate:
         results = [[output.finish_reason for output in result.outputs] for result in collect(frontend, *groups)]
         assert results == [["stop", "error"], ["stop", "stop"]]
         assert "too complex" in groups[0].error
-
-    def test_from_several_threads(self, start, tokenizer):
-        frontend = start(tokenizer)
-        results = {}
-
-        def work(name):
-            group = frontend.prepare(f"{name} the", SamplingParams(max_tokens=50), request_id=name)
-            (results[name],) = collect(frontend, group)
-
-        threads = [threading.Thread(target=work, args=(name,)) for name in "abcdefgh"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-        for name in "abcdefgh":
-            assert results[name].outputs[0].text.startswith(f" {name} the {name} the")

@@ -1,6 +1,7 @@
 """Engines that load programs which were compiled ahead of time, here for the CPU."""
 
 import dataclasses
+import functools
 import shutil
 
 import jax
@@ -124,33 +125,19 @@ def test_all_that_may_differ_has_a_name():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("path", "value", "named"),
     [
-        ({"versions": {"jax": "0.1", "jaxlib": "0.1", "code": "x"}}, "compiled by jax 0.1, this is"),
-        ({"versions": None}, "does not say which versions"),
+        (["versions"], {"jax": "0.1", "jaxlib": "0.1", "code": "x"}, "compiled by jax 0.1, this is"),
+        (["versions"], None, "does not say which versions"),
+        (["versions", "code"], "0", "compiled by another version of jaxserve: compile them again"),
+        (["settings", "mesh", "device_kind"], "NVIDIA H200", "are for NVIDIA H200 .*, but the engine has cpu"),
     ],
 )
-def test_programs_of_another_version_are_refused_by_name(folder, tmp_path, change, named):
+def test_programs_of_another_version_or_device_are_refused_by_name(folder, tmp_path, path, value, named):
     manifest = msgspec.msgpack.decode((folder / MANIFEST).read_bytes())
-    (tmp_path / MANIFEST).write_bytes(msgspec.msgpack.encode(manifest | change))
+    functools.reduce(dict.__getitem__, path[:-1], manifest)[path[-1]] = value
+    (tmp_path / MANIFEST).write_bytes(msgspec.msgpack.encode(manifest))
     with pytest.raises(ConfigError, match=f"programs: .*{named}"):
-        start(with_programs(tmp_path))
-
-
-def test_programs_of_another_code_are_refused_by_name(folder, tmp_path):
-    manifest = msgspec.msgpack.decode((folder / MANIFEST).read_bytes())
-    manifest["versions"]["code"] = "0"
-    (tmp_path / MANIFEST).write_bytes(msgspec.msgpack.encode(manifest))
-    with pytest.raises(ConfigError, match="compiled by another version of jaxserve: compile them again"):
-        start(with_programs(tmp_path))
-
-
-def test_programs_of_another_device_are_refused_by_name(folder, tmp_path):
-    manifest = msgspec.msgpack.decode((folder / MANIFEST).read_bytes())
-    kind = manifest["settings"]["mesh"]["device_kind"]
-    manifest["settings"]["mesh"]["device_kind"] = "NVIDIA H200"
-    (tmp_path / MANIFEST).write_bytes(msgspec.msgpack.encode(manifest))
-    with pytest.raises(ConfigError, match=rf"are for NVIDIA H200 .*, but the engine has {kind}"):
         start(with_programs(tmp_path))
 
 

@@ -166,7 +166,8 @@ OF_EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 )
 def test_tokens_of_whole_experts_are_counted(options, axes):
     """By an engine that has four of eight experts on each of two devices of a stage."""
-    config = dataclasses.replace(CONFIG, model=str(GOLDENS / "qwen3_moe_normalised"), **options)
+    options = {"model": str(GOLDENS / "qwen3_moe_normalised"), "max_num_batched_tokens": 4} | options
+    config = dataclasses.replace(CONFIG, **options)
     mesh = None if axes is None else mesh_of(**axes)
     engine, _ = startup.start_engine(config, mesh=mesh, progress=False)
     try:

@@ -53,11 +53,6 @@ def test_what_is_not_of_an_expert_is_split_over_both_axes():
         sharding.partition_spec(("experts", None), (3, 3), mesh, name="w")
 
 
-def test_indivisible_axis(mesh):
-    with pytest.raises(ConfigError, match=r"model\.up: ffn of size 10 cannot be split evenly over 4 devices"):
-        sharding.partition_spec(("ffn", None), (10, 8), mesh, name="model.up")
-
-
 @pytest.mark.parametrize(("num_heads", "copies"), [(16, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
 def test_each_device_has_a_kv_head(num_heads, copies):
     mesh = AbstractMesh((2, 8), ("data", "tensor"))

@@ -165,10 +165,6 @@ class TestOptions:
         done = {"hf_overrides": None, "generation_config": "auto", "override_generation_config": None}
         assert config == EngineConfig(**given | done | {"model": config.model})
 
-    def test_an_unknown_option_is_an_error(self):
-        with pytest.raises(TypeError, match="max_model_length"):
-            LLM("", max_model_length=5)
-
     def test_bad_options_are_reported_before_anything_is_loaded(self, tmp_path):
         with pytest.raises(ConfigError, match="block_size"):
             LLM(str(tmp_path), block_size=3)

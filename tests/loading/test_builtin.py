@@ -7,11 +7,6 @@ from jaxserve.loading import builtin
 from jaxserve.loading.builtin import BUILTIN_MODELS, resolve_model, resolve_names, resolve_tokenizer
 
 
-def test_a_path_is_itself(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_model(str(tmp_path)) == str(tmp_path)
-
-
 @pytest.mark.parametrize("name", BUILTIN_MODELS)
 def test_a_built_in_model_is_found_in_either_place(name, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "_CHECKPOINT_ROOTS", (tmp_path / "package", tmp_path / "tree"))

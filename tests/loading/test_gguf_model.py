@@ -125,6 +125,7 @@ FIELDS_COMPARED = {
     "gpt_neox_sequential": {"gptneox.rope.freq_base": 100.0},
     "gpt_oss_clamped": {},
     "gptj_tied": {},
+    "llama_biases_linear_rope": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
     "mixtral_tied": {},
     "stablelm_parallel_biases": {"stablelm.rope.freq_base": 100.0},
     "starcoder2_tied_window": {"starcoder2.attention.sliding_window": 7},
@@ -213,6 +214,7 @@ UNSAID = {
     "glm_tied": {"hidden_act": "silu"},
     "gpt_neox_sequential": {"hidden_act": "gelu"},
     "gptj_tied": {"activation_function": "gelu_new"},
+    "llama_biases_linear_rope": {"hidden_act": "silu"},
     "gpt_oss_clamped": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "mixtral_tied": {"hidden_act": "silu"},
     "stablelm_parallel_biases": {"hidden_act": "silu"},
@@ -342,19 +344,6 @@ def test_queries_keys_and_values_of_chatglm_in_one(tmp_path):
     apart, fused = load_model(tmp_path / "apart.gguf"), load_model(tmp_path / "fused.gguf")
     assert fused[1] == apart[1]
     jax.tree.map(np.testing.assert_array_equal, fused[0], apart[0])
-
-
-def test_linear_rope_and_biases(tmp_path):
-    name = "llama_biases_linear_rope"
-    fields = json.loads((GOLDENS / name / "config.json").read_text())
-    rope = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    tensors = tensors_of(name)
-    gguf_files.write_model(tmp_path / "m.gguf", fields, tensors, metadata=rope)
-    params, config, family, mesh = load_model(tmp_path / "m.gguf")
-    expected = family.config(fields | {"hidden_act": "silu"})  # a GGUF file cannot name the activation
-    assert config.rope == expected.rope
-    whole = load_weights(GOLDENS / name, family.param_specs(expected), dtype=FLOAT32, mesh=mesh, progress=False)
-    jax.tree.map(np.testing.assert_array_equal, params, whole)
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])

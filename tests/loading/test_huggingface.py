@@ -132,14 +132,15 @@ def test_static_scales_of_attention_are_left_out_with_a_line(tmp_path, caplog, n
     assert f"left out: 1 static scales of attention, such as model.layers.0.self_attn.{name}" in caplog.text
 
 
-def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
+@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"])
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path, name):
     behind = {f"model.layers.{index}.eh_proj.weight": np.ones(4, np.float32) for index in (3, 4)}
     save_file(make_tensors() | behind, tmp_path / "model.safetensors")
     config = tmp_path / "config.json"
-    config.write_text('{"num_hidden_layers": 3, "num_nextn_predict_layers": 2}')
+    config.write_text(json.dumps({"num_hidden_layers": 3, name: 2}))
     load(tmp_path)
-    for fields in ('{"num_hidden_layers": 3, "num_nextn_predict_layers": 1}', '{"num_hidden_layers": 3}'):
-        config.write_text(fields)
+    for further in ({name: 1}, {}):
+        config.write_text(json.dumps({"num_hidden_layers": 3} | further))
         with pytest.raises(CheckpointError, match=r"unexpected: .*model\.layers\.4\.eh_proj\.weight"):
             load(tmp_path)
 
@@ -156,14 +157,6 @@ def test_keys_of_layers_that_read_those_of_others_are_ignored(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.1\.self_attn\.k_norm"):
                 load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"])
-def test_the_number_of_further_layers_has_several_names(tmp_path, name):
-    behind = {"model.layers.3.eh_proj.weight": np.ones(4, np.float32)}
-    save_file(make_tensors() | behind, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, name: 1}))
-    load(tmp_path)
 
 
 @pytest.mark.parametrize(

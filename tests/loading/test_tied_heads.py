@@ -6,7 +6,6 @@ import shutil
 
 import gguf_files
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from depths import quick_first
@@ -18,8 +17,6 @@ from jaxserve.convert import convert
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.weights import load_config
 from jaxserve.overview import needs
-
-FLOAT32 = np.dtype(jnp.float32)
 
 
 def is_tied(path):

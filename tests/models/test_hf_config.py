@@ -457,9 +457,6 @@ def test_causal_attention_is_served(fields):
     assert get_family({"model_type": "llama", **fields}) is get_family({"model_type": "llama"})
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 6}
-
-
 DEEPSEEK = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 16,

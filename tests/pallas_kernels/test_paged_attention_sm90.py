@@ -170,6 +170,12 @@ ON_A_GPU = {
     },
     "FP8, head_dim 64, sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True, "kv_dtype": jnp.float8_e4m3fn},
     "FP8, head_dim 256": {"lens": MIX, "heads": (16, 4, 256), "kv_dtype": jnp.float8_e4m3fn},
+    "FP8, head_dim 256, 24 queries": {
+        "lens": [length + 3 for length in MIX],
+        "heads": (16, 2, 256),
+        "num_queries": 3,
+        "kv_dtype": jnp.float8_e4m3fn,
+    },
     "FP8, head_dim 512": {"lens": MIX, "heads": (32, 4, 512), "kv_dtype": jnp.float8_e4m3fn},
     "FP8, head_dim 512, 2 queries": {
         "lens": [x + 2 for x in MIX],

@@ -25,7 +25,6 @@ from jaxserve.planning.sizes import declare, sizes_of
 from jaxserve.planning.times import estimate_prefill, estimate_step, kind_of
 from jaxserve.planning.work import prefill_work
 
-GIB = 2**30
 LLAMA_8B_BYTES = 16_060_522_496
 LOAD = SizedLoad(input_len=1024, output_len=256)
 NO_COMPILER = pytest.mark.skipif(not absent.can_compile(), reason="needs `make deviceless`")

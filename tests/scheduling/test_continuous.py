@@ -47,14 +47,6 @@ def test_decodes_and_chunks_share_one_budget():
     simulation.drain()
 
 
-@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
-def test_budget_below_the_number_of_requests(num_in_flight):
-    simulation = Simulation(make_limits(max_num_batched_tokens=1, num_blocks=32))
-    simulation.add(*(never_stops(str(i), 3 + i, 4) for i in range(4)))
-    simulation.drain(num_in_flight)
-    assert all(request.finish_reason == "length" for request in simulation.requests)
-
-
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_plans_of_several_stages_have_equal_parts_of_the_requests(num_stages):
     """But the chunks of a prompt may follow each other, since they need no token that is drawn."""

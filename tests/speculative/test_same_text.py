@@ -357,7 +357,7 @@ def test_states_advance_by_what_is_accepted(models, kind):
         request("c", [*STEMS[0][:21], 7], 20),
         request("d", STEMS[1][:9], 26, sampled),
     ]
-    expected = run(plain.engine(), requests)
+    expected = run(plain.engine(max_num_batched_tokens=8), requests)
     told = [one.prompt_token_ids + expected[one.request_id].token_ids for one in requests]
     for errors, overlap in ((0, True), (2, True), (2, False), (8, True)):
         tell(drafting.runner, told, errors=errors)

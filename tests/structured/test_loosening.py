@@ -8,13 +8,12 @@ import re
 import json_schemas
 import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from byte_grammars import matcher, passes
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import StructuredOutputs
-from jaxserve.structured.grammar import JsonOptions, arguments_schema, make_grammar, parser_limits
+from jaxserve.structured.grammar import JsonOptions, arguments_schema, make_grammar
 
-BYTES = LLTokenizer("byte")
 COMMON = b'"}],:{[0123456789abcdefghijklmnopqrstuvwxyz-_.@/'
 PASSWORD = r"^(?=.*\d)(?=.*[a-z]).{8,}$"
 KIND_IS_P = {"properties": {"k": {"const": "p"}}}
@@ -26,16 +25,6 @@ def loosen(schema, **options):
     left_out = []
     constraint = StructuredOutputs(json=json.dumps(schema), **options)
     return make_grammar(constraint, left_out=left_out), left_out
-
-
-def matcher(grammar):
-    return LLMatcher(BYTES, grammar, log_level=0, limits=parser_limits(grammar))
-
-
-def passes(grammar, text):
-    data = list(text.encode())
-    one = matcher(grammar)
-    return one.try_consume_tokens(data) == len(data) and one.is_accepting()
 
 
 def written(grammar, *, seed, num_bytes=400):

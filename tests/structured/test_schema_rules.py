@@ -5,20 +5,12 @@ import re
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from byte_grammars import passes
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import StructuredOutputs
-from jaxserve.structured.grammar import JsonOptions, arguments_schema, make_grammar, parser_limits
+from jaxserve.structured.grammar import JsonOptions, arguments_schema, make_grammar
 from jaxserve.structured.schemas import followable
-
-BYTES = LLTokenizer("byte")
-
-
-def passes(grammar, text):
-    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=parser_limits(grammar))
-    data = list(text.encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
 def writes(schema, text, **options):

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from byte_grammars import passes
 
 from jaxserve.errors import InvalidRequest
 from jaxserve.sampling_params import StructuredOutputs
-from jaxserve.structured.grammar import make_grammar, parser_limits
+from jaxserve.structured.grammar import make_grammar
 
-BYTES = LLTokenizer("byte")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
 TEXT = {"type": "any_text"}
@@ -37,12 +36,6 @@ def triggered(*tags, trigger, **more):
 
 def either(*elements):
     return {"type": "or", "elements": [*elements]}
-
-
-def passes(grammar, text):
-    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=parser_limits(grammar))
-    data = list(text.encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
 def test_the_earlier_form():

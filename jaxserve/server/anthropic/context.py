@@ -43,11 +43,14 @@ class InputTokens(msgspec.Struct, kw_only=True):
     value: NotNegative
 
 
-class Turns(msgspec.Struct, kw_only=True):
-    """A number of the assistant's turns, or all."""
+class Turns(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_turns"):
+    """A number of the assistant's turns."""
 
-    type: Literal["thinking_turns", "all"]
-    value: Positive | None = None
+    value: Positive
+
+
+class AllTurns(msgspec.Struct, tag_field="type", tag="all"):
+    """All of the assistant's turns."""
 
 
 class ClearToolUses(msgspec.Struct, kw_only=True):
@@ -96,12 +99,12 @@ class ClearThinking(msgspec.Struct, kw_only=True):
     """
 
     type: str
-    keep: Literal["all"] | Turns | None = None
+    keep: Literal["all"] | Turns | AllTurns | None = None
 
     def apply(self, messages: list[Message], count: Count) -> tuple[list[Message], AppliedEdit | None]:
         """Return the messages, edited if there are thoughts to clear."""
-        keep = self.keep or Turns(type="thinking_turns", value=1)
-        if keep == "all" or keep.type == "all":
+        keep = self.keep or Turns(value=1)
+        if not isinstance(keep, Turns):
             return messages, None
         turns: list[list[int]] = [[]]  # indices of messages with thoughts
         for index, message in enumerate(messages):
@@ -109,7 +112,7 @@ class ClearThinking(msgspec.Struct, kw_only=True):
                 turns[-1] += [index] if any(map(_is_thought, message.blocks)) else []
             elif message.role == "user" and not _has_results(message):
                 turns.append([])
-        cleared = [turn for turn in turns if turn][: -(keep.value or 1)]
+        cleared = [turn for turn in turns if turn][: -keep.value]
         if not cleared:
             return messages, None
         indices = {index for turn in cleared for index in turn}

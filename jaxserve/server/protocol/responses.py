@@ -322,9 +322,9 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: str | UnsetType = UNSET
+    safety_identifier: str | UnsetType = UNSET
+    prompt_cache_key: str | UnsetType = UNSET
     service_tier: str | None = None
     usage: ResponseUsage | UnsetType = UNSET
 

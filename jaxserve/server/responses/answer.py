@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
 import sqlite3
 from collections.abc import Iterator
@@ -255,9 +256,12 @@ def _spoken(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
     begins within a token.
     """
     written = [bytes(each.bytes or ()) for each in logprobs]
-    starts = range(len(written) - 1, 0, -1)
-    begun = (start for start in starts if b"".join(written[start:]).lstrip().startswith(text.lstrip().encode()))
-    return logprobs[next(begun, 0) :]
+    joined = b"".join(written)
+    end = joined.rfind(text.lstrip().encode())
+    first = len(joined[:end].rstrip())  # white space before the text may be the first token's
+    starts = itertools.accumulate(map(len, written), initial=0)
+    begun = [index for index, start in enumerate(starts) if first <= start <= end]
+    return logprobs[begun[-1] if begun else 0 :]
 
 
 def fail_abandoned(responses: ResponseStore) -> None:

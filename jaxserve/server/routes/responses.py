@@ -45,11 +45,10 @@ from jaxserve.server.wire.streaming import EventStream, while_wanted
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_CANCEL = 10.0  # seconds
-_REPEATED = (
-    *("instructions", "max_output_tokens", "previous_response_id"),
-    *("prompt_cache_key", "safety_identifier", "service_tier", "user"),
-)
+_REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "service_tier")
 """Fields of a request that its response has unchanged."""
+_REPEATED_IF_SENT = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields that it has if they were sent: OpenAI's specification does not allow them to be null."""
 
 
 async def create(request: Request) -> Response:
@@ -100,7 +99,7 @@ def _number(request: Request, name: str, *, default: int, least: int, most: int)
     value = request.query_params.get(name)
     if value is None:
         return default
-    if not (value.isascii() and value.isdecimal() and least <= int(value[:20]) <= most):
+    if not (value.isascii() and value.isdecimal() and len(value) <= 10 and least <= int(value) <= most):
         raise InvalidRequest(f"{name} must be an integer in [{least}, {most}], got {value!r:.40}", param=name)
     return int(value)
 
@@ -122,7 +121,12 @@ async def show_input(request: Request) -> Response:
         raise InvalidRequest("order must be asc or desc", param="order")
     stored = await _find(request)
     items: list[Item] = msgspec.json.decode(stored.items)[: stored.num_inputs]
-    data = [listed(item, index) for index, item in enumerate(items)][:: 1 if order == "asc" else -1]
+    first = {item.get("id"): index for index, item in reversed(list(enumerate(items)))}
+    listed_items = (  # an id that another item has is not shown again
+        listed({**item, "id": f"item_{index}"} if first[item.get("id")] != index else item, index)
+        for index, item in enumerate(items)
+    )
+    data = list(listed_items)[:: 1 if order == "asc" else -1]
     ids = [str(item["id"]) for item in data]
     if after is not None and after not in ids:
         raise InvalidRequest(f"after: there is no input item {after[:80]!r}", param="after")
@@ -235,6 +239,7 @@ def _new_response(state: ServerState, body: ResponsesRequest, response_id: str) 
     defaults = state.model.frontend.default_sampling
     return ResponseBody(
         **{name: getattr(body, name) for name in _REPEATED},
+        **{name: value for name in _REPEATED_IF_SENT if (value := getattr(body, name)) is not None},
         id=response_id,
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",

@@ -99,6 +99,11 @@ EMBEDDERS = {
 }
 LOGIT_SCORE = ("LogitScore", {"true_token_id": 70, "false_token_id": 81}, None)
 CROSS = {"model_type": "CrossEncoder"}
+CAUSAL_LOGITS = {
+    "transformer_task": "text-generation",
+    "modality_config": {key: {"method": "forward", "method_output_name": "logits"} for key in ("text", "message")},
+    "module_output_name": "causal_logits",
+}
 # name: model, modules, files, changes of config.json
 RERANKERS = {
     "sigmoid": ("gpt2", [], {}, {}),
@@ -109,15 +114,8 @@ RERANKERS = {
         [LOGIT_SCORE],
         {
             "config_sentence_transformers.json": CROSS | {"activation_fn": f"{TORCH}.activation.Sigmoid"},
-            "sentence_bert_config.json": {
-                "transformer_task": "text-generation",
-                "modality_config": {
-                    "text": {"method": "forward", "method_output_name": "logits"},
-                    "message": {"method": "forward", "method_output_name": "logits"},
-                },
-                "module_output_name": "causal_logits",
-                "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
-            },
+            "sentence_bert_config.json": CAUSAL_LOGITS
+            | {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}},
             "chat_template.jinja": PAIR_TEMPLATE,
         },
         {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
@@ -132,14 +130,7 @@ RERANKERS = {
                 "prompts": {"web": "is it there?"},
                 "default_prompt_name": "web",
             },
-            "sentence_bert_config.json": {
-                "transformer_task": "text-generation",
-                "modality_config": {
-                    "text": {"method": "forward", "method_output_name": "logits"},
-                    "message": {"method": "forward", "method_output_name": "logits"},
-                },
-                "module_output_name": "causal_logits",
-            },
+            "sentence_bert_config.json": CAUSAL_LOGITS,
             "chat_template.jinja": PAIR_TEMPLATE,
         },
         {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},

@@ -6,7 +6,6 @@ from serving import running
 MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "hello"}
 EDIT_TURNS, EDIT_USES = {"type": "clear_thinking_20251015"}, {"type": "clear_tool_uses_20250919"}
-NONE = {"type": "tool_uses", "value": 0}
 TOOL_USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}}
 
 

@@ -55,6 +55,7 @@ def test_an_answer_with_the_anthropic_client(server):
     assert [block.text for block in answer.content] == ["Good day."]
     assert answer.usage.output_tokens == len(server.tokenizer.encode("Good day.", add_special_tokens=False))
     assert "Be brief." in server.prompt()
+    assert answer._request_id
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -139,6 +140,7 @@ def nested(depth):
         ({"tools": [SEARCH, WEATHER | {"name": None}]}, "tools[1].name"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 2}]}}, f"{EDIT}.keep"),
         ({"context_management": {"edits": [EDIT_TURNS | {"keep": {"type": "thinking_turns", "value": 0}}]}}, EDIT),
+        ({"context_management": {"edits": [EDIT_TURNS | {"keep": {"type": "thinking_turns"}}]}}, EDIT),
         ({"context_management": {"edits": [EDIT_USES | {"keep": {"type": "tool_uses", "value": -1}}]}}, EDIT),
         ({"context_management": {"edits": [EDIT_USES | {"trigger": {"type": "days", "value": 1}}]}}, EDIT),
         ({"context_management": {"edits": [{}]}}, f"{EDIT}.type"),
@@ -291,10 +293,6 @@ def test_models_as_anthropics_and_openais_clients_read_them(server):
     listed = server.get("/v1/models").json()
     assert (listed["object"], listed["has_more"], listed["first_id"]) == ("list", False, "fake")
     assert listed["data"][0]["object"] == "model"
-
-
-def test_the_request_id_of_an_answer(server):
-    assert ask(server)._request_id
 
 
 SYSTEM_LATE = {"role": "system", "content": "late rule", "clear_at": "next_user_message"}

@@ -169,6 +169,7 @@ def test_refused(tokenizer, path, parser, budget, word):
         assert word in answer.json()["error"]["message"]
 
 
+@functools.cache
 def tokenizer_with(*, special=(), added=()):
     """Return a tokenizer with one token per byte, and some more."""
     base = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
@@ -184,11 +185,14 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 KINDS = {"text": {}, "special": {"special": MARKS}, "added": {"added": MARKS}}
 
 
+@functools.cache
+def vocabulary_of(tokenizer):
+    return grammar_tokenizer(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=())
+
+
 def followed(tokenizer, grammar, text):
     """Return how much of a text a grammar allows."""
-    matcher = LLMatcher(
-        grammar_tokenizer(tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=()), grammar, log_level=0
-    )
+    matcher = LLMatcher(vocabulary_of(tokenizer), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     passed = []
     for token_id in tokenizer.encode(text, add_special_tokens=False):
@@ -234,7 +238,7 @@ def test_what_a_limited_answer_may_be(kind, is_open, text, passes):
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("budget", [0, 5])
 def test_each_syntax_of_thoughts(name, is_open, budget):
-    tokenizer = tokenizer_with(special=["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
+    tokenizer = tokenizer_with(special=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
     calls = TOOL_PARSERS["gpt_oss" if "gpt" in name else "hermes"][0]
     thoughts = REASONING_PARSERS[name]
     model = ModelSyntax(tokenizer, Syntax(calls, thoughts), vocab_size=tokenizer.vocab_size)
@@ -265,7 +269,7 @@ def test_each_syntax_of_thoughts(name, is_open, budget):
 @pytest.mark.parametrize("tools", [[], [Tool("now", {"type": "object"})]])
 def test_a_message_of_channels_that_is_continued_has_no_other_header(tools, budget):
     """The constraint on the answer continues in the final message, where the prompt has ended."""
-    tokenizer = tokenizer_with(special=["<|channel|>", "<|message|>", "<|end|>", "<|start|>"])
+    tokenizer = tokenizer_with(special=("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
     syntax = Syntax(TOOL_PARSERS["gpt_oss"][0], REASONING_PARSERS["gpt_oss"])
     model = ModelSyntax(tokenizer, syntax, vocab_size=tokenizer.vocab_size)
     answer = make_grammar(StructuredOutputs(choice=["Yes.", "No."]))
@@ -298,10 +302,11 @@ TOOL = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 FORCED = {
     CHAT: {
         "messages": [USER],
+        "max_tokens": 16,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
     },
-    RESPONSES: {"input": "hello", "text": {"format": FORMAT}},
-    "/v1/messages": {"messages": [USER], "max_tokens": 60, "tools": [TOOL], "tool_choice": {"type": "any"}},
+    RESPONSES: {"input": "hello", "max_output_tokens": 16, "text": {"format": FORMAT}},
+    "/v1/messages": {"messages": [USER], "max_tokens": 16, "tools": [TOOL], "tool_choice": {"type": "any"}},
 }
 
 

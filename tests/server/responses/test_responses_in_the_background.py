@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import sqlite3
 import threading
 
 import httpx
@@ -65,17 +64,6 @@ def test_a_burst(server, monkeypatch):
 def test_no_more_than_can_be_stored(tokenizer):
     with running(tokenizer, max_stored_responses=5) as server:
         assert_limit(server, 5)
-
-
-def test_one_that_cannot_be_stored_takes_no_room(server, monkeypatch):
-    def begin(*_args, **_options):
-        raise sqlite3.OperationalError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResponseStore, "begin", begin)
-        assert_error(server.post(PATH, BODY), 503, None, "service_unavailable_error")
-    wait_until(lambda: not server.server.state.responses.background)
-    assert not server.client.submitted
 
 
 def test_what_other_workers_run_counts_too(server, monkeypatch):

@@ -80,6 +80,8 @@ def test_a_response_in_the_background_that_cannot_be_stored(server, monkeypatch)
     body = {"input": "hi", "background": True}
     is_full.set()
     assert_error(server.post(PATH, body), 503, None, "service_unavailable_error")
+    wait_until(lambda: not server.server.state.responses.background)
+    assert not server.client.submitted
     is_full.clear()
     server.play = lambda request: Script(token_ids=[70], hangs=True)
     response_id = server.post(PATH, body).json()["id"]

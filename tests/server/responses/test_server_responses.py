@@ -74,7 +74,7 @@ def test_turns(server, openai_client):
         items = openai_client.responses.input_items.list(third.id, **options)
         texts = ["1?", "one", "2?", "two", "3?"]
         assert [item.content[0].text for item in items] == (texts if "order" in options else texts[::-1])
-    for query in ("limit=0", "limit=101", "limit=a", "order=up", "after=nothing"):
+    for query in ("limit=0", "limit=101", "limit=a", f"limit={'0' * 5000}1", "order=up", "after=nothing"):
         assert_error(server.get(f"{PATH}/{third.id}/input_items?{query}"), 400, query.partition("=")[0])
 
 
@@ -92,6 +92,13 @@ def test_input_items_with_nulls_and_more_than_is_known(server):
     assert [item["type"] for item in found["data"]] == ["message", "function_call", "function_call_output"]
     assert found["data"][0]["content"] == [{"type": "input_text", "text": "a"}]
     assert found["data"][1]["content"] == call["content"]
+
+
+def test_input_items_of_one_id(server):
+    items = [{"id": "same", "role": "user", "content": text} for text in "abc"]
+    answer = server.post(PATH, {"input": items}).json()
+    found = server.get(f"{PATH}/{answer['id']}/input_items?order=asc").json()
+    assert [item["id"] for item in found["data"]] == ["same", "item_1", "item_2"]
 
 
 def test_a_conversation_of_too_many_parts(server):

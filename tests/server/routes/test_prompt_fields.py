@@ -116,14 +116,6 @@ def test_variables_of_the_template(variables, route):
     assert (effort, verbosity) == ("max", "low")
 
 
-def test_tool_choice_none_hides_the_tools(server):
-    tools = [{"type": "function", "function": {"name": "look_up"}}]
-    template = "{{ tools | tojson }}"
-    with running(server.tokenizer.with_chat_template(template)) as shows_tools:
-        assert "look_up" in text_read(shows_tools, "tokenize", {"tools": tools})
-        assert "look_up" not in text_read(shows_tools, "tokenize", {"tools": tools, "tool_choice": "none"})
-
-
 @pytest.fixture(scope="module")
 def thinking(tokenizer: Tokenizer):
     """A server whose model thinks before it answers."""

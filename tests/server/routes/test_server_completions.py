@@ -100,19 +100,6 @@ def test_text_offsets_behind_a_first_space(sentencepiece_server, prompt, form, t
     assert logprobs["text_offset"][-2:] == [len(prompt * echo), len(choice["text"]) - len("on")]
 
 
-def test_echo(openai_client):
-    assert (
-        openai_client.completions.create(model="fake", prompt="ab", echo=True, max_tokens=3).choices[0].text == "ababa"
-    )
-
-
-def test_echo_of_token_ids(server, openai_client):
-    ids = server.tokenizer.encode("hi there")
-    assert openai_client.completions.create(model="fake", prompt=ids, echo=True, max_tokens=2).choices[0].text == (
-        "<s>hi therehi"
-    )
-
-
 def test_scoring_as_lm_evaluation_harness_does(server, openai_client):
     """Log likelihoods: lists of token ids, max_tokens 1, echo, logprobs 1, all continuations in one request."""
     prompts = [server.tokenizer.encode(text) for text in ("the cat", "a")]

@@ -54,19 +54,10 @@ def test_tokens_and_back(server, text):
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
 
 
-def test_special_tokens_are_added_to_a_text(server):
-    assert server.post("/tokenize", {"prompt": "a"}).json()["tokens"] == server.tokenizer.encode("a")
-
-
 def test_tokens_of_a_chat_are_those_of_the_chat(server):
     tokens = server.post("/tokenize", {"messages": [USER]}).json()["tokens"]
     server.post("/v1/chat/completions", {"messages": [USER], "max_tokens": 1})
     assert server.client.submitted[0].prompt_token_ids == tokens
-
-
-def test_a_large_text_is_tokenized_outside_the_event_loop(server):
-    answer = server.post("/tokenize", {"prompt": "x" * 50_000}).json()
-    assert answer["count"] == 50_001
 
 
 def test_probes(server):
