@@ -175,7 +175,7 @@ def _texts(name: str, given: str | list[str] | None) -> list[str]:
     if given is None:
         raise InvalidRequest(f"{name}: this field is required", param=name)
     texts = [given] if isinstance(given, str) else given
-    if not texts:
+    if not given:
         raise InvalidRequest(f"{name} must not be empty", param=name)
     if len(texts) > MAX_INPUTS:
         raise InvalidRequest(f"{name} has {len(texts)} entries, at most {MAX_INPUTS} are allowed", param=name)

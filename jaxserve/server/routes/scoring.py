@@ -144,7 +144,7 @@ def _prepare(
             )
         except InvalidRequest as error:
             if error.param == "prompt":
-                error.param = f"{body.names()[1]}[{index}]"
+                error.param = _named(body, 1, index)
             raise
     return groups
 
@@ -154,11 +154,17 @@ def _shortened(model: ServedModel, body: AnyScoring, pairs: Iterable[tuple[str, 
     tokenizer = model.frontend.tokenizer
     limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
     for index, pair in enumerate(pairs):
-        for name, text, limit in zip(body.names(), pair, limits, strict=True):
+        for side, (text, limit) in enumerate(zip(pair, limits, strict=True)):
             may_exceed = bool(limit) or body.truncate_prompt_tokens is not None
-            model.check_text_length(text, may_exceed=may_exceed, param=f"{name}[{index}]")
+            model.check_text_length(text, may_exceed=may_exceed, param=_named(body, side, index))
         first, second = (shortened(text, tokenizer, limit) for text, limit in zip(pair, limits, strict=True))
         yield first, second
+
+
+def _named(body: AnyScoring, side: int, index: int) -> str:
+    """Return the name of a text of a pair, as it was sent."""
+    name = body.names()[side]
+    return name if isinstance(getattr(body, name), str) else f"{name}[{index}]"
 
 
 async def _similarities(
@@ -180,8 +186,8 @@ async def _similarities(
         groups = await embed(state, wanted, request)
     except InvalidRequest as error:
         if found := re.fullmatch(r"input(?:\[(\d+)\])?", error.param or ""):
-            text, fields = texts[int(found[1] or 0)], body.names()
-            named = ((pair[side], f"{fields[side]}[{index}]") for index, pair in enumerate(pairs) for side in (0, 1))
+            text = texts[int(found[1] or 0)]
+            named = ((pair[side], _named(body, side, index)) for index, pair in enumerate(pairs) for side in (0, 1))
             rename(error, found[0], next(name for each, name in named if each == text))
         raise
     vectors = {}

@@ -56,11 +56,13 @@ def test_documents_are_sorted_by_the_query(server, path):
     [
         ("/v1/score", {"text_1": "a"}, "text_2"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
-        ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1[0]"),
+        ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1"),
+        ("/v1/score", {"text_1": [""], "text_2": "b"}, "text_1[0]"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"documents": ["b"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": ["b", "x" * 3000]}, "documents[1]"),
+        ("/v1/rerank", {"query": "x" * 3000, "documents": ["b"]}, "query"),
         ("/v1/score", {"text_1": ["x" * 3000, "b"], "text_2": ["a", "b"]}, "text_1[0]"),
     ],
 )
