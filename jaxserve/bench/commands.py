@@ -109,6 +109,7 @@ def _add_full_load(full: Parser) -> None:
     add_flag(full, "--peer", type=pathlib.Path, metavar="FILE", help="tables of another engine, as JSON")
     add_flag(full, "--peer-entry", metavar="NAME", help="the table of that file; default: its first one")
     _add_bandwidth(full)
+    add_flag(full, "--profile", action="store_true", help="run each again, and list the GPU's kernels in its middle")
     add_config_flags(full, EngineConfig, defaults={"warmup": "full", "enable_prefix_caching": False})
 
 
@@ -314,7 +315,8 @@ def _full_load(args: argparse.Namespace) -> None:
     settings = [BatchShape.parse_setting(text) for text in args.settings]
     bandwidth = args.bandwidth and args.bandwidth * 1e12
     with tempfile.TemporaryDirectory() as folder:
-        print(full_load.run(_config_of_batches(args, folder), settings, peer=peer, bandwidth=bandwidth))
+        config = _config_of_batches(args, folder)
+        print(full_load.run(config, settings, peer=peer, bandwidth=bandwidth, profile=args.profile))
 
 
 def _steps(args: argparse.Namespace) -> None:

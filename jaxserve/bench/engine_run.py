@@ -4,6 +4,7 @@ Prints one JSON line: an EngineRun.
 """
 
 import contextlib
+import math
 import pathlib
 import sys
 import tempfile
@@ -85,12 +86,12 @@ def complete(
     *,
     prefix: str,
     heard: Callable[[list[EngineOutput]], object] = lambda _: None,
-    once_all_decode: Callable[[], object] = lambda: None,
+    watch: Callable[[bool], object] = lambda _: None,
 ) -> "list[EngineStats]":
     """Run these jobs to completion and return the snapshots taken meanwhile.
 
-    `heard` is called with the outputs of each step; `once_all_decode` is called when every job has its first token,
-    unless all end before that is noticed. Raises RuntimeError if a job ends early.
+    `heard` is called with the outputs of each step, and `watch` before each snapshot, with whether every job has its
+    first token. Raises RuntimeError if a job ends early.
     """
     unfinished = {f"{prefix}-{number}": job.output_len for number, job in enumerate(jobs)}
     in_prefill = set(unfinished)
@@ -111,11 +112,8 @@ def complete(
 
     client.submit([engine_request(name, job) for name, job in zip(list(unfinished), jobs, strict=True)], receive)
     snapshots = []
-    is_prefilling = True
     while not done.wait(_SAMPLING_INTERVAL):
-        if is_prefilling and not in_prefill:
-            is_prefilling = False
-            once_all_decode()
+        watch(not in_prefill)
         snapshots.append(client.stats())
         if not client.is_alive():
             raise RuntimeError("the engine has stopped")
@@ -160,30 +158,40 @@ def warm_up(client: "EngineClient", shape: BatchShape, *, prefix: str) -> list[J
     return shape.jobs(seed=1, vocab_size=client.info.vocab_size)
 
 
-def traced(client: "EngineClient", jobs: list[Job], *, prefix: str, is_decode_only: bool = False) -> "list[Work]":
-    """Run the jobs and return the GPU work traced meanwhile; with `is_decode_only`, only from when each has its first
-    token.
+def traced(
+    client: "EngineClient",
+    jobs: list[Job],
+    *,
+    prefix: str,
+    is_decode_only: bool = False,
+    window: tuple[float, float] = (0.0, math.inf),
+) -> "list[Work]":
+    """Run the jobs and return the GPU work traced between two times after their start, in seconds; with
+    `is_decode_only`, only from when each has its first token.
     """
     from jaxserve.engine.profile import read_profile
 
     with tempfile.TemporaryDirectory() as folder:
-        is_started = False
+        begin = time.perf_counter()
+        has_started = has_stopped = False
 
-        def start() -> None:
-            nonlocal is_started
-            client.start_profile(folder)
-            is_started = True
+        def watch(all_decode: bool) -> None:
+            nonlocal has_started, has_stopped
+            seconds = time.perf_counter() - begin
+            if not has_started and seconds >= window[0] and (all_decode or not is_decode_only):
+                client.start_profile(folder)
+                has_started = True
+            elif has_started and not has_stopped and seconds >= window[1]:
+                client.stop_profile()
+                has_stopped = True
 
         try:
-            if is_decode_only:
-                complete(client, jobs, prefix=prefix, once_all_decode=start)
-            else:
-                start()
-                complete(client, jobs, prefix=prefix)
+            watch(False)
+            complete(client, jobs, prefix=prefix, watch=watch)
         finally:
-            if is_started:
+            if has_started and not has_stopped:
                 client.stop_profile()
-        return read_profile(pathlib.Path(folder)) if is_started else []
+        return read_profile(pathlib.Path(folder)) if has_started else []
 
 
 def engine_request(request_id: str, job: Job) -> EngineRequest:

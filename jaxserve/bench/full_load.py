@@ -7,8 +7,9 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.bench.engine_run import complete, timed_steps
+from jaxserve.bench.engine_run import complete, timed_steps, traced
 from jaxserve.bench.report import table
+from jaxserve.bench.steps import kernels_table
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, InvalidRequest
@@ -40,7 +41,12 @@ def read_peer(path: pathlib.Path, entry: str | None) -> dict[tuple[int, int], fl
 
 
 def run(
-    config: EngineConfig, settings: list[BatchShape], *, peer: dict[tuple[int, int], float], bandwidth: float | None
+    config: EngineConfig,
+    settings: list[BatchShape],
+    *,
+    peer: dict[tuple[int, int], float],
+    bandwidth: float | None,
+    profile: bool = False,
 ) -> str:
     """Run each setting, after a few of its requests to warm up. Return the report.
 
@@ -48,25 +54,35 @@ def run(
     otherwise it is memory where other steps take little more than their floor, and arithmetic in steps of prompts.
 
     The floor is the time in which the devices' memories, at `bandwidth` bytes a second each, can deliver the weights
-    and the KV of the mean context for the mean number of tokens of a step without first tokens. Raises StartupError,
-    InvalidRequest.
+    and the KV of the mean context for the mean number of tokens of a step without first tokens.
+
+    With `profile` each setting runs once more, and a table of the GPU's kernels in a second of its middle follows.
+    Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.local import LocalEngineClient
 
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
-        rows, longest = [], client.info.max_model_len
+        rows, profiles, longest = [], [], client.info.max_model_len
         if too_long := [str(setting) for setting in settings if setting.input_len + setting.output_len > longest]:
             raise InvalidRequest(f"max_model_len is {longest}: no room for {', '.join(too_long)}", param="settings")
         for setting in settings:
-            rows.append(_measure(client, setting, peer=peer, bandwidth=bandwidth))
-            print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-        return f"KV in {client.info.kv_dtype}, {client.info.kv_cache_bytes / 2**30:.1f} GiB\n\n{table(HEADER, rows)}"
+            row, seconds = _measure(client, setting, peer=peer, bandwidth=bandwidth)
+            rows.append(row)
+            print(" ".join(row), file=sys.stderr, flush=True)
+            if profile:
+                jobs = setting.jobs(seed=2, vocab_size=client.info.vocab_size)
+                middle = (seconds / 2 - 1, seconds / 2 + 1)
+                work = traced(client, jobs, prefix=f"{setting}-traced", window=middle)
+                profiles.append(f"{setting}\n\n{kernels_table(work)}")
+        cache = f"KV in {client.info.kv_dtype}, {client.info.kv_cache_bytes / 2**30:.1f} GiB"
+        return "\n\n".join((cache, table(HEADER, rows), *profiles))
 
 
 def _measure(
     client: "LocalEngineClient", setting: BatchShape, *, peer: dict[tuple[int, int], float], bandwidth: float | None
-) -> list[str]:
+) -> tuple[list[str], float]:
+    """Return the row of a setting, and how many seconds it took."""
     num_at_once = min(setting.batch_size, client.info.max_num_seqs)
     short = BatchShape(num_at_once, setting.input_len, min(setting.output_len, 8))
     complete(client, short.jobs(seed=1, vocab_size=client.info.vocab_size), prefix=f"{setting}-warmup")
@@ -82,7 +98,7 @@ def _measure(
     num_tokens = statistics.median(step.num_tokens for step in other) if other else 0
     context = setting.input_len + setting.output_len / 2
     floor = client.info.step_bytes(round(num_tokens), context=context) / bandwidth if bandwidth and other else None
-    return [
+    row = [
         str(setting),
         f"{speed:.0f}",
         "-" if theirs is None else f"{theirs:.0f}",
@@ -97,3 +113,4 @@ def _measure(
         "-" if floor is None else f"{floor * 1e3:.2f}",
         f"{(after.wait_seconds - before.wait_seconds) / seconds:.0%}",
     ]
+    return row, seconds

@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig
 
 if TYPE_CHECKING:
     from jaxserve.engine.local import LocalEngineClient
+    from jaxserve.engine.profile import Work
 
 STEPS_HEADER = ("tokens", "of them first ones", "steps", "ms a step", "shortest", "longest")
 KERNELS_HEADER = ("kernel", "runs", "us a run", "share of the time")
@@ -55,10 +56,14 @@ def _row(group: list[Step]) -> list[str]:
 
 
 def _kernels(client: "LocalEngineClient", shape: BatchShape) -> str:
-    from jaxserve.engine.profile import second_half, times_by_name
-
     name = f"{shape.batch_size}-{shape.input_len}-{shape.output_len}-traced"
-    work = traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=name)
+    return kernels_table(traced(client, shape.jobs(seed=2, vocab_size=client.info.vocab_size), prefix=name))
+
+
+def kernels_table(work: "list[Work]") -> str:
+    """Return a table of the GPU's kernels in the second half of a profile, and for what part of it any ran."""
+    from jaxserve.engine.profile import busy_fraction, second_half, times_by_name
+
     if not work:
         return "no GPU was seen at work"
     late, span = second_half(work)
@@ -66,4 +71,4 @@ def _kernels(client: "LocalEngineClient", shape: BatchShape) -> str:
         [name[:80], str(num_runs), f"{seconds / num_runs * 1e6:.2f}", f"{seconds / (span / 1e9):.2%}"]
         for name, num_runs, seconds in times_by_name(late)[:MAX_KERNELS]
     ]
-    return table(KERNELS_HEADER, rows)
+    return f"{table(KERNELS_HEADER, rows)}\n\nat work {busy_fraction(work):.2%} of the time"

@@ -73,6 +73,24 @@ def test_a_trace_begins_when_it_should(monkeypatch, is_decode_only):
     assert client.events == [*begin, "stopped"]
 
 
+def test_a_trace_of_a_window_ends_while_jobs_run(monkeypatch):
+    monkeypatch.setattr(profile, "read_profile", lambda folder: ["work"])
+
+    class Untraced(SlowPrefill):
+        def submit(self, requests, sink):
+            self.end = lambda: sink(
+                [EngineOutput(request_id=requests[0].request_id, new_token_ids=[1], finish_reason="length")]
+            )
+
+        def stop_profile(self):
+            super().stop_profile()
+            self.end()
+
+    client = Untraced()
+    assert traced(client, [Job(prompt_token_ids=[1], output_len=1)], prefix="a", window=(0.01, 0.02)) == ["work"]
+    assert client.events == ["started", "stopped"]
+
+
 def test_jobs_that_end_at_once_leave_nothing_to_trace():
     class Quick(SlowPrefill):
         def submit(self, requests, sink):
