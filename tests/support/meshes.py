@@ -250,10 +250,13 @@ def logprobs_on(model_type, mesh, **changes):
 
 
 def print_table():
-    """Print the error of each family on each mesh, of the largest logit; "-" where the mesh is refused."""
+    """Print the largest error of each family on each mesh, divided by the largest logit, and with stages by the largest
+    log probability; "-" where the mesh is refused.
+    """
     expected = functools.cache(lambda way, model_type: way(model_type, make_mesh(tensor=1), **MANY_EXPERTS))
     header = "".join(f"{model_type:>13}" for model_type in FAMILIES)
-    print(f"{'':<30}{header}   (error, of the largest logit, in float32)", flush=True)  # noqa: T201
+    print('Error in float32, of the largest logit; with "pipe", of the largest log probability')  # noqa: T201
+    print(f"{'':<30}{header}", flush=True)  # noqa: T201
     refused = {}
     for axes in MESHES:
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items())
