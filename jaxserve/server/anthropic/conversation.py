@@ -193,7 +193,8 @@ def _of_assistant(message: Message, param: str) -> list[dict[str, Any]]:
         for each in (texts, thoughts, calls):
             each.clear()
 
-    for index, block in enumerate(message.content or ()):
+    blocks = message.content or []
+    for index, block in enumerate(blocks):
         name = f"{param}.content[{index}]"
         kind = block.get("type")
         if kind == "thinking":
@@ -205,7 +206,8 @@ def _of_assistant(message: Message, param: str) -> list[dict[str, Any]]:
                 close()
             made.append(_result(block, name))
         elif kind not in NOT_READ:
-            texts.append(text_of([block], f"{param}.content", first=index))
+            gap = "\n" if texts and blocks[index - 1].get("type") != kind else ""  # thoughts or calls were between
+            texts.append(gap + text_of([block], f"{param}.content", first=index))
     if texts or thoughts or calls or not made:
         close()
     return made

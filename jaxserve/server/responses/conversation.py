@@ -135,7 +135,7 @@ class _Turn:
         self.thoughts, self.words, self.calls = [], [], []
         if not (thoughts or words or calls):
             return []
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(words) or (None if calls else "")}
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words) or (None if calls else "")}
         if "".join(thoughts):
             message["reasoning_content"] = "\n".join(thoughts)
         return [message | ({"tool_calls": calls} if calls else {})]
