@@ -20,6 +20,9 @@ def test_models_prints_a_row_for_each_family(platform, capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "model_type"
     assert {row.split()[0] for row in rows} == FAMILIES.keys() | WRAPPERS.keys()
+    with pytest.raises(SystemExit):
+        cli.main(["models", "--memory", "1GiB"])
+    assert "which MODEL?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
