@@ -27,6 +27,7 @@ TEXTS = {
     "gemma3_text": "gemma3_two_thetas",
     "gemma3n_text": "gemma3n_shared",
     "gemma4_text": "gemma4_shared",
+    "lfm2": "lfm2_tied",
     "llama": "llama_biases_linear_rope",
     "llama4_text": "llama4_chunks",
     "mistral": "mistral_window",
@@ -120,6 +121,12 @@ def test_older_configs_have_the_fields_of_the_text_beside_the_others(model_type)
     flat = {**text, "model_type": model_type, "vision_config": {"hidden_size": 3}, **rope}
     config = family_config(text_fields(flat))
     assert config == family_config(text | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
+
+
+def test_a_tied_head_may_have_the_name_of_lfm2():
+    fields = {"model_type": "lfm2_vl", "tie_embedding": False, "text_config": {"tie_embedding": False}}
+    assert family_config(text_fields(fields)).tie_word_embeddings is False
+    assert family_config(text_fields(fields | {"tie_embedding": True})).tie_word_embeddings is True
 
 
 @pytest.mark.parametrize(("outer", "inner", "is_tied"), [(None, True, True), (True, None, True), (False, None, False)])
