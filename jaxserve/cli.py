@@ -188,8 +188,7 @@ def _add_chat(chat: Parser) -> None:
 
 def _add_models(models: Parser) -> None:
     models.add_argument("model", nargs="?", metavar="MODEL", help=f"{_MODEL}; none: the table")
-    size = {"type": parse_size, "default": GPUS["h200"].memory, "metavar": "SIZE"}
-    models.add_flag("sizes", "--memory", help="a device's; default: an H200's", **size)
+    models.add_flag("sizes", "--memory", type=parse_size, metavar="SIZE", help="a device's; default: an H200's")
     add_config_flags(models, EngineConfig, only=_SIZE_FIELDS)
 
 
@@ -291,18 +290,21 @@ def _models(args: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed, and the GPU may be in use
     from jaxserve import overview
 
+    memory = GPUS["h200"].memory if args.memory is None else args.memory
     if args.model is None:
+        if args.memory is not None or given(args, _SIZE_FIELDS):
+            args.parser.error("which MODEL? without one there is the table of families, which no flag changes")
         print(overview.families_text())
     else:
         config = EngineConfig(model=args.model, **given(args, _SIZE_FIELDS))
-        found = overview.needs(config, memory=args.memory)
+        found = overview.needs(config, memory=memory)
         from jaxserve.answers.choosing.choice import rows_of
         from jaxserve.loading.builtin import resolve_model
         from jaxserve.planning.here import rows_here, uses_gpu
 
         syntax = rows_of(resolve_model(config.model, revision=config.revision, with_weights=False))
         here = [] if uses_gpu(platforms) else rows_here(config)
-        print(overview.needs_text(args.model, found, memory=args.memory, here=here, more=syntax))
+        print(overview.needs_text(args.model, found, memory=memory, here=here, more=syntax))
 
 
 def _parse(args: argparse.Namespace) -> None:

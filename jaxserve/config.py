@@ -30,8 +30,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 Quantization = Literal["int8", "fp8", "int4"]
 StoredFormat = Literal[
-    "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "gptq_marlin",
-    "gpt_oss_mxfp4", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4"
+    "auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq",
+    "gptq_marlin", "gpt_oss_mxfp4", "inc", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16",
+    "mxfp4"
 ]  # fmt: skip
 """vLLM's names of formats that a quantized checkpoint has; `loading.overrides` compares them with what it says."""
 

@@ -12,6 +12,9 @@ from jaxserve.values import rule
 
 BODY = "the request body"
 
+VISIBLE = r"^[!-~]{1,128}$(?!\n)"
+"""Texts that are safe in a header and in a log line: the only pattern that fields have."""
+
 _EXPECTED = {
     **{kind.__name__: rule(kind).words for kind in (int, float, str)},
     "bool": "true or false",
@@ -51,15 +54,23 @@ def _refusal(message: str, kind: Any, *, what: str, param: str) -> InvalidReques
     path = re.sub(r"^.*`\$\.?|`$|\[\.\.\.\]", "", location)
     param = f"{param}.{path}" if param and path else param or path
     name = f"a value of {param}" if location.endswith("[...]`") else param or what
+    name = f"a key of {param}" if location.startswith("`key` in ") else name
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
         param = f"{param}.{missing[1]}" if param else missing[1]
         text = f"{param}: this field is required"
     elif unknown := re.fullmatch(r"Object contains unknown field `(.*)`", problem, re.DOTALL):
         text = f"{name}: the field {unknown[1]!r} is not supported"
+    elif problem.endswith(" of length >= 1"):
+        text = f"{name} must not be empty"
     elif expected := re.fullmatch(r"Expected `([^`]*)`(.*?)(?:, got `(\w+)`)?", problem):
         words = " or ".join(_EXPECTED.get(each, each) for each in expected[1].split(" | ") if each != "null")
         got = f", got {_GOT.get(expected[3], expected[3])}" if expected[3] else ""
-        text = f"{name} must be {words}{expected[2]}{got}"
+        limit = expected[2]
+        if limit.startswith(" of length <= "):
+            limit = f" of at most {limit.split()[-1]} {'characters' if expected[1] == 'str' else 'entries'}"
+        elif limit.startswith(" matching regex"):
+            limit = " of 1 to 128 visible ASCII characters"
+        text = f"{name} must be {words}{limit}{got}"
     elif value := re.fullmatch(r"Invalid enum value (.*)", problem, re.DOTALL):
         choices = list(map(str, _choices(inspect.type_info(kind), re.findall(r"\w+|\[", path))))
         one_of = "one of " if len(choices) > 1 else ""

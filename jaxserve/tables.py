@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a number of bytes in GiB, or in MiB where it is less."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
+    """Return a number of bytes in GiB, or in MiB where it is less than 1.00 GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if round(num_bytes / 2**30, 2) >= 1 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device.codes import Code, codes_per_byte
-from pallas_kernels.quantized_matmuls import QuantizedMatrix, QuantizedWeights
+from pallas_kernels.layer_matmuls import Weights
+from pallas_kernels.quantized_matmuls import QuantizedMatrix
 from pallas_kernels.recurrent_step import Tokens
 
 RECURRENCES = {"delta rule": (16, 2, 128, 128), "Mamba-2": (8, 16, 128, 64)}
@@ -31,11 +32,11 @@ def random_tokens(
     return tokens, jax.random.normal(keys[5], (num_slots, *shape))
 
 
-def random_weights(sizes: tuple[int, int, int], code: Code, group: int | None, seed: int) -> QuantizedWeights:
+def random_weights(sizes: tuple[int, int, int], code: Code, group: int | None, seed: int) -> Weights:
     """Return a layer's weights for sizes of the residual stream, of the MLP's inner rows and of the next qkv."""
     hidden, inner, outputs = sizes
     keys = iter(jax.random.split(jax.random.key(seed), 4))
-    return QuantizedWeights(
+    return Weights(
         o=random_matrix(next(keys), (hidden,), hidden, code, group),
         gate_up=random_matrix(next(keys), (2, inner), hidden, code, group),
         down=random_matrix(next(keys), (hidden,), inner, code, group),

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "vllm_page": "vllm_flags cli",
     "options_page": "config local_model sampling_params",
     "logs": "",
-    "server": f"{PLAIN} unsupported decoding jaxserve logs answers tokenizer metrics engine structured",
+    "server": f"{PLAIN} unsupported decoding jaxserve logs tables answers tokenizer metrics engine structured",
     "answers": f"{PLAIN} structured tokenizer",
     "llm": f"{PLAIN} garbage local_model progress engine",
     "local_model": f"{PLAIN} vllm_flags interrupts answers tokenizer engine loading",

@@ -170,8 +170,10 @@ def test_the_table_promises_only_what_loads():
         get_family({"model_type": "jamba"})
 
 
-def test_the_page_on_models_promises_no_more_than_is_served():
-    page = (pathlib.Path(__file__).parents[1] / "docs" / "models.md").read_text()
+def test_pages_promise_no_more_than_is_served():
+    root = pathlib.Path(__file__).parents[1]
+    assert f"| Models | {len(FAMILIES)} families" in (root / "README.md").read_text()
+    page = (root / "docs" / "models.md").read_text()
     for (served, total), text in zip(counts(), (r"(\d+) of (\d+) are served", r"(\d+) of (\d+) \(\d+%\)"), strict=True):
         said = re.search(text, page)
         assert int(said[1]) <= served, "python tests/support/demand.py"

@@ -153,8 +153,9 @@ def choose_weights(
     )
     wanted, specs = schemes_of(specs), with_divisible_codes(specs, of_stage)
     if lost := wanted.keys() - schemes_of(specs).keys():
+        kinds = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in lost}))
         reason = "on this mesh a byte of two codes, or the order of inputs, would be on two devices"
-        logger.info("codes of %d matrices are held as floats: %s", len(lost), reason)
+        logger.info("codes of %d matrices (%s) are held as floats: %s", len(lost), kinds, reason)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
         codes = {"fp8"} if kernels == "sm90" else set()
         if config.quantize_activations or rounds_to_integers(fields):

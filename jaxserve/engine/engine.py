@@ -19,7 +19,7 @@ from jaxserve.execution.runner import HostLogprobs, PendingStep, Runner
 from jaxserve.execution.slots import Masks
 from jaxserve.metrics import PREEMPTIONS, STEP_TIMES, STEP_TOKENS
 from jaxserve.request import EngineOutput, EngineRequest, Refusal, Request, TokenLogprobs
-from jaxserve.scheduling.plan import Drafted, Row, StepPlan
+from jaxserve.scheduling.plan import Row, StepPlan
 from jaxserve.scheduling.scheduler import RowOutcome, Scheduler
 from jaxserve.structured.matchers import Matchers, refusal
 
@@ -351,8 +351,6 @@ class Engine:
     ) -> list[EngineOutput]:
         """Return what a step adds to its requests, once the scheduler has their tokens."""
         plan, drafted = pending.plan, pending.drafted()
-        if drafted is not None:
-            self._count_drafts(drafted, token_ids)
         ok = [not corrupted for corrupted in is_corrupted] if any(is_corrupted) else None
         outcomes = self.scheduler.update(plan, token_ids, ok, drafted, seconds=seconds)
         logprobs, prompt_logprobs, embeddings = pending.logprobs(), pending.prompt_logprobs(), pending.embeddings()
@@ -375,6 +373,7 @@ class Engine:
                     first = index * pending.num_columns
                     of_tokens = None if logprobs is None else _logprobs(request, new_token_ids, logprobs, first)
                     num_drafts = 0 if drafted is None else drafted[index].num_verified
+                    self._count_drafts(num_drafts, new_token_ids)
                     outputs.append(_continued(request, new_token_ids, of_tokens, of_prompt, num_drafts))
             if outcome in (RowOutcome.FAILED, RowOutcome.LAST_TOKEN):
                 self._count_end(request)
@@ -382,13 +381,12 @@ class Engine:
             first_token += row.num_tokens
         return outputs
 
-    def _count_drafts(self, drafted: list[Drafted], token_ids: list[list[int]]) -> None:
-        for (num_verified, _), drawn in zip(drafted, token_ids, strict=True):
-            if num_verified:
-                self._num_drafts += 1
-                self._num_draft_tokens += num_verified
-                for position in range(len(drawn) - 1):
-                    self._num_accepted_per_position[position] += 1
+    def _count_drafts(self, num_verified: int, new_token_ids: list[int]) -> None:
+        if num_verified:
+            self._num_drafts += 1
+            self._num_draft_tokens += num_verified
+            for position in range(len(new_token_ids) - 1):
+                self._num_accepted_per_position[position] += 1
 
     def _take_prompt_logprobs(self, row: Row, logprobs: HostLogprobs, first_token: int) -> list[TokenLogprobs] | None:
         """Return the logprobs of the prompt tokens that the row predicts, except those returned before a preemption.

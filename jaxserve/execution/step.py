@@ -112,6 +112,17 @@ class Reading(NamedTuple):
     """See `layers.launch`."""
 
 
+class Pass(NamedTuple):
+    """What a program that runs layers is compiled for."""
+
+    family: Family
+    config: Any
+    reading: Reading
+    span: range
+    """The layers that it runs."""
+    drafting: Drafting | None = None
+
+
 def step(
     params: Any,
     kv_cache: KVCache,
@@ -120,42 +131,27 @@ def step(
     packed: Int[Array, " packed"],
     x: Float[Array, "T E"] | None = None,
     *,
-    family: Family,
-    config: Any,
-    reading: Reading,
-    span: range,
+    of: Pass,
     has_tokens_on_host: bool,
-    drafting: Drafting | None = None,
 ) -> tuple[KVCache, Slots, Drawn]:
     """Run `forward`, then `draw`, for plain rows of one token each, or of as many columns. `kv_cache` and `slots` are
     donated; the keyword arguments are static.
     """
-    assert reading.is_decode_only or reading.bucket.num_columns
-    kv_cache, slots, forwarded = forward(
-        params,
-        kv_cache,
-        slots,
-        peers,
-        packed,
-        x,
-        family=family,
-        config=config,
-        reading=reading,
-        span=span,
-        drafting=drafting,
-    )
+    kernels = of.reading.kernels
+    assert of.reading.is_decode_only or of.reading.bucket.num_columns
+    kv_cache, slots, forwarded = forward(params, kv_cache, slots, peers, packed, x, of=of)
     slots, drawn = draw(
         slots,
         forwarded.logits,
         forwarded.rows,
-        kernels=reading.kernels,
+        kernels=kernels,
         is_plain=True,
         num_top_logprobs=None,
         has_tokens_on_host=has_tokens_on_host,
-        drafting=drafting,
+        drafting=of.drafting,
     )
     if forwarded.unsettled:
-        kv_cache = settle_states(kv_cache, slots, forwarded.rows, forwarded.unsettled, kernels=reading.kernels)
+        kv_cache = settle_states(kv_cache, slots, forwarded.rows, forwarded.unsettled, kernels=kernels)
     return kv_cache, slots, drawn
 
 
@@ -168,19 +164,14 @@ def forward(
     x: Float[Array, "T E"] | None = None,
     admissions: Int[Array, "rows width"] | None = None,
     *,
-    family: Family,
-    config: Any,
-    reading: Reading,
-    span: range,
-    drafting: Drafting | None = None,
+    of: Pass,
 ) -> tuple[KVCache, Slots, Forwarded]:
     """Compute the logits of a packed plan's rows; also write KV and block tables, and the slots of new requests that
-    `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; the keyword arguments
-    are static. `span` are all layers, or those of the last stage, which continues with `x`.
+    `slots.pack_admissions` has packed. `kv_cache` and `slots` are donated, `peers` must not be; `of` is static, and has
+    all layers, or those of the last stage, which continues with `x`.
     """
-    static: dict[str, Any] = {"family": family, "config": config, "reading": reading, "drafting": drafting}
-    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, **static, span=span)
-    kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=family, config=config, span=range(0))
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, of=of)
+    kv_cache, forwarded = finish(params, kv_cache, peers, begun, family=of.family, config=of.config, span=range(0))
     kv_cache, unsettled = take_unsettled(kv_cache)
     return kv_cache, slots, dataclasses.replace(forwarded, unsettled=unsettled)
 
@@ -206,15 +197,12 @@ def begin(
     x: Float[Array, "T E"] | None = None,
     admissions: Int[Array, "rows width"] | None = None,
     *,
-    family: Family,
-    config: Any,
-    reading: Reading,
-    span: range,
-    drafting: Drafting | None = None,
+    of: Pass,
 ) -> tuple[KVCache, Slots, Begun]:
-    """Begin what `forward` does: with the layers of `span`, which are the first ones, or those that follow the stage
+    """Begin what `forward` does: with the layers of the span, which are the first ones, or those that follow the stage
     that has made `x`, and all if a drafter takes in what they make. Weights and pools of other layers may be missing.
     """
+    family, config, reading, span, drafting = of
     if admissions is not None:
         slots = admit(slots, admissions)
     sizes = {"block_size": kv_cache.block_size, "num_blocks": kv_cache.num_blocks}
@@ -247,16 +235,15 @@ def run_stage(
     given: Float[Array, "T E"] | Int[Array, " N"],
     admissions: Int[Array, "rows width"] | None = None,
     *,
-    span: range,
-    **static: Any,
+    of: Pass,
 ) -> tuple[KVCache, Slots, Float[Array, "T E"]]:
     """Run `begin` for a stage before the last one; the next one continues with what it has made of the stream. The
     first one is given the last tokens of all slots, which the last one has drawn.
     """
-    x = given if span.start else None
+    x = given if of.span.start else None
     if x is None:
         slots = dataclasses.replace(slots, last_tokens=given)
-    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, **static, span=span)
+    kv_cache, slots, begun = begin(params, kv_cache, slots, peers, packed, x, admissions, of=of)
     return kv_cache, slots, begun.x
 
 

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.recurrent_chunks import recurrent_chunks
-from pallas_kernels.recurrent_step import Implementation, Mixed, Tokens, recurrent_step
+from pallas_kernels.recurrent_step import Mixed, Tokens, recurrent_step
 
 MAX_ROWS_AT_ONCE = 16
 """Number of rows of one token whose states are gathered at once in a step that has longer rows, too."""

@@ -165,14 +165,14 @@ def _why_not_codes(layer: LayerShape, qkv: Weight | None, x: Any, context: StepC
     return next((reason for reason in reasons if reason), None) or _why_no_sums(layer, x, context)
 
 
-def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> quantized_matmuls.QuantizedWeights | None:
+def quantized_matrices(weights: dict[str, Weight], qkv: Weight | None) -> layer_matmuls.Weights | None:
     """Return a device's weights of a layer and the next one's qkv as kernels take codes; None if they do not."""
     o = weights["o"].quantized_matrix(weights["o"].ndim - 1)
     gate_up, down = (weights[name].quantized_matrix(1) for name in ("gate_up", "down"))
     following = None if qkv is None else qkv.quantized_matrix(1)
     if o is None or gate_up is None or down is None or (following is None) != (qkv is None):
         return None
-    return quantized_matmuls.QuantizedWeights(o, gate_up, down, following)
+    return layer_matmuls.Weights(o, gate_up, down, following)
 
 
 def _why_not_matmul(name: str, weight: Weight, x: Any) -> str | None:

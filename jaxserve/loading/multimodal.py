@@ -57,6 +57,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "internvl": Wrapper(text="qwen2"),
     "internvl_chat": Wrapper(text="qwen2", key="llm_config"),
     "kimi_k25": Wrapper(text="deepseek_v3"),
+    "kimi_vl": Wrapper(text="deepseek_v3"),
+    "lfm2_vl": Wrapper(text="lfm2", is_tied=True),
     "llama4": Wrapper(text="llama4_text", is_tied=False),
     "llava": Wrapper(text="llama"),
     "llava_next": Wrapper(text="llama"),
@@ -161,6 +163,8 @@ OF_BOTH = (
 """Fields that may stand beside the language model's config as well as in it; those beside it win."""
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 _DTYPES = ("dtype", "torch_dtype")
+_TIED = ("tie_word_embeddings", "tie_embedding")
+"""Names of the field that ties the LM head to the embedding, the second of which only LFM2 has."""
 
 _LANGUAGE = ("language_model", "text_model")
 _TOWERS = {
@@ -191,17 +195,17 @@ def text_fields(fields: Fields) -> Fields:
     is_tied = _is_tied(fields, inner, wrapper)
     text = {name: value for name, value in inner.items() if name not in _DTYPES or not shared.keys() & {*_DTYPES}}
     text = {**wrapper.defaults, **text, **shared, TEXT_OF: fields["model_type"]}
-    text = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
+    text = {name: value for name, value in text.items() if name not in _TIED}
     return _as_family(text, wrapper) | ({} if is_tied is None else {"tie_word_embeddings": is_tied})
 
 
 def _is_tied(fields: Fields, inner: Fields, wrapper: Wrapper) -> Any:
     """Return tie_word_embeddings: either of the two may say true, as transformers 4 wrote it into the inner one."""
-    given = [each["tie_word_embeddings"] for each in (fields, inner) if each.get("tie_word_embeddings") is not None]
-    for value in given:
+    given = [(name, each[name]) for each in (fields, inner) for name in _TIED if each.get(name) is not None]
+    for name, value in given:
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: tie_word_embeddings must be true or false, got {value!r:.100}")
-    return any(given) if given else wrapper.is_tied
+            raise CheckpointError(f"config.json: {name} must be true or false, got {value!r:.100}")
+    return any(value for _, value in given) if given else wrapper.is_tied
 
 
 def _quantization(fields: Fields, inner: Fields, key: str) -> Fields:

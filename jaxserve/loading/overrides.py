@@ -27,11 +27,14 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _PREFIX, _ORIGIN = "jaxserve-overrides-", ".origin"
 
 _FP8 = {"fp8", "fbgemm_fp8"}
+_AUTOROUND = {"auto-round", "intel/auto-round"}
 _METHODS = {
     "fp8": _FP8,
+    "auto-round": _AUTOROUND,
     "awq_marlin": {"awq"},
     "gptq_marlin": {"gptq"},
     "gpt_oss_mxfp4": {"mxfp4"},
+    "inc": _AUTOROUND,
     "modelopt_fp4": {"modelopt"},
     "modelopt_mixed": {"modelopt"},
     "modelopt_mxfp8": {"modelopt"},

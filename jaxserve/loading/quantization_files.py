@@ -12,18 +12,20 @@ from typing import Any
 from jaxserve.config import KVCacheDType
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.json_files import read_object
-from jaxserve.loading.multimodal import TEXT_OF, stored_names
-from jaxserve.quantization import awq, bitsandbytes, compressed_tensors, gptq, modelopt, mxfp4, plain
+from jaxserve.loading.multimodal import TEXT_OF, stored_names, text_name
+from jaxserve.quantization import autoround, awq, bitsandbytes, compressed_tensors, gptq, modelopt, mxfp4, plain
 from jaxserve.quantization.method import Config, Expected, Method
 from jaxserve.quantization.stored import Format
 
 METHODS: dict[str, Method] = {
+    "auto-round": autoround.METHOD,
     "awq": awq.METHOD,
     "bitsandbytes": bitsandbytes.METHOD,
     "compressed-tensors": compressed_tensors.METHOD,
     "fbgemm_fp8": plain.FBGEMM_FP8,
     "fp8": plain.FP8,
     "gptq": gptq.METHOD,
+    "intel/auto-round": autoround.METHOD,
     "modelopt": modelopt.METHOD,
     "mxfp4": mxfp4.METHOD,
 }
@@ -171,7 +173,20 @@ def _declared(directory: pathlib.Path, fields: Mapping[str, Any]) -> dict[str, t
             content = read_object(directory / name)
             found[name] = content.get("quant_method") or method, content
     has_file = any(method for where, (method, _) in found.items() if where in FILES)
-    return {where: each for where, each in found.items() if each[0] or where in FILES or not has_file}
+    return {
+        where: (method, _with_stored_names(content) if TEXT_OF in fields else content)
+        for where, (method, content) in found.items()
+        if method or where in FILES or not has_file
+    }
+
+
+def _with_stored_names(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a multimodal checkpoint with AutoRound's modules by all names that they may have."""
+    extra = content.get("extra_config")
+    if not isinstance(extra, dict):
+        return content
+    names = {key: stored_names(text_name(key) or key) for key in extra if autoround.is_name(key)}
+    return content | {"extra_config": extra | {name: extra[key] for key, found in names.items() for name in found}}
 
 
 def _formats_of(name: Any, config: Config, where: str) -> tuple[Format, ...]:

@@ -34,7 +34,8 @@ def _of_layer(attention: Params, tensors: Mapping[str, StoredTensor]) -> KVScale
 
     def stored(kind: str, index: int) -> list[str]:
         modules = (block, f"{block}.attn", f"{block}.{kind}_proj", f"{block}.qkv_proj", *projections[-index:][:1])
-        return list(dict.fromkeys(name for module in modules if (name := f"{module}.{kind}_scale") in tensors))
+        names = (*(f"{module}.{kind}_scale" for module in modules), f"{block}.{kind}_proj.output_scale")
+        return [name for name in dict.fromkeys(names) if name in tensors]
 
     of_keys, of_values = stored("k", 2), stored("v", 1)
     names = (*of_keys, *of_values) or (*stored("kv", 1),)

@@ -17,8 +17,12 @@ KNOWN_EXTRAS = (
 """Ends of names: rotary tables of old Llamas, causal masks of old GPTs, an LM head that equals the embedding (a family
 declares any other), and which tokens an EAGLE-3 head has.
 """
-STATIC_SCALES = ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"
-"""Ends of names of the scales of a whole layer's attention. Those of keys and values are declared, and read, with
+STATIC_SCALES = (
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale"),
+)
+"""Ends of names of the scales of a whole layer's attention: compressed-tensors gives those of keys and values to what
+projections put out. Those of keys and values are declared, and read, with
 `--kv-cache-dtype fp8` only; those of queries and probabilities never.
 """
 STREAM_SCALE = ".altup.correct_output_scale"

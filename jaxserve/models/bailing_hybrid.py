@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> kimi_linear.Config:
-    hf_config.require(fields, tie_word_embeddings=False, q_lora_rank=None)
+    hf_config.require(fields, tie_word_embeddings=False)
     period = hf_config.integer(fields, "layer_group_size")
     first = hf_config.integer(fields, "first_k_dense_replace", minimum=0)
     return read_config(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import CheckpointError
+from jaxserve.quantization.common import regrouped
 from jaxserve.quantization.method import Config, Method, group_of, integers, require
 from jaxserve.quantization.scheme import Scheme
 from jaxserve.quantization.stored import Codes, Format, Header, scheme_of_integers, unpack
@@ -32,6 +33,8 @@ class Override:
     pattern: str
     bits: int
     is_symmetric: bool
+    group_size: int | None = None
+    """Inputs of a group of a matrix without g_idx, -1 for all; None if the modules have those of the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class GPTQ:
     bits: int
     is_symmetric: bool
     is_version_2: bool
+    group_size: int | None = None
+    """Inputs of a group of a matrix without g_idx, -1 for all; None refuses such matrices."""
     overrides: tuple[Override, ...] = ()
 
     def of(self, module: str) -> "GPTQ":
@@ -48,7 +53,10 @@ class GPTQ:
         for override in self.overrides:
             if re.match(override.pattern, module):
                 return GPTQ(
-                    bits=override.bits or self.bits, is_symmetric=override.is_symmetric, is_version_2=self.is_version_2
+                    bits=override.bits or self.bits,
+                    is_symmetric=override.is_symmetric,
+                    is_version_2=self.is_version_2,
+                    group_size=override.group_size or self.group_size,
                 )
         return self
 
@@ -58,14 +66,18 @@ class GPTQ:
 
     def shape(self, module: str, headers: Mapping[str, Header]) -> tuple[int, int]:
         """Return the shape implied by the sizes of the words."""
-        if missing := [name for name in _REQUIRED if name not in headers]:
+        said = self.of(module)
+        required = [name for name in _REQUIRED if name != "g_idx" or said.group_size is None]
+        if missing := [name for name in required if name not in headers]:
             raise CheckpointError(f"{module}: tensors missing beside qweight: {', '.join(missing)}")
         (dtype, words, _), scales = headers["qweight"], headers["scales"].shape
-        per_word = 32 // self.of(module).bits
+        per_word = 32 // said.bits
         if dtype != "I32" or len(words) != 2 or len(scales) != 2 or scales[1] != words[1]:
             raise CheckpointError(f"{module}: qweight {dtype} {list(words)} and scales {list(scales)} do not fit")
         inputs, outputs = words[0] * per_word, words[1]
         expected = {"qzeros": (scales[0], -(-outputs // per_word)), "g_idx": (inputs,)}
+        if "g_idx" not in headers:
+            expected = {"qzeros": expected["qzeros"], "scales": (-(-inputs // said.run(inputs)), outputs)}
         for name, shape in expected.items():
             if headers[name].shape != shape:
                 raise CheckpointError(f"{module}.{name} is {list(headers[name].shape)} and not {list(shape)}")
@@ -74,17 +86,23 @@ class GPTQ:
     def scheme(self, module: str, headers: Mapping[str, Header]) -> Scheme | str:
         """Return the scheme of the integers, those of 2 bits in 4."""
         said, scales = self.of(module), headers["scales"]
-        return scheme_of_integers(
-            said.bits,
-            has_zeros=not said.is_symmetric,
-            scales=scales,
-            num_inputs=headers["qweight"].shape[0] * (32 // said.bits),
-            num_groups=scales.shape[0],
+        num_inputs, num_groups = headers["qweight"].shape[0] * (32 // said.bits), scales.shape[0]
+        in_runs = num_inputs if "g_idx" in headers else num_groups * said.run(num_inputs)
+        scheme = scheme_of_integers(
+            said.bits, has_zeros=not said.is_symmetric, scales=scales, num_inputs=in_runs, num_groups=num_groups
         )
+        return scheme if isinstance(scheme, str) else regrouped(scheme, num_inputs)
+
+    def run(self, num_inputs: int) -> int:
+        """Return the inputs of a group of a matrix without g_idx, whose last group may have fewer."""
+        return num_inputs if self.group_size in (None, -1) else min(self.group_size, num_inputs)
 
     def read(self, module: str, tensors: Mapping[str, np.ndarray]) -> Codes:
         """Return the codes with outputs first, and the zero points that count."""
-        said, scales, groups = self.of(module), tensors["scales"].T, tensors["g_idx"]
+        said, scales, groups = self.of(module), tensors["scales"].T, tensors.get("g_idx")
+        values = unpack(tensors["qweight"], said.bits, axis=0).T
+        if groups is None:
+            groups = np.arange(values.shape[1]) // said.run(values.shape[1])
         if not ((groups >= 0) & (groups < scales.shape[1])).all():
             raise CheckpointError(f"{module}.g_idx names groups that are not there")
         bits, middle = said.bits, 2 ** (said.bits - 1)
@@ -97,7 +115,7 @@ class GPTQ:
             if not np.isin(stored, (middle - 1, middle)).all():
                 raise CheckpointError(f"{module}.qzeros: codes are said to be symmetric, and zero points are not")
             stored = np.full_like(stored, middle)
-        return Codes(values=unpack(tensors["qweight"], bits, axis=0).T, scales=scales, zeros=stored, groups=groups)
+        return Codes(values=values, scales=scales, zeros=stored, groups=groups)
 
 
 def _formats(config: Config, where: str) -> tuple[Format, ...]:

@@ -13,6 +13,7 @@ from jaxserve.sampling.features import OF_NUMBER, Feature
 from jaxserve.sampling.processors import process
 from jaxserve.sampling.state import DEFAULTS, SamplingState, unpack_rows
 from pallas_kernels import sampling as kernels
+from pallas_kernels.implementation import Implementation
 
 
 class SampledTokens(NamedTuple):
@@ -33,7 +34,7 @@ def sample(
     *,
     columns: Int32[Array, " B"] | None = None,
     plain: bool = False,
-    implementation: kernels.Implementation = "xla",
+    implementation: Implementation = "xla",
 ) -> SampledTokens:
     """Draw the next token of each row by the parameters of its slot.
 

@@ -5,7 +5,7 @@ The layer stands in the model's own checkpoint. Its embedding is the model's.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, override
 
 import jax.numpy as jnp
@@ -157,16 +157,6 @@ class MTP(Drafter):
             head = f"{prefix}.shared_head.head"
             specs["lm_head"] = embedding_spec(head, vocab_size=self.config.vocab_size, hidden_size=size)
         return specs
-
-    @override
-    def features(
-        self,
-        params: Params,
-        tapped: Sequence[Float[Array, "T E"]],
-        hidden: Float[Array, "T E"],
-        context: StepContext,
-    ) -> Float[Array, "T F"]:
-        return hidden
 
     @override
     def run(

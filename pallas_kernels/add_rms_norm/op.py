@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_rms_norm.sm90 import add_normed_update_sm90, add_rms_norm_sm90
+from pallas_kernels.add_rms_norm.sm90 import add_rms_norm_sm90
 from pallas_kernels.implementation import Implementation, is_sm90
 
 
@@ -27,7 +27,8 @@ def add_rms_norm(
     support.
     """
     if is_sm90(implementation):
-        return add_rms_norm_sm90(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
+        total, normed = add_rms_norm_sm90(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
+        return total, normed
     total = x + _finished(update, update_gain, eps, update_scale)
     return total, _rms_norm(total, weight, eps)
 
@@ -43,7 +44,8 @@ def add_normed_update(
 ) -> Float[Array, "T E"]:
     """Return the sum that `add_rms_norm` does, of an update that is normalised; arguments and errors are the same."""
     if is_sm90(implementation):
-        return add_normed_update_sm90(x, update, update_gain, eps=eps, update_scale=update_scale)
+        [total] = add_rms_norm_sm90(x, update, None, update_gain, eps=eps, update_scale=update_scale)
+        return total
     return x + _finished(update, update_gain, eps, update_scale)
 
 

@@ -24,44 +24,26 @@ start when that is there. They take up to 96 registers of a thread.
 def add_rms_norm_sm90(
     x: Float[Array, "T E"],
     update: Float[Array, "T E"],
-    weight: Float[Array, " E"],
+    weight: Float[Array, " E"] | None,
     update_gain: Float[Array, " E"] | None,
     *,
     eps: float,
     update_scale: float,
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """See `add_rms_norm`. Raises NotImplementedError with the reason of `why_not`, or for types that differ."""
-    _check(x, update)
-    total, normed = _kernel(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
-    return total, normed
-
-
-def add_normed_update_sm90(
-    x: Float[Array, "T E"],
-    update: Float[Array, "T E"],
-    update_gain: Float[Array, " E"],
-    *,
-    eps: float,
-    update_scale: float,
-) -> Float[Array, "T E"]:
-    """See `add_normed_update`. Raises as `add_rms_norm_sm90` does."""
-    _check(x, update)
-    [total] = _kernel(x, update, None, update_gain, eps=eps, update_scale=update_scale)
-    return total
-
-
-def _check(x: Array, update: Array) -> None:
+) -> Sequence[Float[Array, "T E"]]:
+    """Return the sum and, with a weight, its norm: see `add_rms_norm`. Raises NotImplementedError, with the reason, for
+    rows that the kernel does not take.
+    """
     if (reason := why_not_row_in_parts(x.shape[1], x.dtype)) is not None:
         raise NotImplementedError(reason)
     if update.dtype != x.dtype:
         raise NotImplementedError(f"rows of one dtype, got {x.dtype} and {update.dtype}")
+    return _kernel(x, update, weight, update_gain, eps=eps, update_scale=update_scale)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "update_scale"))  # so that a step's layers use one compiled kernel
 def _kernel(
     x: Array, update: Array, weight: Array | None, update_gain: Array | None, *, eps: float, update_scale: float
 ) -> Sequence[Array]:
-    """Return the sum and, with a weight, its norm."""
     num_rows, size = x.shape
     parts = RowParts(size)
     holds_gains = update_gain is not None and size <= MAX_HELD_GAINS

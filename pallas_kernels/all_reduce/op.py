@@ -1,12 +1,10 @@
 """The public operations: reduce partial sums over devices, alone and as they occur between two blocks of a layer."""
 
-import jax
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.all_reduce.sm90 import all_reduce_add_rms_norm_sm90, all_reduce_sm90
-from pallas_kernels.device.rows import why_not_row_in_parts
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.peers import PeerBuffers
 
@@ -48,18 +46,6 @@ def all_reduce_add_rms_norm(
     if implementation == "sm90" and peers is not None:
         return all_reduce_add_rms_norm_sm90(x, part, weight, peers, eps=eps)
     return add_rms_norm(x, lax.psum(part, axis_name), weight, eps=eps, implementation=implementation)
-
-
-def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | None) -> str | None:
-    """Return why "sm90" does not take such rows, arrays or their shapes, with these buffers; None if it does."""
-    if peers is not None:
-        *_, num_rows, size = peers.inbox.shape
-        if x.shape[0] > num_rows or x.shape[1] != size or x.dtype != peers.inbox.dtype:
-            return (
-                f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
-                f"{x.shape[1]} in {x.dtype}"
-            )
-    return why_not_row_in_parts(x.shape[1], x.dtype)
 
 
 def _check(peers: PeerBuffers | None, axis_name: str, implementation: str) -> None:

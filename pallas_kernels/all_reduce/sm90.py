@@ -25,34 +25,32 @@ BLOCKS_OF_MANY_PEERS = 2
 """A multiprocessor's, where a row is the sum of more than two: their addresses take most registers."""
 
 
+def why_not(x: Float[Array | jax.ShapeDtypeStruct, "T E"], peers: PeerBuffers | None) -> str | None:
+    """Return why "sm90" does not take such rows, arrays or their shapes, with these buffers; None if it does."""
+    if peers is not None:
+        *_, num_rows, size = peers.inbox.shape
+        if x.shape[0] > num_rows or x.shape[1] != size or x.dtype != peers.inbox.dtype:
+            return (
+                f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
+                f"{x.shape[1]} in {x.dtype}"
+            )
+    return why_not_row_in_parts(x.shape[1], x.dtype)
+
+
 def all_reduce_add_rms_norm_sm90(
-    x: Float[Array, "T E"],
-    part: Float[Array, "T E"],
-    weight: Float[Array, " E"],
-    peers: PeerBuffers,
-    *,
-    eps: float,
+    x: Float[Array, "T E"], part: Float[Array, "T E"], weight: Float[Array, " E"], peers: PeerBuffers, *, eps: float
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """See `all_reduce_add_rms_norm`. Raises NotImplementedError with the reason of `why_not`."""
-    _check(x, part, peers)
+    if (reason := why_not(x, peers) or why_not(part, peers)) is not None:
+        raise NotImplementedError(reason)
     return _sum_with_norm(x, part, weight, peers, eps=eps)
 
 
 def all_reduce_sm90(part: Float[Array, "T E"], peers: PeerBuffers) -> Float[Array, "T E"]:
     """See `all_reduce`. Raises NotImplementedError with the reason of `why_not`."""
-    _check(part, part, peers)
-    return _sum(part, peers)
-
-
-def _check(x: Array, part: Array, peers: PeerBuffers) -> None:
-    num_rows, size = peers.inbox.shape[-2:]
-    if x.shape[0] > num_rows or x.shape[1] != size or not x.dtype == part.dtype == peers.inbox.dtype:
-        raise NotImplementedError(
-            f"peers have room for {num_rows} rows of {size} values in {peers.inbox.dtype}, got {x.shape[0]} of "
-            f"{x.shape[1]} in {x.dtype} and {part.dtype}"
-        )
-    if (reason := why_not_row_in_parts(size, x.dtype)) is not None:
+    if (reason := why_not(part, peers)) is not None:
         raise NotImplementedError(reason)
+    return _sum(part, peers)
 
 
 # Jitted, so that all layers of a step use one compiled kernel.

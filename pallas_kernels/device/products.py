@@ -34,16 +34,30 @@ class Product(NamedTuple):
     """Name of the sums of squares of x, if x has not been divided by its norm yet."""
 
 
-def products_of_layer(o: Any, gate_up: Any, down: Any, qkv: Any) -> list[Product]:
+class Weights(NamedTuple):
+    """The weights of the four matmuls, each [outputs, K] as in checkpoints: arrays, or quantized each in its format."""
+
+    o: Any
+    """[E, A], from the heads' outputs to the residual stream."""
+    gate_up: Any
+    """[2, F, E]"""
+    down: Any
+    """[E, F]"""
+    qkv: Any
+    """[N, E], of the next layer; None after the last one."""
+
+
+def products_of_layer(weights: Weights) -> list[Product]:
     """Return the matmuls of "heads", from the array "stream" to "residual" and, with the next layer's qkv, "y"."""
     norm1 = Norm(residual="stream", gain="mlp_gain", normed="normed1", squares="squares1")
     norm2 = Norm(residual="x1", gain="next_gain", normed="normed", squares="squares")
     products = [
-        Product("o", "heads", "x1", o, norm=norm1),
-        Product("gate_up", "normed1", "inner", gate_up, squares="squares1"),
-        Product("down", "inner", "residual", down, norm=norm2),
+        Product("o", "heads", "x1", weights.o, norm=norm1),
+        Product("gate_up", "normed1", "inner", weights.gate_up, squares="squares1"),
+        Product("down", "inner", "residual", weights.down, norm=norm2),
+        Product("qkv", "normed", "y", weights.qkv, squares="squares"),
     ]
-    return products if qkv is None else [*products, Product("qkv", "normed", "y", qkv, squares="squares")]
+    return products[: 3 if weights.qkv is None else 4]
 
 
 def wait_until_free(free: Any, num_slots: int, first: Any, end: Any) -> None:

@@ -16,13 +16,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.mlir import REF, as_index, const_i32, const_index, inline, value_of, vector_of
 from pallas_kernels.jax_internals import arith, gpu, ir, memref, nvvm, vector
 
 THREADS = 128  # of a warpgroup
 LANES = 32  # of a warp
 LAYOUT = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-
-_REF = plgpu.RefType()
 
 
 class ThreadOps(NamedTuple):
@@ -68,31 +67,17 @@ class ThreadOps(NamedTuple):
     """... and wait until all of its threads are; then all see what each had stored."""
 
 
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
 def _scalar(x: mgpu.FragmentedArray) -> ir.Value:
     """Return this thread's element."""
-    [register] = x.registers.flat
-    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+    return vector.extract(value_of(x), [], [0])
 
 
 def _array(x: ir.Value) -> mgpu.FragmentedArray:
     """Return an array whose element of this thread is x."""
-    register = vector.from_elements(ir.VectorType.get((1,), x.type), [x])
     is_signed = True if isinstance(x.type, ir.IntegerType) else None
     return mgpu.FragmentedArray(
-        _registers=np.array([register], dtype=object), _layout=LAYOUT.to_mgpu(), _is_signed=is_signed
+        _registers=np.array([vector_of([x])], dtype=object), _layout=LAYOUT.to_mgpu(), _is_signed=is_signed
     )
-
-
-def _index(x: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), x)
-
-
-def _constant_index(value: int) -> ir.Value:
-    return arith.constant(ir.IndexType.get(), value)
 
 
 def _spread(x: Any) -> Any:
@@ -106,20 +91,18 @@ def _result(dtype: Any) -> Any:
 
 def _gather(ref: Any, index: Any) -> Any:
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        return _array(memref.load(ref, [_index(_scalar(index))]))
+        return _array(memref.load(ref, [as_index(_scalar(index))]))
 
-    run = plgpu.inline_mgpu(arg_types=(_REF, LAYOUT), return_type=_result(ref.dtype))
-    return run(load)(ref, _spread(index))
+    return inline(load, REF, LAYOUT, out=_result(ref.dtype))(ref, _spread(index))
 
 
 def _scatter(ref: Any, index: Any, value: Any, mask: Any) -> None:
     def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         index, value, mask = map(_scalar, arrays)
         with utils.when(mask):
-            memref.store(value, ref, [_index(index)])
+            memref.store(value, ref, [as_index(index)])
 
-    run = plgpu.inline_mgpu(arg_types=(_REF, LAYOUT, LAYOUT, LAYOUT))
-    run(store)(ref, _spread(index), _spread(value), _spread(mask))
+    inline(store, REF, LAYOUT, LAYOUT, LAYOUT)(ref, _spread(index), _spread(value), _spread(mask))
 
 
 def _clear(ref: Any) -> None:
@@ -133,25 +116,21 @@ def _scatter_to_parts(ref: Any, index: Any, value: Any, num_parts: int) -> None:
     def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         index, value = map(_scalar, arrays)
         for part in range(num_parts):
-            there = utils.get_cluster_ref(ref, gpu.Dimension.x, _constant_index(part))
-            memref.store(value, there, [_index(index)])
+            there = utils.get_cluster_ref(ref, gpu.Dimension.x, const_index(part))
+            memref.store(value, there, [as_index(index)])
 
-    plgpu.inline_mgpu(arg_types=(_REF, LAYOUT, LAYOUT))(store)(ref, _spread(index), _spread(value))
+    inline(store, REF, LAYOUT, LAYOUT)(ref, _spread(index), _spread(value))
 
 
 def _over_warp(dtype: Any, combine: Callable[[ir.Value], ir.Value]) -> Callable[[Any], Any]:
     def run(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         return _array(combine(_scalar(x)))
 
-    return lambda x: plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=_result(dtype))(run)(_spread(x))
-
-
-def _all_lanes() -> ir.Value:
-    return utils.c(0xFFFFFFFF, _i32())
+    return lambda x: inline(run, LAYOUT, out=_result(dtype))(_spread(x))
 
 
 def _reduce(kind: Any) -> Callable[[Any], Any]:
-    return _over_warp(jnp.int32, lambda x: utils.redux(x, _all_lanes(), kind))
+    return _over_warp(jnp.int32, lambda x: utils.redux(x, const_i32(0xFFFFFFFF), kind))
 
 
 def _butterfly_sum(x: ir.Value) -> ir.Value:
@@ -161,12 +140,12 @@ def _butterfly_sum(x: ir.Value) -> ir.Value:
 
 
 def _scan(x: ir.Value) -> ir.Value:
-    lane = arith.remui(utils.thread_idx(), utils.c(LANES, _i32()))
+    lane = arith.remui(utils.thread_idx(), const_i32(LANES))
     for distance in (1, 2, 4, 8, 16):
-        step = utils.c(distance, _i32())
-        before = nvvm.shfl_sync(_all_lanes(), x, step, utils.c(0, _i32()), nvvm.ShflKind.up)
+        step = const_i32(distance)
+        before = nvvm.shfl_sync(const_i32(0xFFFFFFFF), x, step, const_i32(0), nvvm.ShflKind.up)
         has_one = arith.cmpi(arith.CmpIPredicate.uge, lane, step)
-        x = arith.addi(x, arith.select(has_one, before, utils.c(0, _i32())))
+        x = arith.addi(x, arith.select(has_one, before, const_i32(0)))
     return x
 
 
@@ -174,7 +153,7 @@ def _run(function: Callable[[], Any]) -> Callable[[], None]:
     def run(_: Any) -> None:
         function()
 
-    return lambda: plgpu.inline_mgpu()(run)()
+    return lambda: inline(run)()
 
 
 COMPILED = ThreadOps(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import rope_and_write_kv
-from pallas_kernels.layer_matmuls.op import Weights, decode_layer, layer_matmuls
+from pallas_kernels.layer_matmuls import Weights, decode_layer, layer_matmuls
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm

@@ -1,33 +1,17 @@
 """The public operations: a layer of a decode step, and its part after the attention."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device.products import Weights
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.kv_write import rope_and_write_kv
 from pallas_kernels.layer_matmuls import sm90
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.small_matmul import matmul, matmul_then_norm
-
-
-class Weights(NamedTuple):
-    """The weights of the four matmuls, each [outputs, K] as in checkpoints."""
-
-    o: Float[Array, "E A"]
-    """From the heads' outputs to the residual stream."""
-    gate_up: Float[Array, "2 F E"]
-    down: Float[Array, "E F"]
-    qkv: Float[Array, "N E"] | None
-    """qkv of the next layer; None after the last one."""
-
-
-def why_not(heads: Float[Array | jax.ShapeDtypeStruct, "M A"], weights: Weights) -> str | None:
-    """Return why "sm90" does not take them, arrays or their shapes, or None if it does."""
-    return sm90.why_not(heads, weights.o, weights.gate_up, weights.down, weights.qkv)
 
 
 def layer_matmuls(
@@ -59,7 +43,7 @@ def layer_matmuls(
         inner = matmul(normed, weights.gate_up, activation=activation)
         x, normed = matmul_then_norm(inner, weights.down, residual=x, gain=gains[1], eps=eps)
         return x, normed.rows() if weights.qkv is None else matmul(normed, weights.qkv)
-    return sm90.layer_matmuls_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
+    return sm90.layer_matmuls_sm90(heads, residual, weights, gains, activation=activation, eps=eps)
 
 
 def why_not_attention(
@@ -73,7 +57,7 @@ def why_not_attention(
 
     Rotations turn `half` pairs of a head.
     """
-    return why_not(_heads_of(qkv), weights) or sm90.why_not_attention(qkv, pages, half)
+    return sm90.why_not(_heads_of(qkv), weights) or sm90.why_not_attention(qkv, pages, half)
 
 
 def decode_layer(
@@ -119,11 +103,8 @@ def decode_layer(
         qkv,
         pages,
         residual,
-        o=weights.o,
-        gate_up=weights.gate_up,
-        down=weights.down,
-        next_qkv=weights.qkv,
-        gains=gains,
+        weights,
+        gains,
         rotation=rotation,
         write_index=write_index,
         block_tables=block_tables,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.device.products import Product, products_of_layer
+from pallas_kernels.device.products import Product, Weights, products_of_layer
 from pallas_kernels.device.swizzled import tiled
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.layer_matmuls import attention
@@ -80,7 +80,7 @@ class Config:
     """True if two CTAs may process a tile together."""
 
 
-def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None:
+def why_not(heads: Any, weights: Weights) -> str | None:
     """Return why the kernel cannot do it, of arrays or their shapes, or None if it can."""
     if not heads.shape[0]:
         return "at least one row"
@@ -88,7 +88,7 @@ def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None
         return f"a GPU of {NUM_SMS} multiprocessors, whose thread blocks run at once: {num_sms()}"
     if heads.shape[0] > MAX_ROWS:
         return f"at most {MAX_ROWS} rows, got {heads.shape[0]}"
-    for name, array in (("heads", heads), ("o", o), ("gate_up", gate_up), ("down", down), ("qkv", qkv)):
+    for name, array in {"heads": heads, **weights._asdict()}.items():
         if array is None:
             continue
         if array.dtype != jnp.bfloat16:
@@ -96,8 +96,9 @@ def why_not(heads: Any, o: Any, gate_up: Any, down: Any, qkv: Any) -> str | None
             return f"bfloat16, got {name} of {array.dtype}"
         if array.shape[-1] % 64 or (name != "heads" and (array.shape[-2] % 8 or array.shape[-2] < 64)):
             return f"K in multiples of 64 and outputs in multiples of 8, at least 64, got {name} of shape {array.shape}"
-    for name, array, halves in (("o", o, 1), ("gate_up", gate_up, 2), ("down", down, 1), ("qkv", qkv, 1)):
-        if array is not None and array.shape[-2] > MAX_ROUNDS * NUM_SMS * 8 * (MAX_WIDTH // (8 * halves)):
+    for name, array in weights._asdict().items():
+        widest = MAX_WIDTH // (16 if name == "gate_up" else 8)
+        if array is not None and array.shape[-2] > MAX_ROUNDS * NUM_SMS * 8 * widest:
             return f"at most {MAX_ROUNDS} rounds of tiles, got {name} of shape {array.shape}"
     return None
 
@@ -215,12 +216,9 @@ def heuristic(rows: int, products: Sequence[Product]) -> Config:
 def layer_matmuls_sm90(
     heads: Float[Array, "M A"],
     residual: Float[Array, "M E"],
-    *,
-    o: Float[Array, "E A"],
-    gate_up: Float[Array, "2 F E"],
-    down: Float[Array, "E F"],
-    qkv: Float[Array, "N E"] | None,
+    weights: Weights,
     gains: tuple[Float[Array, " E"], Float[Array, " E"]],
+    *,
     activation: Callable[[Array], Array],
     eps: float,
     config: Config | None = None,
@@ -230,13 +228,10 @@ def layer_matmuls_sm90(
 
     `interpret` replaces what the interpreter of `plgpu.force_gpu_interpret_mode` lacks: each matmul is then a kernel.
     """
-    if (reason := why_not(heads, o, gate_up, down, qkv)) is not None:
+    if (reason := why_not(heads, weights)) is not None:
         raise NotImplementedError(reason)
-    values = {"heads": _pad_rows(heads), "o": o, "gate_up": gate_up, "down": down, "qkv": qkv}
-    results = _run_all(
-        None, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret
-    )
-    return results["residual"], results["y"]
+    values, options = {"heads": _pad_rows(heads)}, {"config": config, "interpret": interpret}
+    return _run_all(None, values, residual, weights, gains, activation=activation, eps=eps, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "activation", "eps", "config", "interpret"))
@@ -244,12 +239,9 @@ def decode_layer_sm90(
     qkv: Float[Array, "M K members D"],
     pages: Pages,
     residual: Float[Array, "M E"],
-    *,
-    o: Float[Array, "E A"],
-    gate_up: Float[Array, "2 F E"],
-    down: Float[Array, "E F"],
-    next_qkv: Float[Array, "N E"] | None,
+    weights: Weights,
     gains: tuple[Float[Array, " E"], Float[Array, " E"]],
+    *,
     rotation: tuple[Float[Array, "M half"], Float[Array, "M half"]],
     write_index: Int[Array, " M"],
     block_tables: Int[Array, "M pages"],
@@ -298,15 +290,10 @@ def decode_layer_sm90(
         "splits": splits,
         "lens": lens,
         "arrivals": arrivals,
-        "o": o,
-        "gate_up": gate_up,
-        "down": down,
-        "qkv": next_qkv,
     }
-    results = _run_all(
-        problem, values, residual, gains, activation=activation, eps=eps, config=config, interpret=interpret
-    )
-    return results["residual"], results["y"], Pages(jax.freeze(k_ref), jax.freeze(v_ref))
+    options = {"config": config, "interpret": interpret}
+    x, y = _run_all(problem, values, residual, weights, gains, activation=activation, eps=eps, **options)
+    return x, y, Pages(jax.freeze(k_ref), jax.freeze(v_ref))
 
 
 def _pad_rows(x: Float[Array, "M E"]) -> Float[Array, "R E"]:
@@ -318,25 +305,30 @@ def _run_all(
     of_heads: attention.Problem | None,
     values: dict[str, Any],
     residual: Float[Array, "M E"],
+    weights: Weights,
     gains: tuple[Float[Array, " E"], Float[Array, " E"]],
     *,
     activation: Callable[[Array], Array],
     eps: float,
     config: Config | None,
     interpret: bool,
-) -> dict[str, Array]:
-    """Return the residual stream and "y", computed from the heads or from what makes them."""
+) -> tuple[Array, Array]:
+    """Return the residual stream and what follows it, computed from the heads or from what makes them."""
     if residual.dtype != jnp.bfloat16:
         raise NotImplementedError(f"bfloat16, got residual of {residual.dtype}")
     num_rows = len(residual)
     rows = -(-num_rows // 8) * 8
-    values = values | {
-        "stream": _pad_rows(residual),
-        "mlp_gain": gains[0].reshape(1, -1),
-        "next_gain": gains[1].reshape(1, -1),
-        "counters": jnp.zeros((2 * MAX_ROUNDS + 1, 32), jnp.int32),
-    }
-    products = products_of_layer(*(values[name] for name in ("o", "gate_up", "down", "qkv")))
+    values = (
+        values
+        | weights._asdict()
+        | {
+            "stream": _pad_rows(residual),
+            "mlp_gain": gains[0].reshape(1, -1),
+            "next_gain": gains[1].reshape(1, -1),
+            "counters": jnp.zeros((2 * MAX_ROUNDS + 1, 32), jnp.int32),
+        }
+    )
+    products = products_of_layer(weights)
     config = config or heuristic(rows, products)
     if interpret:  # it has no clusters
         config = dataclasses.replace(config, splits=False)
@@ -357,8 +349,8 @@ def _run_all(
             parts.insert(0, (of_heads, []))
     for heads, part in parts:
         values |= _run(make_problem(matmuls=tuple(part), attention=heads), values, len(values["stream"]))
-    y = values["y"] if values["qkv"] is not None else _divide(values["normed"], values["squares"], eps)
-    return {"residual": values["residual"][:num_rows], "y": y[:num_rows]}
+    y = values["y"] if weights.qkv is not None else _divide(values["normed"], values["squares"], eps)
+    return values["residual"][:num_rows], y[:num_rows]
 
 
 def _divide(normed: Float[Array, "R E"], squares: Float[Array, "R P"], eps: float) -> Float[Array, "R E"]:

@@ -8,10 +8,4 @@ from pallas_kernels.peers.buffers import (
     peer_buffers_spec,
 )
 
-__all__ = [
-    "PeerBuffers",
-    "abstract_peer_buffers",
-    "allocate_peer_buffers",
-    "can_reach_each_other",
-    "peer_buffers_spec",
-]
+__all__ = ["PeerBuffers", "abstract_peer_buffers", "allocate_peer_buffers", "can_reach_each_other", "peer_buffers_spec"]

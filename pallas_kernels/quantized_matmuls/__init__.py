@@ -2,20 +2,11 @@
 
 from pallas_kernels.device.codes import Code
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix, scaling_of, vectors_of_outputs, why_not_factors
-from pallas_kernels.quantized_matmuls.op import (
-    Implementation,
-    QuantizedWeights,
-    quantized_layer_matmuls,
-    quantized_matmul,
-    why_no_layer,
-    why_not,
-)
+from pallas_kernels.quantized_matmuls.op import quantized_layer_matmuls, quantized_matmul, why_no_layer, why_not
 
 __all__ = [
     "Code",
-    "Implementation",
     "QuantizedMatrix",
-    "QuantizedWeights",
     "quantized_layer_matmuls",
     "quantized_matmul",
     "scaling_of",

@@ -1,14 +1,13 @@
 """The public operations: a matmul of few rows and a quantized weight, and the four of a layer of a decode step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, check_implementation
-from pallas_kernels.layer_matmuls import Weights as DenseWeights
-from pallas_kernels.layer_matmuls import layer_matmuls
+from pallas_kernels.layer_matmuls import Weights, layer_matmuls
 from pallas_kernels.quantized_matmuls.matrix import QuantizedMatrix
 from pallas_kernels.quantized_matmuls.sm90 import (
     layer_sm90,
@@ -20,25 +19,12 @@ from pallas_kernels.quantized_matmuls.sm90 import (
 from pallas_kernels.small_matmul import matmul
 
 
-class QuantizedWeights(NamedTuple):
-    """The weights of the four matmuls between two attentions, each in its own format."""
-
-    o: QuantizedMatrix
-    """[E, A], from the heads' outputs to the residual stream."""
-    gate_up: QuantizedMatrix
-    """[2, F, E]"""
-    down: QuantizedMatrix
-    """[E, F]"""
-    qkv: QuantizedMatrix | None
-    """[N, E], of the next layer; None after the last one."""
-
-
 def why_not(x: Any, weight: QuantizedMatrix) -> str | None:
     """Return why "sm90" cannot multiply such rows by such a weight, or None if it can: arrays, or their shapes."""
     return why_not_rows(x) or why_not_matrix(weight)
 
 
-def why_no_layer(heads: Any, weights: QuantizedWeights) -> str | None:
+def why_no_layer(heads: Any, weights: Weights) -> str | None:
     """Return why "sm90" cannot compute such a layer, or None if it can: arrays, or their shapes."""
     reasons = (why_not_matrix_of_layer(weight) for weight in weights if weight is not None)
     return why_not_rows(heads) or next((reason for reason in reasons if reason), None)
@@ -77,7 +63,7 @@ def quantized_matmul(
 def quantized_layer_matmuls(
     heads: Float[Array, "M A"],
     residual: Float[Array, "M E"],
-    weights: QuantizedWeights,
+    weights: Weights,
     gains: tuple[Float[Array, " E"], Float[Array, " E"]],
     *,
     activation: Callable[[Array], Array],
@@ -91,14 +77,8 @@ def quantized_layer_matmuls(
     """
     check_implementation(implementation)
     if implementation == "xla":
-        dense = [None if weight is None else weight.dequantize().astype(heads.dtype) for weight in weights]
-        o, gate_up, down, qkv = dense
-        assert o is not None
-        assert gate_up is not None
-        assert down is not None
-        return layer_matmuls(
-            heads, residual, DenseWeights(o, gate_up, down, qkv), gains, activation=activation, eps=eps
-        )
+        dense = Weights(*(None if weight is None else weight.dequantize().astype(heads.dtype) for weight in weights))
+        return layer_matmuls(heads, residual, dense, gains, activation=activation, eps=eps)
     if reason := why_no_layer(heads, weights):
         raise NotImplementedError(reason)
-    return layer_sm90(heads, residual, **weights._asdict(), gains=gains, activation=activation, eps=eps)
+    return layer_sm90(heads, residual, weights, gains, activation=activation, eps=eps)

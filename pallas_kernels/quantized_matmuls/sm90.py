@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.device.codes import TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP, UNIT
-from pallas_kernels.device.products import Product, products_of_layer
+from pallas_kernels.device.products import Product, Weights, products_of_layer
 from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import BY_LANES, NUM_SMS, SHARED_MEMORY, num_sms
 from pallas_kernels.quantized_matmuls import device
@@ -138,12 +138,9 @@ def _pad(x: Float[Array, "M E"]) -> Float[Array, "R C"]:
 def layer_sm90(
     heads: Float[Array, "M A"],
     residual: Float[Array, "M E"],
-    *,
-    o: QuantizedMatrix,
-    gate_up: QuantizedMatrix,
-    down: QuantizedMatrix,
-    qkv: QuantizedMatrix | None,
+    weights: Weights,
     gains: tuple[Float[Array, " E"], Float[Array, " E"]],
+    *,
     activation: Callable[[Array], Array],
     eps: float,
 ) -> tuple[Float[Array, "M E"], Float[Array, "M N"]]:
@@ -154,11 +151,11 @@ def layer_sm90(
         "mlp_gain": gains[0].reshape(-1, 1),
         "next_gain": gains[1].reshape(-1, 1),
     }
-    products = products_of_layer(o, gate_up, down, qkv)
+    products = products_of_layer(weights)
     num_rows = len(residual)
     results = run_products(products, values, num_rows=len(values["stream"]), activation=activation, eps=eps)
     stream = results["residual"][:num_rows]
-    if qkv is not None:
+    if weights.qkv is not None:
         return stream, results["y"][:num_rows]
     normed, squares = results["normed"][:num_rows].astype(jnp.float32), results["squares"][:, :num_rows]
     mean_square = jnp.sum(squares, axis=0)[:, None] / normed.shape[1]

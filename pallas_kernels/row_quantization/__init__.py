@@ -2,7 +2,6 @@
 
 from pallas_kernels.device.rows import why_not_row as why_not
 from pallas_kernels.row_quantization.op import (
-    Implementation,
     add_rms_norm_and_quantize,
     best_implementation,
     gate_and_quantize,
@@ -13,7 +12,6 @@ from pallas_kernels.row_quantization.rounding import CODES, QuantizedRows, Unsca
 
 __all__ = [
     "CODES",
-    "Implementation",
     "QuantizedRows",
     "UnscaledProduct",
     "add_rms_norm_and_quantize",

@@ -1,5 +1,5 @@
 """From logits to tokens: `sample` filters each row's distribution and draws from it."""
 
-from pallas_kernels.sampling.op import Implementation, sample
+from pallas_kernels.sampling.op import sample
 
-__all__ = ["Implementation", "sample"]
+__all__ = ["sample"]

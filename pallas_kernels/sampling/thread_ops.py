@@ -17,6 +17,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device.mlir import REF, as_index, const_i32, const_index, elements_of, inline
 from pallas_kernels.jax_internals import arith, gpu, ir, memref, nvvm, vector
 
 GROUP_THREADS = 128
@@ -69,21 +70,13 @@ def _f32() -> ir.Type:
     return ir.F32Type.get()
 
 
-def _index(value: int) -> ir.Value:
-    return arith.constant(ir.IndexType.get(), value)
-
-
 def _lanes(x: mgpu.FragmentedArray) -> list[ir.Value]:
     """Return the scalars that a thread holds, in order."""
-    return [
-        vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([lane]))
-        for register in x.registers.flat
-        for lane in range(register.type.shape[0])
-    ]
+    return [lane for register in x.registers.flat for lane in elements_of(register, register.type.shape[0])]
 
 
 def _thread() -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), utils.thread_idx())
+    return as_index(utils.thread_idx())
 
 
 def _store_in_parts(value: ir.Value, ref: ir.Value, indices: list[ir.Value], num_parts: int) -> None:
@@ -92,11 +85,11 @@ def _store_in_parts(value: ir.Value, ref: ir.Value, indices: list[ir.Value], num
         memref.store(value, ref, indices)
         return
     for part in range(num_parts):
-        memref.store(value, utils.get_cluster_ref(ref, gpu.Dimension.x, _index(part)), indices)
+        memref.store(value, utils.get_cluster_ref(ref, gpu.Dimension.x, const_index(part)), indices)
 
 
 def _part(num_parts: int) -> ir.Value:
-    return gpu.cluster_block_id(gpu.Dimension.x) if num_parts > 1 else _index(0)
+    return gpu.cluster_block_id(gpu.Dimension.x) if num_parts > 1 else const_index(0)
 
 
 def _over_warp(combine: Callable[[ir.Value, ir.Value], ir.Value], x: ir.Value) -> ir.Value:
@@ -107,7 +100,7 @@ def _over_warp(combine: Callable[[ir.Value, ir.Value], ir.Value], x: ir.Value) -
 
 def _shuffle(x: ir.Value, lane: ir.Value, kind: Any, clamp: int) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
-    there = nvvm.shfl_sync(utils.c(0xFFFFFFFF, i32), utils.bitcast(x, i32), lane, utils.c(clamp, i32), kind)
+    there = nvvm.shfl_sync(const_i32(0xFFFFFFFF), utils.bitcast(x, i32), lane, const_i32(clamp), kind)
     return utils.bitcast(there, x.type)
 
 
@@ -164,8 +157,8 @@ def _add_to_histogram(
                     position = utils.inline_ptx(
                         "add.rm.f32 $0, $1, $2;", position, utils.c(2.0**23, _f32()), result_types=_f32()
                     )
-                    bucket = arith.andi(utils.bitcast(position, i32), utils.c(num_buckets - 1, i32))
-                    here = [arith.index_cast(ir.IndexType.get(), bucket), thread]
+                    bucket = arith.andi(utils.bitcast(position, i32), const_i32(num_buckets - 1))
+                    here = [as_index(bucket), thread]
                     value = utils.c(1.0, _f32())
                     if rate:
                         value = utils.inline_ptx(
@@ -174,8 +167,8 @@ def _add_to_histogram(
                     memref.store(arith.addf(memref.load(histogram, here), value), histogram, here)
 
     scalars = (low, high, scale) if rate is None else (low, high, scale, rate)
-    types = (plgpu.RefType(), layout, *(plgpu.Layout.WG_SPLAT,) * len(scalars))
-    plgpu.inline_mgpu(arg_types=types)(add)(histogram, distance, *scalars)
+    types = (REF, layout, *(plgpu.Layout.WG_SPLAT,) * len(scalars))
+    inline(add, *types)(histogram, distance, *scalars)
 
 
 def _total_rows(histogram: Any, totals: Any, group: Any, num_groups: int) -> None:
@@ -188,27 +181,23 @@ def _total_rows(histogram: Any, totals: Any, group: Any, num_groups: int) -> Non
     def total(_: Any, histogram: ir.Value, totals: ir.Value) -> None:
         quad = ir.VectorType.get((four,), _f32())
         thread = _thread()
-        warp, lane = arith.divui(thread, _index(_WARP)), arith.remui(thread, _index(_WARP))
+        warp, lane = arith.divui(thread, const_index(_WARP)), arith.remui(thread, const_index(_WARP))
         zeros = vector.broadcast(quad, utils.c(0.0, _f32()))
         sums = []
         for i in range(rows_per_warp):
-            row = arith.addi(arith.muli(warp, _index(rows_per_warp)), _index(i))
+            row = arith.addi(arith.muli(warp, const_index(rows_per_warp)), const_index(i))
             parts = []
             for j in range(num_threads // (_WARP * four)):
-                column = arith.addi(arith.muli(lane, _index(four)), _index(j * _WARP * four))
+                column = arith.addi(arith.muli(lane, const_index(four)), const_index(j * _WARP * four))
                 parts.append(vector.load(quad, histogram, [row, column]))
                 vector.store(zeros, histogram, [row, column])
             part = _add(parts)
-            lanes = [
-                vector.extract(part, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([k]))
-                for k in range(four)
-            ]
-            sums.append((row, _over_warp(arith.addf, _add(lanes))))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _index(0))):
+            sums.append((row, _over_warp(arith.addf, _add(elements_of(part, four)))))
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, const_index(0))):
             for row, x in sums:
                 _store_in_parts(x, totals, [_part(num_parts), row], num_parts)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(total)(histogram, totals)
+    inline(total, REF, REF)(histogram, totals)
 
 
 def _find_bucket(totals: Any, found: Any, below: Any, target: Any, fraction: Any) -> None:
@@ -217,39 +206,40 @@ def _find_bucket(totals: Any, found: Any, below: Any, target: Any, fraction: Any
 
     def find(_: Any, totals: ir.Value, found: ir.Value, *scalars: mgpu.FragmentedArray) -> None:
         below, target, fraction = (x.registers.item() for x in scalars)
-        i32 = ir.IntegerType.get_signless(32)
-        lane = arith.remui(utils.thread_idx(), utils.c(_WARP, i32))
-        first = arith.muli(lane, utils.c(2, i32))
-        first_index = arith.index_cast(ir.IndexType.get(), first)
-        second_index = arith.addi(first_index, _index(1))
-        here = _add([memref.load(totals, [_index(part), first_index]) for part in range(num_parts)])
-        pair = arith.addf(here, _add([memref.load(totals, [_index(part), second_index]) for part in range(num_parts)]))
+        lane = arith.remui(utils.thread_idx(), const_i32(_WARP))
+        first = arith.muli(lane, const_i32(2))
+        first_index = as_index(first)
+        second_index = arith.addi(first_index, const_index(1))
+
+        def total(index: ir.Value) -> ir.Value:
+            return _add([memref.load(totals, [const_index(part), index]) for part in range(num_parts)])
+
+        here = total(first_index)
+        pair = arith.addf(here, total(second_index))
         running = _running_over_warp(pair, lane)
         before = arith.addf(below, _from_before(running, 1, lane))
         between = arith.addf(before, here)
         after = arith.addf(below, running)
-        whole = _from_lane(after, utils.c(_WARP - 1, i32))
+        whole = _from_lane(after, const_i32(_WARP - 1))
         is_fraction = arith.cmpf(arith.CmpFPredicate.OLT, target, utils.c(0.0, _f32()))
         target = arith.select(is_fraction, arith.mulf(fraction, whole), target)
 
         def reaches(x: ir.Value) -> ir.Value:
             return arith.cmpf(arith.CmpFPredicate.OGE, x, target)
 
-        last = utils.c(2 * _WARP - 1, i32)
-        bucket = arith.select(reaches(after), arith.addi(first, utils.c(1, i32)), last)
+        last = const_i32(2 * _WARP - 1)
+        bucket = arith.select(reaches(after), arith.addi(first, const_i32(1)), last)
         bucket = _over_warp(arith.minui, arith.select(reaches(between), first, bucket))
-        is_second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(bucket, utils.c(1, i32)), utils.c(0, i32))
-        owner = arith.shrui(bucket, utils.c(1, i32))
+        is_second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(bucket, const_i32(1)), const_i32(0))
+        owner = arith.shrui(bucket, const_i32(1))
         before = _from_lane(arith.select(is_second, between, before), owner)
         reached = _from_lane(arith.select(is_second, after, between), owner)
         for i, x in enumerate((arith.uitofp(_f32(), bucket), before, reached, target, whole)):
-            memref.store(x, found, [_index(i)])
+            memref.store(x, found, [const_index(i)])
         utils.warp_barrier()
 
     scalar = plgpu.Layout.WG_SPLAT
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar, scalar))(find)(
-        totals, found, below, target, fraction
-    )
+    inline(find, REF, REF, scalar, scalar, scalar)(totals, found, below, target, fraction)
 
 
 def _warp_maxima(maxima: Any, values: Any, group: Any, layout: Any) -> None:
@@ -258,52 +248,51 @@ def _warp_maxima(maxima: Any, values: Any, group: Any, layout: Any) -> None:
 
     def find(_: Any, maxima: ir.Value, values: mgpu.FragmentedArray) -> None:
         largest = _over_warp(arith.maximumf, functools.reduce(arith.maximumf, _lanes(values)))
-        warp = arith.remui(arith.divui(_thread(), _index(_WARP)), _index(num_warps))
-        lane = arith.remui(_thread(), _index(_WARP))
+        warp = arith.remui(arith.divui(_thread(), const_index(_WARP)), const_index(num_warps))
+        lane = arith.remui(_thread(), const_index(_WARP))
         utils.warpgroup_barrier()
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _index(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, const_index(0))):
             _store_in_parts(largest, maxima, [_part(num_parts), warp], num_parts)
         utils.warpgroup_barrier()
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(find)(maxima, values)
+    inline(find, REF, layout)(maxima, values)
 
 
 def _sum_warps(sums: Any, i: Any, values: Any, layout: Any, num_parts: int) -> None:
     def add(_: Any, sums: ir.Value, values: mgpu.FragmentedArray) -> None:
         total = _over_warp(arith.addf, _add(_lanes(values)))
-        thread = arith.remui(_thread(), _index(GROUP_THREADS))
-        warp, lane = arith.divui(thread, _index(_WARP)), arith.remui(thread, _index(_WARP))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _index(0))):
+        thread = arith.remui(_thread(), const_index(GROUP_THREADS))
+        warp, lane = arith.divui(thread, const_index(_WARP)), arith.remui(thread, const_index(_WARP))
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, const_index(0))):
             if num_parts == 1:
-                memref.store(total, sums, [warp, _index(0)])
+                memref.store(total, sums, [warp, const_index(0)])
             else:
-                first_part = utils.get_cluster_ref(sums, gpu.Dimension.x, _index(0))
-                memref.store(total, first_part, [warp, _index(0)])
+                first_part = utils.get_cluster_ref(sums, gpu.Dimension.x, const_index(0))
+                memref.store(total, first_part, [warp, const_index(0)])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(add)(sums.at[:, pl.ds(i, 1)], values)
+    inline(add, REF, layout)(sums.at[:, pl.ds(i, 1)], values)
 
 
 def _running_sums(scratch: Any, values: Any, layout: Any) -> Any:
     (n,) = values.shape
 
     def run(_: Any, scratch: ir.Value, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
         zero = utils.c(0.0, _f32())
-        thread = arith.remui(utils.thread_idx(), utils.c(GROUP_THREADS, i32))
-        warp, lane = arith.divui(thread, utils.c(_WARP, i32)), arith.remui(thread, utils.c(_WARP, i32))
+        thread = arith.remui(utils.thread_idx(), const_i32(GROUP_THREADS))
+        warp, lane = arith.divui(thread, const_i32(_WARP)), arith.remui(thread, const_i32(_WARP))
 
         running: list[ir.Value] = []
         for x in _lanes(values):
             running.append(arith.addf(running[-1], x) if running else x)
         in_warp = _running_over_warp(running[-1], lane)
         utils.warpgroup_barrier()
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(_WARP - 1, i32))):
-            memref.store(in_warp, scratch, [arith.index_cast(ir.IndexType.get(), warp)])
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, const_i32(_WARP - 1))):
+            memref.store(in_warp, scratch, [as_index(warp)])
         utils.warpgroup_barrier()
         before = _from_before(in_warp, 1, lane)
         for i in range(3):
-            is_before = arith.cmpi(arith.CmpIPredicate.ugt, warp, utils.c(i, i32))
-            before = arith.addf(before, arith.select(is_before, memref.load(scratch, [_index(i)]), zero))
+            is_before = arith.cmpi(arith.CmpIPredicate.ugt, warp, const_i32(i))
+            before = arith.addf(before, arith.select(is_before, memref.load(scratch, [const_index(i)]), zero))
         [register] = values.registers.flat
         result = vector.from_elements(register.type, [arith.addf(before, x) for x in running])
         registers = values.registers.copy()
@@ -311,7 +300,7 @@ def _running_sums(scratch: Any, values: Any, layout: Any) -> Any:
         return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct((n,), jnp.float32, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)(run)(scratch, values)
+    return inline(run, REF, layout, out=result)(scratch, values)
 
 
 def _sync_cluster() -> None:
@@ -319,7 +308,7 @@ def _sync_cluster() -> None:
         nvvm.cluster_arrive()
         nvvm.cluster_wait()
 
-    plgpu.inline_mgpu()(sync)()
+    inline(sync)()
 
 
 COMPILED = ThreadOps(

@@ -1,7 +1,6 @@
 """Matmuls of many rows and weights of 8 bits: of prefill, and of large decode steps."""
 
 from pallas_kernels.scaled_matmul.op import (
-    Implementation,
     best_implementation,
     gated_matmul_and_quantize,
     scaled_matmul,
@@ -9,11 +8,4 @@ from pallas_kernels.scaled_matmul.op import (
     why_not,
 )
 
-__all__ = [
-    "Implementation",
-    "best_implementation",
-    "gated_matmul_and_quantize",
-    "scaled_matmul",
-    "unscaled_matmul",
-    "why_not",
-]
+__all__ = ["best_implementation", "gated_matmul_and_quantize", "scaled_matmul", "unscaled_matmul", "why_not"]

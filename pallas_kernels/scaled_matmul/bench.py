@@ -7,16 +7,17 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import row_quantization
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.inputs import random_matrix, random_weights
-from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix, QuantizedWeights, quantized_layer_matmuls
+from pallas_kernels.layer_matmuls import Weights
+from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix, quantized_layer_matmuls
 from pallas_kernels.row_quantization import (
     QuantizedRows,
     UnscaledProduct,
     add_rms_norm_and_quantize,
     quantize_rows,
 )
-from pallas_kernels.scaled_matmul.op import Implementation, gated_matmul_and_quantize, scaled_matmul, unscaled_matmul
+from pallas_kernels.scaled_matmul.op import gated_matmul_and_quantize, scaled_matmul, unscaled_matmul
 from pallas_kernels.timing import (
     LAYERS,
     OF_LAYER,
@@ -80,7 +81,7 @@ def rounded_layer_rows() -> Iterator[Row]:
 
 
 def _rounded_layer(
-    heads: jax.Array, x: jax.Array, weights: QuantizedWeights, gains: tuple[jax.Array, jax.Array]
+    heads: jax.Array, x: jax.Array, weights: Weights, gains: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     rounding = _rounding()
     assert weights.qkv is not None
@@ -95,5 +96,5 @@ def _rounded_layer(
     return x, scaled_matmul(normed, weights.qkv)
 
 
-def _rounding() -> row_quantization.Implementation:
+def _rounding() -> Implementation:
     return "sm90" if on_gpu() else "xla"

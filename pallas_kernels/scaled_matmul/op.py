@@ -78,7 +78,7 @@ def gated_matmul_and_quantize(
     *,
     activation: Callable[[Array], Array],
     implementation: Implementation = "xla",
-    rounding: row_quantization.Implementation = "xla",
+    rounding: Implementation = "xla",
 ) -> QuantizedRows:
     """Return the codes that `scaled_matmul` with an activation is rounded to, which the next matmul takes.
 

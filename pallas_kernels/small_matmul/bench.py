@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.small_matmul.op import Implementation, Normed, matmul, matmul_then_norm
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.small_matmul.op import Normed, matmul, matmul_then_norm
 from pallas_kernels.timing import Row, compare, floor, num_rotations, on_gpu, ours, random_arrays
 
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.small_matmul.sm90 import Epilogue, heuristic, matmul_sm90, why_not
-from pallas_kernels.small_matmul.xla import matmul_xla, rms_norm
 
 
 @jax.tree_util.register_dataclass
@@ -56,17 +55,7 @@ def matmul(
     support: more than 64 rows, dtypes other than bfloat16 and float16, K that is not a multiple of 64, N that is not a
     multiple of 8 or is less than 64.
     """
-    y, _ = _run(
-        x,
-        weight,
-        activation=activation,
-        residual=None,
-        gain=None,
-        eps=0.0,
-        output_dtype=output_dtype,
-        implementation=implementation,
-    )
-    return y
+    return _run(x, weight, activation=activation, output_dtype=output_dtype, implementation=implementation)[0]
 
 
 def matmul_then_norm(
@@ -83,16 +72,7 @@ def matmul_then_norm(
     In float16 the norm of "sm90" may overflow although y does not: its values are multiplied by the gain, but not yet
     divided by the root mean square.
     """
-    y, normed = _run(
-        x,
-        weight,
-        activation=None,
-        residual=residual,
-        gain=gain,
-        eps=eps,
-        output_dtype=None,
-        implementation=implementation,
-    )
+    y, normed = _run(x, weight, residual=residual, gain=gain, eps=eps, implementation=implementation)
     assert normed is not None
     return y, normed
 
@@ -101,27 +81,19 @@ def _run(
     x: Float[Array, "M K"] | Normed,
     weight: Float[Array, "..."],
     *,
-    activation: Callable[[Array], Array] | None,
-    residual: Float[Array, "..."] | None,
-    gain: Float[Array, "..."] | None,
-    eps: float,
-    output_dtype: DTypeLike | None,
+    activation: Callable[[Array], Array] | None = None,
+    residual: Float[Array, "..."] | None = None,
+    gain: Float[Array, "..."] | None = None,
+    eps: float = 0.0,
+    output_dtype: DTypeLike | None = None,
     implementation: str,
 ) -> tuple[Float[Array, "M N"], Normed | None]:
     check_implementation(implementation)
     rows = x if isinstance(x, Normed) else Normed(x, None, 0.0)
     _check_shapes(rows.values, weight, residual=residual, gain=gain, is_gated=activation is not None)
     if implementation == "xla":
-        y = matmul_xla(
-            rows.values,
-            weight,
-            squares=rows.squares,
-            eps=rows.eps,
-            activation=activation,
-            residual=residual,
-            output_dtype=output_dtype,
-        )
-        return y, None if gain is None else Normed(rms_norm(y, gain, eps), None, eps)
+        y = _by_xla(rows, weight, activation=activation, residual=residual, output_dtype=output_dtype)
+        return y, None if gain is None else Normed(_rms_norm(y, gain, eps), None, eps)
     if (reason := why_not(rows.values, weight)) is not None:
         raise NotImplementedError(reason)
     config = heuristic(
@@ -141,6 +113,40 @@ def _run(
         epilogue=Epilogue(activation=activation, eps=rows.eps, output_dtype=output_dtype),
     )
     return y, None if gain is None else Normed(values, squares_of_y, eps)
+
+
+def _by_xla(
+    rows: Normed,
+    weight: Float[Array, "*outputs K"],
+    *,
+    activation: Callable[[Array], Array] | None,
+    residual: Float[Array, "M N"] | None,
+    output_dtype: DTypeLike | None,
+) -> Float[Array, "M N"]:
+    """Multiply in plain JAX, which wins on a GPU from some 100 rows on; float32 operands in full float32."""
+    x, squares = rows.values, rows.squares
+    output_dtype = output_dtype or x.dtype
+    outputs = weight.shape[:-1]
+    y = jax.lax.dot_general(
+        x,
+        weight.reshape(-1, weight.shape[-1]),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=output_dtype if squares is None else jnp.float32,
+    )
+    if squares is not None:
+        mean_square = jnp.sum(squares[: x.shape[0]], axis=1, keepdims=True) / x.shape[1]
+        y = (y * jax.lax.rsqrt(mean_square + rows.eps)).astype(output_dtype)
+    if activation is not None:
+        gate, up = jnp.split(y, outputs[0], axis=1)
+        y = activation(gate) * up
+    return y if residual is None else residual.astype(y.dtype) + y
+
+
+def _rms_norm(x: Float[Array, "M N"], gain: Float[Array, " N"], eps: float) -> Float[Array, "M N"]:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + eps)
+    return (wide * scale * gain[None].astype(jnp.float32)).astype(x.dtype)
 
 
 def _check_shapes(

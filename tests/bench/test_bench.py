@@ -30,6 +30,11 @@ TINY = LLAMA_100M | {
 }
 
 
+def random_weights(folder, fields=TINY, **options):
+    """Return the config of an engine of a tiny model."""
+    return EngineConfig(model=str(write_config(folder, fields)), load_format="dummy", warmup="none", **options)
+
+
 class SlowPrefill:
     """An engine whose second request has its first token late, and the others when a profile has begun."""
 
@@ -180,15 +185,8 @@ def test_throughput_runs_both_schedulers():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
-    config = EngineConfig(
-        tensor_parallel_size=num_devices,
-        model=str(write_config(tmp_path, TINY)),
-        load_format="dummy",
-        max_model_len=64,
-        max_num_batched_tokens=16,
-        enable_prefix_caching=False,
-        warmup="none",
-    )
+    options = {"tensor_parallel_size": num_devices, "enable_prefix_caching": False}
+    config = random_weights(tmp_path, max_model_len=64, max_num_batched_tokens=16, **options)
     peer_file = tmp_path / "peer.json"
     runs = [{"B": 3, "i": 10, "o": 6, "prefill_tok_s": 1234, "out_tok_s": 77, "tpot_ms": 5.5, "total_s": 1.0}]
     peer_file.write_text(json.dumps({"note": "how it was measured", "a model": {"runs": runs}}))
@@ -218,15 +216,8 @@ def test_latency_counts_what_it_asked_for(tmp_path, num_devices):
 @pytest.mark.slow
 def test_steps_of_a_batch(tmp_path):
     """Steps of 16 tokens take a prompt of 10 and part of the next one, then the rest of that and another one."""
-    config = EngineConfig(
-        model=str(write_config(tmp_path, TINY)),
-        load_format="dummy",
-        max_model_len=64,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        warmup="none",
-    )
+    options = {"max_num_seqs": 4, "enable_prefix_caching": False}
+    config = random_weights(tmp_path, max_model_len=64, max_num_batched_tokens=16, **options)
     reports = list(steps.run(config, [BatchShape(3, 10, 5), BatchShape(1, 40, 2)], profile=True))
     assert len(reports) == 4
     report = "\n\n".join(reports)
@@ -273,8 +264,7 @@ def test_tables_that_are_none(tmp_path, rows):
 
 @pytest.mark.slow
 def test_settings_longer_than_the_model_are_refused_before_any_runs(tmp_path, capsys):
-    model = str(write_config(tmp_path, TINY))
-    config = EngineConfig(model=model, load_format="dummy", max_model_len=16, max_num_seqs=2, warmup="none")
+    config = random_weights(tmp_path, max_model_len=16, max_num_seqs=2)
     settings = [BatchShape(1, 2, 2), BatchShape(1, 14, 3)]
     with pytest.raises(InvalidRequest, match="max_model_len is 16: no room for 1 x 14 in, 3 out"):
         full_load.run(config, settings, peer={}, bandwidth=None)
@@ -334,12 +324,9 @@ def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path):
     """Small random weights make every token nearly as likely as any: log2(vocabulary) bits, but for the first."""
     folder = byte_level(tmp_path / "model")
     vocab_size = 300
-    write_config(folder, TINY | {"vocab_size": vocab_size})
     text_path = tmp_path / "text.txt"
     text_path.write_text("xyz" * 100)  # a token a byte
-    config = EngineConfig(
-        model=str(folder), load_format="dummy", max_model_len=101, max_num_batched_tokens=64, warmup="none"
-    )
+    config = random_weights(folder, TINY | {"vocab_size": vocab_size}, max_model_len=101, max_num_batched_tokens=64)
     title, *_, ours, xz = bits_per_byte.run(config, text_path=text_path).splitlines()
     assert title == "text.txt: 300 bytes, 300 tokens in 3 runs; no BOS, so 3 tokens cost nothing"
     bits = float(ours.split("|")[2])
@@ -408,12 +395,10 @@ def test_pairs_of_runs(rates):
 
 def test_speculation_with_a_head_of_random_weights(tmp_path):
     shape = TINY | {"num_hidden_layers": 3}
-    head = write_config(write_config(tmp_path, shape) / "head", eagle3_head(shape))
+    head = write_config(tmp_path / "head", eagle3_head(shape))
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 2, "kv_cache_memory": 2**24, "max_model_len": 64}
-    config = EngineConfig(
-        model=str(tmp_path), load_format="dummy", warmup="none", speculative_config=drafts, **sizes, kernels="xla"
-    )
+    config = random_weights(tmp_path, shape, speculative_config=drafts, **sizes, kernels="xla")
     report = speculation.by_chance(config, input_len=1, output_len=7, at_once=[1], lengths=[1, 3], num_pairs=1)
     _, _, header, _, *rows = report.splitlines()
     of_three, of_one = (

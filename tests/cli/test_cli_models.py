@@ -20,6 +20,9 @@ def test_models_prints_a_row_for_each_family(platform, capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "model_type"
     assert {row.split()[0] for row in rows} == FAMILIES.keys() | WRAPPERS.keys()
+    with pytest.raises(SystemExit):
+        cli.main(["models", "--memory", "1GiB"])
+    assert "which MODEL?" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -44,7 +47,7 @@ def test_models_says_what_a_model_needs(platform, capsys, test_data):
 @pytest.mark.parametrize(
     ("flags", "free", "expected"),
     [
-        ("", 2**30, [" CPU cores, no GPU: .* plain XLA, in float32", r"1023\.98 MiB .*: 341 requests of 1,024 tokens"]),
+        ("", 2**30, [" CPU cores, no GPU: .* plain XLA, in float32", r"1\.00 GiB .*: 341 requests of 1,024 tokens"]),
         (
             "-tp 2 --kv-cache-dtype int8",
             2**30,

@@ -3,13 +3,17 @@ float32 forward pass on one device with the dequantized values.
 """
 
 import functools
+import json
 
+import jax
 import pytest
 import quantized_models
 import stored_matrices as stored
 from golden_models import GOLDENS
 from quantized_models import FLOAT32, greedy_tokens, naive_tokens, specs_of, write_quantized
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import choose_weights
 from jaxserve.layers.layouts import schemes_of
 from jaxserve.loading.weights import stored_specs
 
@@ -98,6 +102,20 @@ def assert_tokens(path, num_devices):
     expected = naive_tokens(path, None)
     assert len(set().union(*expected)) > 5
     assert greedy_tokens(path, None, num_devices, dequantize=False) == expected
+
+
+@pytest.mark.parametrize(("num_devices", "floats"), [(8, {"layers.0.mlp.down"}), (4, set())])
+def test_the_log_names_matrices_that_a_mesh_makes_floats(tmp_path, caplog, num_devices, floats):
+    fields = LLAMA | {"intermediate_size": 88}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = EngineConfig(model=str(tmp_path), quantization="int4")
+    mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
+    specs = specs_of(tmp_path)
+    every = schemes_of(stored_specs(tmp_path, specs, dtype=FLOAT32, quantization="int4"))
+    with caplog.at_level("INFO"):
+        held = choose_weights(config, config.model, fields, specs, dtype=FLOAT32, kernels="xla", mesh=mesh, is_cpu=True)
+    assert every.keys() - schemes_of(held).keys() == floats
+    assert ("codes of 1 matrices (mlp.down) are held as floats: on this mesh" in caplog.text) == bool(floats)
 
 
 @pytest.mark.slow

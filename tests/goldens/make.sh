@@ -24,7 +24,7 @@ find_python() {
 transformers=$(grep '^transformers==' constraints.txt)
 gptqmodel=gptqmodel-7.7.0
 of_models=(torch==2.13.0 "$transformers" safetensors numpy)
-of_formats=(compressed-tensors==0.20.0 bitsandbytes==0.50.2 gguf==0.19.0 setuptools logbar pypcre threadpoolctl)
+of_formats=(auto-round==0.16.1 compressed-tensors==0.20.0 bitsandbytes==0.50.2 gguf==0.19.0 setuptools logbar pypcre threadpoolctl)
 
 install() {
     local name installed

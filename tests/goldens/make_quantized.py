@@ -58,6 +58,8 @@ BITSANDBYTES = {
 }
 GPTQ = {"gptq_v1": (4, "gptq"), "gptq_v2": (4, "gptq_v2"), "gptq_8_bits": (8, "gptq"), "gptq_2_bits": (2, "gptq_v2")}
 """Name: (bits, checkpoint_format)."""
+AUTOROUND = {"autoround_v1": "qlinear_torch_zp", "autoround_v2": "qlinear_torch"}
+"""Name: module of AutoRound's matrices whose zero points are stored less 1, or as they are."""
 GGUF = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 HALVES = {
     "Q2_K": (80, 82),
@@ -158,6 +160,24 @@ def by_gptqmodel(name, generator, folder):
     return stored | {"expected": values}
 
 
+def by_autoround(name, generator):
+    group, linear = 32, torch.nn.Linear(INPUTS, 32, bias=False)  # AutoRound has outputs in multiples of 32
+    linear.weight.data = torch.randn(32, INPUTS, generator=generator)
+    shape = (32, INPUTS // group)
+    scales = 0.2 + 0.1 * torch.rand(shape, generator=generator)
+    zeros = torch.randint(4, 12, shape, generator=generator)
+    # Values beyond the codes would carry into their neighbours.
+    low, high = ((edge - zeros) * scales for edge in (0, 15))
+    each = linear.weight.data.reshape(32, -1, group)
+    linear.weight.data = torch.clamp(each, low[..., None], high[..., None]).reshape(32, INPUTS)
+    packing = importlib.import_module(f"auto_round_extension.torch.{AUTOROUND[name]}")
+    packed = packing.QuantLinear(4, group, INPUTS, 32, bias=False)
+    packed.device = "cpu"
+    packed.pack(linear, scales, zeros, device="cpu")
+    values = packed(torch.eye(INPUTS, dtype=torch.float16)).T
+    return {leaf: getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales")} | {"expected": values}
+
+
 def by_gguf(name, generator):
     kind = gguf.GGMLQuantizationType[name.removeprefix("gguf_").upper()]
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -185,6 +205,7 @@ def main():
     makers |= dict.fromkeys([*BITSANDBYTES, "bnb_int8"], by_bitsandbytes)
     makers |= dict.fromkeys([f"gguf_{kind.lower()}" for kind in GGUF], by_gguf)
     makers |= dict.fromkeys([*GPTQ, "awq"], lambda *given: by_gptqmodel(*given, arguments.gptqmodel))
+    makers |= dict.fromkeys(AUTOROUND, by_autoround)
     for index, (name, make) in enumerate(makers.items()):
         generator = torch.Generator().manual_seed(1000 * arguments.seed + index)
         tensors = {leaf: tensor.contiguous() for leaf, tensor in make(name, generator).items()}

@@ -97,8 +97,7 @@ class TestOptions:
         parameters = inspect.signature(LLM.__init__).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
         fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-        # A program has no use for answers before everything is compiled: its first call would be slower.
-        assert defaults == {"mesh": None, "progress": True} | fields | {"warmup": "full"}
+        assert defaults == {"mesh": None, "progress": True} | fields
 
     @pytest.mark.parametrize(
         ("scheduler", "speculative_config"),

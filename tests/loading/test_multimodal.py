@@ -19,6 +19,7 @@ from jaxserve.loading.multimodal import REFUSED, TEXT_OF, WRAPPERS, stored_names
 from jaxserve.loading.overrides import with_overrides
 from jaxserve.loading.quantization_files import expected_schemes, stored_formats
 from jaxserve.models import get_family
+from jaxserve.quantization.gptq import GPTQ
 
 TEXTS = {
     "cohere2": "cohere2_windows",
@@ -26,6 +27,7 @@ TEXTS = {
     "gemma3_text": "gemma3_two_thetas",
     "gemma3n_text": "gemma3n_shared",
     "gemma4_text": "gemma4_shared",
+    "lfm2": "lfm2_tied",
     "llama": "llama_biases_linear_rope",
     "llama4_text": "llama4_chunks",
     "mistral": "mistral_window",
@@ -121,6 +123,12 @@ def test_older_configs_have_the_fields_of_the_text_beside_the_others(model_type)
     assert config == family_config(text | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
 
 
+def test_a_tied_head_may_have_the_name_of_lfm2():
+    fields = {"model_type": "lfm2_vl", "tie_embedding": False, "text_config": {"tie_embedding": False}}
+    assert family_config(text_fields(fields)).tie_word_embeddings is False
+    assert family_config(text_fields(fields | {"tie_embedding": True})).tie_word_embeddings is True
+
+
 @pytest.mark.parametrize(("outer", "inner", "is_tied"), [(None, True, True), (True, None, True), (False, None, False)])
 def test_the_tied_head_may_be_said_in_either(outer, inner, is_tied):
     fields = {"model_type": "qwen3_vl", "tie_word_embeddings": outer, "text_config": {"tie_word_embeddings": inner}}
@@ -165,6 +173,18 @@ def test_quantization_may_be_described_in_either_and_lists_name_the_whole(tmp_pa
         name: expected.scheme(name, 64) for name in ("lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1)))
     }
     assert [name for name, scheme in schemes.items() if scheme is None] == ["lm_head", "model.layers.0.mlp.down_proj"]
+
+
+@pytest.mark.parametrize("stored", ["model.language_model.", "language_model.model.", "model."])
+@pytest.mark.parametrize("named", ["model.language_model.", "language_model.model."])
+def test_modules_of_autoround_may_be_stored_under_other_names_than_it_lists(tmp_path, stored, named):
+    said = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+    said["extra_config"] = {f"{named}layers.0.mlp.down_proj": {"bits": 8}, "visual.blocks.0.mlp": {"bits": 16}}
+    (found,) = stored_formats(
+        tmp_path, text_fields({"model_type": "qwen3_vl", "text_config": {}, "quantization_config": said})
+    )
+    assert isinstance(found, GPTQ)
+    assert [found.of(f"{stored}layers.{layer}.mlp.down_proj").bits for layer in (0, 10)] == [8, 4]
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,10 @@ def test_a_value_out_of_range_is_refused(model):
 @pytest.mark.parametrize(
     ("said", "names"),
     [
+        (
+            {"quant_method": "intel/auto-round", "bits": 4, "group_size": 128, "sym": True},
+            ["auto-round", "inc"],
+        ),
         ({"quant_method": "awq", "bits": 4}, ["awq", "awq_marlin", "moe_wna16"]),
         ({"quant_method": "gptq", "bits": 4}, ["gptq", "gptq_marlin", "moe_wna16"]),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bitsandbytes"]),

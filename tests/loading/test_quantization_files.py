@@ -19,7 +19,7 @@ FILES = [
     ("hf_quant_config.json", MODELOPT, "hf_quant_config.json: quantized_layers must be objects by module"),
     ("quantize_config.json", {"bits": 3, "group_size": 128}, "quantize_config.json: bits 3 is not supported"),
     ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, "quant_config.json: version 'GEMV' is not supported"),
-    ("quantization_config.json", {"quant_method": "auto-round"}, "quantization_config.json is 'auto-round'"),
+    ("quantization_config.json", {"quant_method": "quark"}, "quantization_config.json is 'quark'"),
     ("quantization_map.json", {"lm_head": "qint8"}, "quantization_map.json is 'quanto'"),
     ("config_quant.json", {"bits": 4}, "config_quant.json may say how weights are quantized"),
     ("hqq_config.json", {"nbits": 4}, "hqq_config.json may say how weights are quantized"),

@@ -32,6 +32,7 @@ def of_second_layer(folder, scales, **options):
         ({"attn.k_scale": [[[1.0]], [[2.0]]], "attn.v_scale": [3.0, 4.0]}, [1.0, 2.0], [3.0, 4.0]),
         ({"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5}, [0.25, 0.25], [0.5, 0.5]),
         ({"qkv_proj.k_scale": 0.25, "qkv_proj.v_scale": 0.5}, [0.25, 0.25], [0.5, 0.5]),
+        ({"k_proj.output_scale": [0.25], "v_proj.output_scale": [0.5]}, [0.25, 0.25], [0.5, 0.5]),
         ({"kv_scale": 0.25}, [0.25, 0.25], [0.25, 0.25]),
     ],
 )

@@ -5,7 +5,7 @@ What a field changes, and what its absence means, is compared with transformers 
 """
 
 import pytest
-from golden_models import CASES
+from golden_models import CASES, GOLDENS
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.paged_kv import KVSpec
@@ -31,6 +31,14 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def read(model_type, **changes):
     fields = FIELDS | {"model_type": model_type} | changes
     return get_family(fields).config(fields)
+
+
+@pytest.mark.parametrize("rank", [None, 12])
+def test_ling_3_may_have_latent_queries(rank):
+    fields = load_config(next(path for path in GOLDENS if path.name == "bailing_hybrid_bounded"))
+    fields |= {"q_lora_rank": rank}
+    config = get_family(fields).config(fields)
+    assert config.latent_heads.query_rank == rank
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)

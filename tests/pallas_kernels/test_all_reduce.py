@@ -127,7 +127,7 @@ def test_what_it_takes():
     x, weight = jnp.zeros((5, 256), jnp.bfloat16), jnp.zeros(256, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="room for 4 rows of 256 values in bfloat16, got 5 of 256"):
         call(x, x, weight, peers)
-    with pytest.raises(NotImplementedError, match="got 4 of 256 in bfloat16 and float32"):
+    with pytest.raises(NotImplementedError, match="in bfloat16, got 4 of 256 in float32"):
         call(x[:4], x[:4].astype(jnp.float32), weight, peers)
     with pytest.raises(NotImplementedError, match="got 196 in bfloat16"):
         call(x[:4, :196], x[:4, :196], weight[:196], odd)

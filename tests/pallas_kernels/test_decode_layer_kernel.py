@@ -46,10 +46,12 @@ def make_case(
         "qkv": array(T, K, G + 2, D),
         "pages": Pages(jnp.asarray(k_pages, jnp.bfloat16), jnp.asarray(v_pages, jnp.bfloat16)),
         "residual": array(T, hidden),
-        "o": array(hidden, A, size=A**-0.5),
-        "gate_up": array(2, inner, hidden, size=hidden**-0.5),
-        "down": array(hidden, inner, size=2 * inner**-0.5),
-        "next_qkv": None if outputs is None else array(outputs, hidden, size=hidden**-0.5),
+        "weights": Weights(
+            o=array(hidden, A, size=A**-0.5),
+            gate_up=array(2, inner, hidden, size=hidden**-0.5),
+            down=array(hidden, inner, size=2 * inner**-0.5),
+            qkv=None if outputs is None else array(outputs, hidden, size=hidden**-0.5),
+        ),
         "gains": (1 + 0.2 * array(hidden), 1 + 0.2 * array(hidden)),
         "rotation": (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)),
         "write_index": jnp.asarray(places, jnp.int32),
@@ -88,10 +90,7 @@ def reference(case, scale):
     out = layer_matmuls_reference(
         heads.reshape(T, -1),
         floats["residual"],
-        o=floats["o"],
-        gate_up=floats["gate_up"],
-        down=floats["down"],
-        qkv=floats["next_qkv"],
+        **floats["weights"]._asdict(),
         gains=floats["gains"],
         activation=silu,
         eps=EPS,
@@ -138,20 +137,11 @@ def test_interpreted_without_races(capsys, monkeypatch, seq_lens, sizes):
     check(got, case, scale)
 
 
-def as_arguments(case):
-    """Return the arguments that the public operation takes."""
-    weights = Weights(case["o"], case["gate_up"], case["down"], case["next_qkv"])
-    positional = *(case[name] for name in ("qkv", "pages", "residual")), weights, case["gains"]
-    rest = {name: case[name] for name in ("rotation", "write_index", "block_tables", "seq_lens")}
-    return positional, rest | {"scale": 0.1, "activation": jax.nn.silu, "eps": EPS}
-
-
 @pytest.mark.parametrize("outputs", quick_first([72, None]))
 def test_xla_matches_the_definition(outputs):
     case = make_case([5, 0, 1, 70, 16], outputs=outputs)
     case |= {"pages": jax.tree.map(jnp.nan_to_num, case["pages"])}
-    args, rest = as_arguments(case)
-    check(decode_layer(*args, **rest), case, 0.1)
+    check(decode_layer(**case, scale=0.1, activation=jax.nn.silu, eps=EPS), case, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +223,12 @@ def test_compiles_without_spilling(num_rows, sizes):
 
     case |= {
         "residual": of(num_rows, hidden),
-        "o": of(hidden, case["o"].shape[1]),
-        "gate_up": of(2, inner, hidden),
-        "down": of(hidden, inner),
-        "next_qkv": None if outputs is None else of(outputs, hidden),
+        "weights": Weights(
+            of(hidden, case["weights"].o.shape[1]),
+            of(2, inner, hidden),
+            of(hidden, inner),
+            None if outputs is None else of(outputs, hidden),
+        ),
         "gains": (of(hidden), of(hidden)),
     }
     run = functools.partial(decode_layer_sm90, scale=0.1, activation=jax.nn.silu, eps=EPS)

@@ -148,20 +148,9 @@ INTERPRETED = {
 def test_interpreted_without_races(capsys, monkeypatch, name):
     cut_for(monkeypatch, FEW_SMS)
     sizes, config = INTERPRETED[name]
-    case = heads, residual, weights, gains = make_case(**sizes)
-    got = interpret(
-        capsys,
-        layer_matmuls_sm90,
-        heads,
-        residual,
-        **weights._asdict(),
-        gains=gains,
-        activation=jax.nn.silu,
-        eps=EPS,
-        config=config,
-        interpret=True,
-    )
-    check(got, case)
+    case = make_case(**sizes)
+    options = {"activation": jax.nn.silu, "eps": EPS, "config": config, "interpret": True}
+    check(interpret(capsys, layer_matmuls_sm90, *case, **options), case)
 
 
 @pytest.mark.parametrize("num_rows", [8, 16, 24, 40, 64])

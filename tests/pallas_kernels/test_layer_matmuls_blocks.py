@@ -113,15 +113,14 @@ def emulate_layers(monkeypatch, seed=0) -> Any:
 
 def run(monkeypatch, name, seed, fault=lambda grid, monkeypatch: None):
     sizes, config, expected = MATMULS[name]
-    case = heads, residual, weights, gains = test_layer_matmuls.make_case(**sizes)
+    case = test_layer_matmuls.make_case(**sizes)
     grid = emulate_layers(monkeypatch, seed)
     fault(grid, monkeypatch)
     matmuls = []
     cut = sm90.cut
     monkeypatch.setattr(sm90, "cut", lambda *args: matmuls.append(cut(*args)) or matmuls[-1])
     with jax.disable_jit():
-        of_layer = weights._asdict() | {"gains": gains, "activation": jax.nn.silu, "eps": test_layer_matmuls.EPS}
-        got = layer_matmuls_sm90(heads, residual, **of_layer, config=config)
+        got = layer_matmuls_sm90(*case, activation=jax.nn.silu, eps=test_layer_matmuls.EPS, config=config)
     assert [(matmul.rounds, matmul.split) for matmul in matmuls] == expected
     test_layer_matmuls.check(got, case)
 

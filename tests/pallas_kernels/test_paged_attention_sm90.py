@@ -13,13 +13,12 @@ import test_paged_attention as of_rows
 from depths import quick_first
 from interpreting import interpret
 from kernel_results import in_float
-from poisoned_pages import make_scores
+from poisoned_pages import make_scores, shapes_of_pages, shapes_of_scores
 from rounded_pages import rounded_pages
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.sm90 import Config, paged_attention_sm90
-from pallas_kernels.paging import Pages, Scores
 from pallas_kernels.paging.plan import BLOCK_COST, CUT_COST, MIN_PART, TILE_COST, make_plan
 
 # Relative to the norm of the result: weights are rounded to the dtype of the pages, and so is the result, to 8 bits or
@@ -56,53 +55,23 @@ def check(got, want):
     np.testing.assert_allclose(lse[~is_nothing], want_lse[~is_nothing], atol=2e-3)
 
 
+SINKS_AND_ALL = {"has_sinks": True, "has_alibi": True, "sliding_window": 90, "soft_cap": 4.0}
+FP8 = {"kv_dtype": jnp.float8_e4m3fn}
 # Contexts that several CTAs have parts of, and CTAs with several contexts, with empty rows in between.
 INTERPRETED = {
     "decode": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64)},
     "decode, queries as rows": {"lens": [70, 0, 300, 5], "heads": (4, 2, 32)},
     "ALiBi": {"lens": [70, 200], "heads": (4, 2, 16), "has_alibi": True},
-    "verification": {
-        "lens": [70, 12, 300],
-        "heads": (4, 1, 64),
-        "num_queries": 3,
-        "has_sinks": True,
-        "has_alibi": True,
-        "sliding_window": 90,
-        "soft_cap": 4.0,
-    },
-    "verification, queries as rows": {
-        "lens": [70, 12, 300],
-        "heads": (4, 2, 16),
-        "block_size": 128,
-        "num_queries": 3,
-        "has_sinks": True,
-        "has_alibi": True,
-        "sliding_window": 90,
-        "soft_cap": 4.0,
-        "dtype": jnp.float16,
-    },
-    "pages of 8 bits": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64), "kv_dtype": jnp.float8_e4m3fn},
-    "verification, pages of 8 bits": {
-        "lens": [70, 12, 300],
-        "heads": (4, 1, 64),
-        "num_queries": 5,
-        "has_sinks": True,
-        "sliding_window": 90,
-        "soft_cap": 4.0,
-        "kv_dtype": jnp.float8_e5m2,
-    },
+    "verification": {"lens": [70, 12, 300], "heads": (4, 1, 64), "num_queries": 3} | SINKS_AND_ALL,
+    "verification, queries as rows": SINKS_AND_ALL
+    | {"lens": [70, 12, 300], "heads": (4, 2, 16), "block_size": 128, "num_queries": 3, "dtype": jnp.float16},
+    "pages of 8 bits": {"lens": [70, 0, 300, 5], "heads": (4, 2, 64)} | FP8,
+    "verification, pages of 8 bits": SINKS_AND_ALL
+    | {"lens": [70, 12, 300], "heads": (4, 1, 64), "num_queries": 5, "has_alibi": False, "kv_dtype": jnp.float8_e5m2},
     "head_dim 512": {"lens": [70, 0, 300, 5], "heads": (4, 2, 512)},
-    "head_dim 320, verification": {
-        "lens": [70, 12, 300],
-        "heads": (6, 2, 320),
-        "num_queries": 3,
-        "has_sinks": True,
-        "has_alibi": True,
-        "sliding_window": 90,
-        "soft_cap": 4.0,
-        "dtype": jnp.float16,
-    },
-    "head_dim 512, pages of 8 bits": {"lens": [70, 0, 300, 5], "heads": (8, 2, 512), "kv_dtype": jnp.float8_e4m3fn},
+    "head_dim 320, verification": SINKS_AND_ALL
+    | {"lens": [70, 12, 300], "heads": (6, 2, 320), "num_queries": 3, "dtype": jnp.float16},
+    "head_dim 512, pages of 8 bits": {"lens": [70, 0, 300, 5], "heads": (8, 2, 512)} | FP8,
 }
 
 
@@ -137,14 +106,8 @@ ON_A_GPU = {
     "head_dim 160": {"lens": MIX, "heads": (8, 4, 160)},
     "head_dim 512": {"lens": MIX, "heads": (32, 4, 512)},
     "head_dim 512, one long row": {"lens": [9001], "heads": (8, 2, 512)},
-    "head_dim 512, 3 queries, sinks": {
-        "lens": [x + 3 for x in MIX],
-        "heads": (20, 4, 512),
-        "num_queries": 3,
-        "has_sinks": True,
-        "soft_cap": 20.0,
-        "sliding_window": 257,
-    },
+    "head_dim 512, 3 queries, sinks": {"lens": [x + 3 for x in MIX], "heads": (20, 4, 512), "num_queries": 3}
+    | {"has_sinks": True, "soft_cap": 20.0, "sliding_window": 257},
     "head_dim 384, ALiBi": {"lens": MIX, "heads": (6, 2, 384), "has_alibi": True, "dtype": jnp.float16},
     "head_dim 320, pages of 64": {"lens": MIX, "heads": (8, 1, 320), "block_size": 64},
     "float16": {"lens": MIX, "heads": (16, 2, 128), "dtype": jnp.float16},
@@ -154,13 +117,8 @@ ON_A_GPU = {
     "ALiBi, grouped": {"lens": [9001, 3], "heads": (32, 8, 64), "has_alibi": True, "num_queries": 3},
     "71 heads": {"lens": MIX, "heads": (71, 1, 64)},
     **{
-        f"{n} queries": {
-            "lens": [length + n for length in MIX],
-            "heads": (32, 4, 128),
-            "num_queries": n,
-            "has_sinks": True,
-            "soft_cap": 20.0,
-        }
+        f"{n} queries": {"lens": [x + n for x in MIX], "heads": (32, 4, 128), "num_queries": n}
+        | {"has_sinks": True, "soft_cap": 20.0}
         for n in (2, 5, 8)
     },
     "all queries": {"lens": [8, 9, 500], "heads": (64, 1, 128), "num_queries": 8, "sliding_window": 30},
@@ -168,33 +126,18 @@ ON_A_GPU = {
         f"pages of {dtype.__name__}": {"lens": MIX, "heads": (32, 8, 128), "kv_dtype": dtype}
         for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
     },
-    "FP8, head_dim 64, sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True, "kv_dtype": jnp.float8_e4m3fn},
-    "FP8, head_dim 256": {"lens": MIX, "heads": (16, 4, 256), "kv_dtype": jnp.float8_e4m3fn},
-    "FP8, head_dim 256, 24 queries": {
-        "lens": [length + 3 for length in MIX],
-        "heads": (16, 2, 256),
-        "num_queries": 3,
-        "kv_dtype": jnp.float8_e4m3fn,
-    },
-    "FP8, head_dim 512": {"lens": MIX, "heads": (32, 4, 512), "kv_dtype": jnp.float8_e4m3fn},
-    "FP8, head_dim 512, 2 queries": {
-        "lens": [x + 2 for x in MIX],
-        "heads": (16, 2, 512),
-        "num_queries": 2,
-        "sliding_window": 257,
-        "kv_dtype": jnp.float8_e4m3fn,
-    },
+    "FP8, head_dim 64, sinks": {"lens": MIX, "heads": (64, 8, 64), "has_sinks": True} | FP8,
+    "FP8, head_dim 256": {"lens": MIX, "heads": (16, 4, 256)} | FP8,
+    "FP8, head_dim 256, 24 queries": {"lens": [x + 3 for x in MIX], "heads": (16, 2, 256), "num_queries": 3} | FP8,
+    "FP8, head_dim 512": {"lens": MIX, "heads": (32, 4, 512)} | FP8,
+    "FP8, head_dim 512, 2 queries": FP8
+    | {"lens": [x + 2 for x in MIX], "heads": (16, 2, 512), "num_queries": 2, "sliding_window": 257},
     "INT8, head_dim 384": {"lens": MIX, "heads": (8, 2, 384), "kv_dtype": jnp.int8},
-    "FP8, pages of 64": {"lens": MIX, "heads": (8, 2, 128), "block_size": 64, "kv_dtype": jnp.float8_e4m3fn},
+    "FP8, pages of 64": {"lens": MIX, "heads": (8, 2, 128), "block_size": 64} | FP8,
     **{
-        f"FP8, {n} queries": {
-            "lens": [length + n for length in MIX],
-            "heads": (32, 8, 128),
-            "num_queries": n,
-            "sliding_window": 257,
-            "soft_cap": 20.0,
-            "kv_dtype": jnp.float8_e4m3fn,
-        }
+        f"FP8, {n} queries": FP8
+        | {"lens": [x + n for x in MIX], "heads": (32, 8, 128), "num_queries": n}
+        | {"sliding_window": 257, "soft_cap": 20.0}
         for n in (3, 5, 8)
     },
 }
@@ -233,21 +176,15 @@ def compiled(
     num_rows=64,
     num_queries=1,
     block_size=16,
-    has_alibi=False,
     dtype=jnp.bfloat16,
     kv_dtype=None,
     **options,
 ):
-    num_heads, num_kv_heads, head_dim = heads
-    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), kv_dtype or dtype)
-    scales = None if kv_dtype is None else jax.ShapeDtypeStruct((1024, num_kv_heads, 2, block_size), jnp.float32)
-    pools = [Pages(pool, pool, scales)] * num_layers
-    q = jax.ShapeDtypeStruct((num_rows, num_queries, num_heads, head_dim), dtype)
+    pools = [shapes_of_pages(heads, block_size=block_size, dtype=kv_dtype or dtype)] * num_layers
+    q = jax.ShapeDtypeStruct((num_rows, num_queries, heads[0], heads[2]), dtype)
     tables = jax.ShapeDtypeStruct((num_rows, 512), jnp.int32)
-    seq_lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-
-    slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
-    layout = {"block_tables": tables, "seq_lens": seq_lens, "scores": Scores(scale=0.1, alibi_slopes=slopes, **options)}
+    layout = {"block_tables": tables, "seq_lens": jax.ShapeDtypeStruct((num_rows,), jnp.int32)}
+    layout["scores"] = shapes_of_scores(heads[0], **options)
 
     def layers(q, pools, layout):
         for pages in pools:
@@ -267,7 +204,7 @@ def compiled(
         {"heads": (16, 8, 256), "num_queries": 3, "soft_cap": 30.0},
         {"heads": (32, 8, 128), "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
         {"heads": (32, 32, 128), "has_alibi": True},
-        {"heads": (32, 8, 128), "kv_dtype": jnp.float8_e4m3fn},
+        {"heads": (32, 8, 128)} | FP8,
         {"heads": (32, 8, 128), "kv_dtype": jnp.int8, "num_queries": 3, "sliding_window": 200, "soft_cap": 30.0},
         {"heads": (8, 8, 80), "block_size": 128, "sliding_window": 100, "soft_cap": 30.0},
         {"heads": (32, 4, 512)},

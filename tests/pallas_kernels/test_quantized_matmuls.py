@@ -16,10 +16,10 @@ from kernel_results import in_float, relative_error, silu
 
 from pallas_kernels.device.codes import codes_per_byte
 from pallas_kernels.deviceless import compile_for_h200
+from pallas_kernels.layer_matmuls import Weights
 from pallas_kernels.layer_matmuls.reference import layer_matmuls_reference
 from pallas_kernels.quantized_matmuls import (
     QuantizedMatrix,
-    QuantizedWeights,
     quantized_layer_matmuls,
     quantized_matmul,
     why_no_layer,
@@ -160,7 +160,7 @@ def make_layer(form, depth, hidden, inner, outputs, seed=0):
         for index, (name, shape) in enumerate(shapes.items())
         if shape != (None,)
     }
-    weights = QuantizedWeights(**{name: parts[name][0] if name in parts else None for name in shapes})
+    weights = Weights(**{name: parts[name][0] if name in parts else None for name in shapes})
     return weights, {name: parts[name][1] if name in parts else None for name in shapes}
 
 
@@ -294,7 +294,7 @@ def test_every_unit_has_one_thread_block(blocks, depth, form):
 
 
 def shapes_of(form, depth, hidden, inner, outputs):
-    return QuantizedWeights(
+    return Weights(
         o=shape_of(form, hidden, depth),
         gate_up=shape_of(form, 2, inner, hidden),
         down=shape_of(form, hidden, inner),

@@ -13,11 +13,11 @@ import pytest
 import test_ragged_prefill_attention as of_chunks
 from interpreting import interpret
 from kernel_results import check_tokens
-from poisoned_pages import make_scores
+from poisoned_pages import make_scores, shapes_of_pages, shapes_of_scores
 from rounded_pages import rounded_pages
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.paging import Pages, Scores
+from pallas_kernels.paging import Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention, sm90
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
@@ -65,29 +65,13 @@ def check(got, want, *, factor=1):
 
 # Two sets of heads or tokens a tile; tiles of a row, of parts of rows, of no row; a context that ends within a page.
 INTERPRETED = {
-    "pairs of heads": {
-        "chunks": [(5, 5), (70, 150), (3, 260)],
-        "heads": (4, 2, 64),
-        "num_tokens": 96,
-        "num_skipped": 2,
-        "max_rows": 6,
-    },
+    "pairs of heads": {"chunks": [(5, 5), (70, 150), (3, 260)], "heads": (4, 2, 64)}
+    | {"num_tokens": 96, "num_skipped": 2, "max_rows": 6},
     "window": {"chunks": [(70, 190), (3, 50)], "heads": (4, 2, 16), "has_sinks": True, "sliding_window": 90},
-    "runs of tokens": {
-        "chunks": [(130, 140), (2, 300)],
-        "heads": (1, 1, 32),
-        "has_sinks": True,
-        "has_alibi": True,
-        "sliding_window": 90,
-    },
-    "cap": {
-        "chunks": [(20, 200)],
-        "has_alibi": True,
-        "heads": (2, 1, 16),
-        "block_size": 256,
-        "soft_cap": 4.0,
-        "dtype": jnp.float16,
-    },
+    "runs of tokens": {"chunks": [(130, 140), (2, 300)], "heads": (1, 1, 32)}
+    | {"has_sinks": True, "has_alibi": True, "sliding_window": 90},
+    "cap": {"chunks": [(20, 200)], "heads": (2, 1, 16), "block_size": 256, "dtype": jnp.float16}
+    | {"has_alibi": True, "soft_cap": 4.0},
     "Gemma 2": {"chunks": [(70, 150)], "heads": (2, 1, 256), "sliding_window": 90, "soft_cap": 4.0},
     "no tile": {"chunks": [], "heads": (2, 1, 16), "num_tokens": 2, "num_skipped": 2},
 }
@@ -179,16 +163,12 @@ def compiled(
     num_tokens=512,
     num_rows=16,
     block_size=16,
-    has_alibi=False,
     dtype=jnp.bfloat16,
     kv_dtype=None,
     **options,
 ):
-    num_heads, num_kv_heads, head_dim = heads
-    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), kv_dtype or dtype)
-    scales = None if kv_dtype is None else jax.ShapeDtypeStruct((1024, num_kv_heads, 2, block_size), jnp.float32)
-    pools = [Pages(pool, pool, scales)] * num_layers
-    q = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), dtype)
+    pools = [shapes_of_pages(heads, block_size=block_size, dtype=kv_dtype or dtype)] * num_layers
+    q = jax.ShapeDtypeStruct((num_tokens, heads[0], heads[2]), dtype)
     shapes = {
         "block_tables": (num_rows, 512),
         "seq_lens": (num_rows,),
@@ -197,8 +177,7 @@ def compiled(
         "num_rows": (),
     }
     layout = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-    slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
-    layout["scores"] = Scores(scale=0.1, alibi_slopes=slopes, **options)
+    layout["scores"] = shapes_of_scores(heads[0], **options)
 
     def layers(q, pools, out, layout):
         for pages in pools:

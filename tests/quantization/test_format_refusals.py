@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import stored_matrices as stored
 from golden_models import load_golden
-from quantized_cases import AWQ, CASES, FLOAT, GPTQ, NF4, compressed, group, write_models
+from quantized_cases import AUTOROUND, AWQ, CASES, FLOAT, GPTQ, NF4, compressed, group, write_models
 
 from jaxserve.errors import CheckpointError
 from jaxserve.loading.huggingface import load_config, load_params
@@ -65,6 +65,8 @@ def change(leaf, make):
         ("packed order", change("weight_g_idx", lambda groups: groups + 99), "weight_g_idx names groups"),
         ("packed groups", change("weight_shape", lambda shape: shape + 8), "weight_shape .* is not"),
         ("gptq", drop("g_idx"), "q_proj: tensors missing beside qweight: g_idx"),
+        ("autoround", drop("qzeros"), "q_proj: tensors missing beside qweight: qzeros"),
+        ("autoround, last groups are smaller", change("scales", lambda scales: scales[:-1]), "q_proj"),
         ("gptq", drop("qzeros"), "q_proj: tensors missing beside qweight: qzeros"),
         ("gptq", change("g_idx", lambda groups: groups - 1), "g_idx names groups that are not there"),
         ("gptq symmetric", change("qzeros", lambda words: words * 0), "said to be symmetric"),
@@ -113,6 +115,19 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
         (AWQ | {"version": None, "format": "gemv_fast"}, "version 'gemv_fast' is not supported, only gemm"),
         (AWQ | {"bits": 8}, "bits 8 is not supported"),
         (AWQ | {"zero_point": False}, "zero_point False is not supported"),
+        (AUTOROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format 'auto_round:llm_compressor' is"),
+        (AUTOROUND | {"bits": 3}, "bits 3 is not supported, only 2, 4, 8"),
+        (AUTOROUND | {"bits": 8, "packing_format": "auto_round:auto_awq"}, "bits 8 is not supported, only 4"),
+        (AUTOROUND | {"sym": False}, "packing_format must say how zero points are stored"),
+        (AUTOROUND | {"extra_config": {"v_proj": {"sym": False}}}, "packing_format must say how zero points"),
+        (AUTOROUND | {"sym": None}, "sym must be true or false"),
+        (AUTOROUND | {"group_size": 0}, "group_size must be a positive integer or -1, got 0"),
+        (AUTOROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp' is not supported, only int"),
+        (AUTOROUND | {"act_bits": 8}, "act_bits 8 is not supported, only 16"),
+        (AUTOROUND | {"rotation_config": {"block_size": 32}}, "rotation_config .* is not supported"),
+        (AUTOROUND | {"extra_config": {"v_proj": {"bits": 6}}}, "extra_config of .*: v_proj: bits 6 is not supported"),
+        (AUTOROUND | {"extra_config": {"(": {"bits": 8}}}, "is no regular expression"),
+        (AUTOROUND | {"extra_config": {"v_proj": 8}}, "extra_config must be objects by module"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported, only FP8"),
         (compressed(group("pack-quantized", bits=3)), "'pack-quantized' of 'int' weights of 3 bits is not supported"),
         (

@@ -322,7 +322,8 @@ def test_any_requests(
     assert stats.spec_decode_num_accepted_tokens <= stats.spec_decode_num_draft_tokens
     assert stats.kv_tokens_held == 0
     metrics = [found for group in groups.values() if (found := group.result().metrics) is not None]
-    assert sum(one.spec_decode_num_draft_tokens for one in metrics) <= stats.spec_decode_num_draft_tokens
+    for name in ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"):
+        assert sum(getattr(one, name) for one in metrics) == getattr(stats, name)
     for one in metrics:
         assert one.spec_decode_num_accepted_tokens == sum(one.spec_decode_num_accepted_tokens_per_pos)
         assert one.spec_decode_num_drafts >= max(one.spec_decode_num_accepted_tokens_per_pos)

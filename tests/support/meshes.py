@@ -214,6 +214,10 @@ def fields_of(model_type, **changes):
     return FIELDS | latent | OWN_FIELDS.get(model_type, {}) | {"model_type": model_type} | changes
 
 
+def _check_mesh(mesh, specs):
+    check_mesh(mesh, {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}, tensor_parallel_size=1)
+
+
 def random_model(model_type, mesh, **changes):
     """Weights that all have a part in the result: biases that are not 0, norms that are not 1."""
     fields = fields_of(model_type, **changes)
@@ -226,7 +230,7 @@ def random_model(model_type, mesh, **changes):
         values = rng.normal(0.3 if spec.init_scale is None else 0.0, 0.3, spec.shape)
         return put(spec, layout, values.astype(np.float32))
 
-    check_mesh(mesh, {axis for spec in jax.tree.leaves(specs) for axis in spec.axes}, tensor_parallel_size=1)
+    _check_mesh(mesh, specs)
     params = jax.tree.map(draw, specs, layouts(specs, mesh))
     return params, config, family
 
@@ -240,7 +244,10 @@ def logprobs_on(model_type, mesh, **changes):
     """Return the log probabilities that an engine tells: those of a prompt in two chunks, and those of all tokens that
     may follow the token after it.
     """
-    model = Model(None, changes=fields_of(model_type, num_hidden_layers=2, **changes), mesh=mesh)
+    fields = fields_of(model_type, num_hidden_layers=2, **changes)
+    family = get_family(fields)
+    _check_mesh(mesh, family.param_specs(family.config(fields)))
+    model = Model(None, changes=fields, mesh=mesh)
     params = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=model.vocab_size)
     engine = model.engine(max_num_batched_tokens=8)
     result = run(engine, [request("one", SEQUENCE.tolist(), 2, params)])["one"]
@@ -250,10 +257,13 @@ def logprobs_on(model_type, mesh, **changes):
 
 
 def print_table():
-    """Print the error of each family on each mesh, of the largest logit; "-" where the mesh is refused."""
+    """Print the largest error of each family on each mesh, divided by the largest logit, and with stages by the largest
+    log probability; "-" where the mesh is refused.
+    """
     expected = functools.cache(lambda way, model_type: way(model_type, make_mesh(tensor=1), **MANY_EXPERTS))
     header = "".join(f"{model_type:>13}" for model_type in FAMILIES)
-    print(f"{'':<30}{header}   (error, of the largest logit, in float32)", flush=True)  # noqa: T201
+    print('Error in float32, of the largest logit; with "pipe", of the largest log probability')  # noqa: T201
+    print(f"{'':<30}{header}", flush=True)  # noqa: T201
     refused = {}
     for axes in MESHES:
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items())

@@ -38,6 +38,8 @@ FORMATS = {
     "gptq_8_bits": GPTQ(bits=8, is_symmetric=False, is_version_2=False),
     "gptq_2_bits": GPTQ(bits=2, is_symmetric=False, is_version_2=True),
     "awq": AWQ(),
+    "autoround_v1": GPTQ(bits=4, is_symmetric=False, is_version_2=False, group_size=32),
+    "autoround_v2": GPTQ(bits=4, is_symmetric=False, is_version_2=True, group_size=32),
     "bnb_nf4": bitsandbytes.FourBits(),
     "bnb_nf4_nested": bitsandbytes.FourBits(),
     "bnb_nf4_float32": bitsandbytes.FourBits(),

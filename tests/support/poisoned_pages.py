@@ -1,9 +1,10 @@
 """Contexts scattered over a pool of pages in which everything else is NaN."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import Pages, Scores, has_scales
 
 SINKS = np.array([-1.0, 0.5, 3.0, 30.0], np.float32)
 SLOPES = np.array([0.5, 0.01, 0.0, 2.0], np.float32)
@@ -48,3 +49,17 @@ def make_scores(rng, num_heads, *, has_sinks=False, has_alibi=False, **options):
         alibi_slopes=np.logspace(0, -3, num_heads, dtype=np.float32) if has_alibi else None,
         **options,
     )
+
+
+def shapes_of_pages(heads, *, block_size, dtype):
+    """Return the shapes of pages for heads of queries, of keys, and their size; with scales if they have 8 bits."""
+    _, num_kv_heads, head_dim = heads
+    pool = jax.ShapeDtypeStruct((1024, num_kv_heads, block_size, head_dim), dtype)
+    scales = jax.ShapeDtypeStruct((1024, num_kv_heads, 2, block_size), jnp.float32) if has_scales(dtype) else None
+    return Pages(pool, pool, scales)
+
+
+def shapes_of_scores(num_heads, *, has_alibi=False, **options):
+    """Return Scores with these options, and shapes of slopes for each head."""
+    slopes = jax.ShapeDtypeStruct((num_heads,), jnp.float32) if has_alibi else None
+    return Scores(scale=0.1, alibi_slopes=slopes, **options)

@@ -28,6 +28,7 @@ BLOCK = (24, 40)  # neither divides a matrix
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 8, "sym": True, "data_type": "int"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FLOAT = group("float-quantized", kind="float", bits=8)
 MXFP8 = functools.partial(stored.fp8, scheme="runs", dtype=stored.E8M0, block=(1, 32), as_bytes=True)
@@ -108,6 +109,37 @@ CASES = {
             down_proj=functools.partial(stored.gptq, is_symmetric=True),
         ),
     ),
+    "autoround": (
+        AUTOROUND | {"packing_format": "auto_round:auto_gptq"},
+        functools.partial(stored.gptq, is_symmetric=True, has_groups=False),
+    ),
+    "autoround with groups": (
+        AUTOROUND | {"sym": False, "packing_format": "auto_round:auto_gptq"},
+        stored.gptq,
+    ),
+    "autoround, zero points as they are": (
+        AUTOROUND
+        | {
+            "sym": False,
+            "packing_format": "auto_round",
+            "extra_config": {
+                r".*\.v_proj.*": {"bits": 8, "group_size": 16},
+                "model.layers.0.mlp.down_proj": {"sym": True, "group_size": 96},
+                "model.layers.1.mlp.down_proj": {"sym": True, "group_size": -1},
+                r".*mlp\.down_proj$": {"bits": 2},
+            },
+        },
+        stored.by_name(
+            other=functools.partial(stored.gptq, version=2, has_groups=False),
+            v_proj=functools.partial(stored.gptq, version=2, has_groups=False, bits=8, group=16),
+            down_proj=functools.partial(stored.gptq, version=2, has_groups=False, is_symmetric=True, group=96),
+        ),
+    ),
+    "autoround, last groups are smaller": (
+        AUTOROUND | {"group_size": 40},
+        functools.partial(stored.gptq, is_symmetric=True, has_groups=False, group=40),
+    ),
+    "autoround of AWQ": (AUTOROUND | {"sym": False, "packing_format": "auto_round:auto_awq"}, stored.awq),
     "nf4": (NF4, stored.bitsandbytes),
     "nf4 nested": (NF4, functools.partial(stored.bitsandbytes, nested=True, dtype="float32")),
     "nf4 in blocks across rows": (NF4, functools.partial(stored.bitsandbytes, block=256)),

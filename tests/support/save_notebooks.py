@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 TIMEOUT = 600
-"""Seconds that a cell may take: those with several models take half a minute on two cores."""
+"""Seconds that a start or a cell may take: cells with several models take half a minute on two cores."""
 
 _METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -28,6 +28,7 @@ def run(name: str, folder: str) -> nbformat.NotebookNode:
         notebook,
         kernel_name="python3",
         timeout=TIMEOUT,
+        startup_timeout=TIMEOUT,
         resources={"metadata": {"path": folder}},
         record_timing=False,
         coalesce_streams=True,

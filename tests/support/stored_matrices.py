@@ -91,10 +91,10 @@ def packed(rng, outputs, inputs, *, bits=4, group=None, has_zeros=False, has_ord
     return tensors, product(codes - zeros[:, groups], scales[:, groups])
 
 
-def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, is_symmetric=False):
+def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, is_symmetric=False, has_groups=True):
     codes = rng.integers(0, 2**bits, size=(inputs, outputs))
     groups = in_order(inputs, group) if has_order else np.arange(inputs) // group
-    scales = rng.uniform(0.01, 0.1, size=(inputs // group, outputs)).astype(np.float16)
+    scales = rng.uniform(0.01, 0.1, size=(-(-inputs // group), outputs)).astype(np.float16)
     zeros = rng.integers(0, 2**bits, size=scales.shape)
     zeros = np.full_like(zeros, 2 ** (bits - 1)) if is_symmetric else zeros
     one_each = np.uint32(sum(2 ** (bits * index) for index in range(32 // bits)))  # GPTQModel subtracts it from words
@@ -103,8 +103,8 @@ def gptq(rng, outputs, inputs, *, bits=4, group=8, version=1, has_order=False, i
         "qweight": pack(codes, bits, axis=0),
         "qzeros": words.view(np.int32),
         "scales": scales,
-        "g_idx": groups.astype(np.int32),
     }
+    tensors |= {"g_idx": groups.astype(np.int32)} if has_groups else {}
     return tensors, product(codes - zeros[groups], scales[groups]).T
 
 

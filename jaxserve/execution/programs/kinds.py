@@ -30,14 +30,7 @@ from jaxserve.execution.slots import (
     allow,
     pack_masks,
 )
-from jaxserve.execution.step import (
-    DrawingRows,
-    Drawn,
-    draw,
-    embed,
-    prompt_logprobs,
-    settle_states,
-)
+from jaxserve.execution.step import DrawingRows, Drawn, draw, embed, prompt_logprobs, settle_states
 from jaxserve.layers.batch import KVCache
 from jaxserve.sampling.logprobs import Logprobs
 from jaxserve.sampling.state import empty_extras

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, override
 import jax
 import numpy as np
 
+from jaxserve.execution import step
 from jaxserve.execution.batch import Bucket, pack_nothing
 from jaxserve.execution.programs.kind import LEAF, ROWS, ROWS_WITH_DRAFTS, Kind, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
-from jaxserve.execution.step import Begun, Drawn, Forwarded, Reading, begin, finish, forward, read_plan, run_stage, step
+from jaxserve.execution.step import Begun, Drawn, Forwarded, Pass, Reading
 from jaxserve.layers.batch import Launch
 from jaxserve.layers.launch import spans_of_programs
 
@@ -79,15 +80,9 @@ class PlainDecode(_WithLayers, frozen=True, tag=True):
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
-        return functools.partial(
-            step,
-            family=model.family,
-            config=model.config,
-            reading=self.reading(model, is_decode_only=self.is_decode_only),
-            span=model.span,
-            has_tokens_on_host=model.traits.leaves_tokens_on_host,
-            drafting=model.drafting,
-        )
+        reading = self.reading(model, is_decode_only=self.is_decode_only)
+        of = Pass(model.family, model.config, reading, model.span, model.drafting)
+        return functools.partial(step.step, of=of, has_tokens_on_host=model.traits.leaves_tokens_on_host)
 
     @override
     def made(self, model: StepModel) -> Drawn:
@@ -114,14 +109,8 @@ class Forward(_WithLayers, frozen=True, tag=True):
     def function(self, model: StepModel) -> Callable[..., Any]:
         # In parts, since others wait for it: steps of prompts, and those that draw by a program of their own.
         launch = "in parts" if model.has_kernels else "at once"
-        return functools.partial(
-            forward,
-            family=model.family,
-            config=model.config,
-            reading=self.reading(model, is_decode_only=self.is_decode_only, launch=launch),
-            span=model.span,
-            drafting=model.drafting,
-        )
+        reading = self.reading(model, is_decode_only=self.is_decode_only, launch=launch)
+        return functools.partial(step.forward, of=Pass(model.family, model.config, reading, model.span, model.drafting))
 
     @override
     def made(self, model: StepModel) -> Forwarded:
@@ -152,13 +141,8 @@ class RunStage(_WithLayers, frozen=True, tag=True):
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
-        return functools.partial(
-            run_stage,
-            family=model.family,
-            config=model.config,
-            reading=self.reading(model, is_decode_only=self.is_decode_only),
-            span=model.span,
-        )
+        reading = self.reading(model, is_decode_only=self.is_decode_only)
+        return functools.partial(step.run_stage, of=Pass(model.family, model.config, reading, model.span))
 
     @override
     def made(self, model: StepModel) -> Any:
@@ -200,13 +184,8 @@ class Begin(_SomeLayers, frozen=True, tag=True):
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
-        return functools.partial(
-            begin,
-            family=model.family,
-            config=model.config,
-            reading=self.reading(model, is_decode_only=False, launch="in programs"),
-            span=self.span(model),
-        )
+        reading = self.reading(model, is_decode_only=False, launch="in programs")
+        return functools.partial(step.begin, of=Pass(model.family, model.config, reading, self.span(model)))
 
     @override
     def made(self, model: StepModel) -> Begun:
@@ -225,7 +204,7 @@ class Finish(_SomeLayers, frozen=True, tag=True):
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
-        return functools.partial(finish, family=model.family, config=model.config, span=self.span(model))
+        return functools.partial(step.finish, family=model.family, config=model.config, span=self.span(model))
 
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
@@ -246,7 +225,7 @@ class Finish(_SomeLayers, frozen=True, tag=True):
 def _begun(program: _WithLayers, model: StepModel) -> Begun:
     """Return the shapes of what the first program of a forward pass leaves for the second."""
     reading = program.reading(model, is_decode_only=False, launch="in programs")
-    read = functools.partial(read_plan, reading=reading, block_size=model.block_size, num_blocks=1)
+    read = functools.partial(step.read_plan, reading=reading, block_size=model.block_size, num_blocks=1)
     _, batch, rows = jax.eval_shape(read, model.slots, model.packed(program.bucket))
     return Begun(model.hidden(program.bucket), *jax.tree.map(model.replicate, (batch, rows)))
 

@@ -20,6 +20,7 @@ from jaxserve.server.anthropic.protocol import CountRequest, Message, MessagesRe
 from jaxserve.server.anthropic.tools import chat_tool, chat_tool_choice, offer
 from jaxserve.server.protocol.chat import ChatRequest
 from jaxserve.server.protocol.common import refuse_unless_empty, rename
+from jaxserve.server.protocol.messages import Turn
 
 # The chat's name of a field -> its name here, for errors.
 _NAMES = {
@@ -183,32 +184,26 @@ def _of_assistant(message: Message, param: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": "assistant", "content": message.content}]
     made: list[dict[str, Any]] = []
-    texts, thoughts, calls = [], [], []
-
-    def close() -> None:
-        turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
-        if "".join(thoughts):
-            turn["reasoning_content"] = "\n".join(thoughts)
-        made.append(turn | ({"tool_calls": list(calls)} if calls else {}))
-        for each in (texts, thoughts, calls):
-            each.clear()
-
+    turn, previous = Turn(), None
     for index, block in enumerate(message.content or ()):
         name = f"{param}.content[{index}]"
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(required(block, "thinking", name))
+            turn.thoughts.append(required(block, "thinking", name))
         elif kind in CALLS:
-            calls.append(call(block, name))
+            turn.calls.append(call(block, name))
         elif is_result(block):
-            if calls:
-                close()
+            if turn.calls:
+                made += turn.close()
             made.append(_result(block, name))
         elif kind not in NOT_READ:
-            texts.append(text_of([block], f"{param}.content", first=index))
-    if texts or thoughts or calls or not made:
-        close()
-    return made
+            text = text_of([block], f"{param}.content", first=index)
+            if kind == previous:
+                turn.words[-1] += text
+            else:
+                turn.words.append(text)
+        previous = kind
+    return [*made, *turn.close()] or [{"role": "assistant", "content": ""}]
 
 
 def _result(block: dict[str, Any], param: str) -> dict[str, Any]:

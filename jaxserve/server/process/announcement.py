@@ -11,6 +11,7 @@ from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineInfo
 from jaxserve.server.middleware.keys import API_KEY_VARIABLE, client_keys
+from jaxserve.tables import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def announce(info: EngineInfo, config: ServerConfig, *, names: Sequence[str], ur
     facts = {
         "context": f"{info.max_model_len:,} tokens; "
         f"the KV cache holds {info.num_full_requests:,} such requests at once",
-        "memory": f"{_size(info.total_weight_bytes)} of weights, {_size(info.kv_cache_bytes)} of KV cache "
+        "memory": f"{size_text(info.total_weight_bytes)} of weights, {size_text(info.kv_cache_bytes)} of KV cache "
         f"({info.kv_dtype}) on {info.device}",
         "playground": f"{url}{config.root_path}/",
         "try": curl(url, config, has_chat=has_chat, can_generate=info.can_generate),
@@ -67,7 +68,3 @@ def announce(info: EngineInfo, config: ServerConfig, *, names: Sequence[str], ur
         "dtype": info.kv_dtype,
     }
     logger.info("%s", "\n".join(lines), extra={logs.FIELDS: fields})
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

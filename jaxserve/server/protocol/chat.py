@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the request, its messages, and the structure of the answer."""
 
+import re
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -23,6 +24,9 @@ from jaxserve.server.protocol.common import (
 from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage, last_content
 from jaxserve.server.protocol.usage import Usage
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+"""A string of JSON, whose end may be missing."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -79,7 +83,7 @@ def check_continued(body: ChatRequest, constraint: StructuredOutputs) -> None:
     """
     if not body.continue_final_message or not body.messages or (constraint.json is None and not constraint.json_object):
         return
-    text = last_content(body.messages)
+    text = _STRING.sub("", last_content(body.messages))
     if text.count("{") > text.count("}") or text.count("[") > text.count("]"):
         raise InvalidRequest(
             f"{body.constraint_field}: the answer is a whole JSON text, and the last message, which it continues, has "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hi
 import msgspec
 from msgspec import Meta
 
-from jaxserve.decoding import decoded
+from jaxserve.decoding import VISIBLE, decoded
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import TruncationSide
 from jaxserve.sampling_params import MAX_INT32, MAX_N, PARAMETERS, SamplingParams
@@ -31,8 +31,7 @@ _DIGITS = re.compile(r"[0-9]{1,20}")
 
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
-RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]
-"""Safe in a header and in a log line."""
+RequestId = Annotated[str, Meta(pattern=VISIBLE)]
 NumLogprobs = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 """A number of most likely tokens, or -1 for all. How many there may be, the engine says."""
 NotNegative = Annotated[int, Meta(ge=0)]

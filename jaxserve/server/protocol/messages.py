@@ -141,6 +141,31 @@ def check_unusual_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
             raise InvalidRequest(f"{param}: this model's chat template does not show {message['role']!r}", param=param)
 
 
+class Turn:
+    """The thoughts, text and calls of the assistant since the last item of another role."""
+
+    def __init__(self) -> None:
+        self.thoughts: list[str] = []
+        self.words: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    @property
+    def is_only_words(self) -> bool:
+        """True if further text would be another message."""
+        return bool(self.words) and not self.thoughts and not self.calls
+
+    def close(self) -> list[dict[str, Any]]:
+        """Return the message of the turn, if there is one, and begin the next turn."""
+        thoughts, words, calls = self.thoughts, self.words, self.calls
+        self.thoughts, self.words, self.calls = [], [], []
+        if not (thoughts or words or calls):
+            return []
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words) or (None if calls else "")}
+        if "".join(thoughts):
+            message["reasoning_content"] = "\n".join(thoughts)
+        return [message | ({"tool_calls": calls} if calls else {})]
+
+
 def last_content(messages: Sequence[ChatMessage]) -> str:
     """Return the content of the last message, as the template reads it."""
     return _text(messages[-1].content, f"messages[{len(messages) - 1}]") or ""

@@ -18,7 +18,7 @@ from jaxserve.server.protocol.items import (
     Part,
     ThoughtsItem,
 )
-from jaxserve.server.protocol.messages import join_parts
+from jaxserve.server.protocol.messages import Turn, join_parts
 from jaxserve.server.protocol.responses import ResponsesRequest, TextFormat, ToolChoiceFunction
 from jaxserve.server.responses import foreign
 from jaxserve.server.responses.tools import Tools, chat_tool_choice, flat_name
@@ -76,7 +76,7 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
     the item.
     """
     messages: list[dict[str, Any]] = []
-    turn = _Turn()
+    turn = Turn()
     for index, item in enumerate(items):
         param = f"input[{index - num_before}]"
         kind = item.get("type", "message")
@@ -114,31 +114,6 @@ def as_messages(items: Sequence[Item], *, num_before: int = 0) -> list[dict[str,
         else:
             raise not_supported(f"{param}.type", f"an item of type {str(kind)[:40]!r}")
     return messages + turn.close()
-
-
-class _Turn:
-    """The thoughts, text and calls of the assistant since the last item of another role."""
-
-    def __init__(self) -> None:
-        self.thoughts: list[str] = []
-        self.words: list[str] = []
-        self.calls: list[dict[str, Any]] = []
-
-    @property
-    def is_only_words(self) -> bool:
-        """True if further text would be another message."""
-        return bool(self.words) and not self.thoughts and not self.calls
-
-    def close(self) -> list[dict[str, Any]]:
-        """Return the message of the turn, if there is one, and begin the next turn."""
-        thoughts, words, calls = self.thoughts, self.words, self.calls
-        self.thoughts, self.words, self.calls = [], [], []
-        if not (thoughts or words or calls):
-            return []
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(words) or (None if calls else "")}
-        if "".join(thoughts):
-            message["reasoning_content"] = "\n".join(thoughts)
-        return [message | ({"tool_calls": calls} if calls else {})]
 
 
 def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]], tools: Tools) -> ChatRequest:

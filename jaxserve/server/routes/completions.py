@@ -158,8 +158,11 @@ class _Completion:
             writers = [self._writer(prompt_index, output) for output in outputs]
             group.forget_logprobs()  # freed as they are encoded
             of_group = [await writer.write_in_turns(output) for writer, output in zip(writers, outputs, strict=True)]
-            wants_prompt = self._body.prompt_logprobs is not None
-            encoded = await encoded_in_turns(prompt_logprobs or []) if wants_prompt else None
+            num_top, encoded = self._body.prompt_logprobs, None
+            if num_top is not None:
+                if num_top not in (-1, group.requests[0].params.prompt_logprobs):
+                    prompt_logprobs = [_most_likely(entry, num_top) for entry in prompt_logprobs or ()]
+                encoded = await encoded_in_turns(prompt_logprobs or [])
             for choice in of_group:
                 choice.prompt_logprobs = encoded
                 if choice.prompt_token_ids is UNSET:
@@ -272,6 +275,13 @@ class _Completion:
             choices=choices,
             usage=usage,
         )
+
+
+def _most_likely(entry: Candidates | None, num_top: int) -> Candidates | None:
+    """Return a token of the prompt and the most likely ones, without those that only an echo has asked for."""
+    return entry and {
+        token_id: each for index, (token_id, each) in enumerate(entry.items()) if not index or each.rank <= num_top
+    }
 
 
 def _has_news(choice: CompletionChoice) -> bool:

@@ -32,7 +32,7 @@ const marked = new Marked({
     {
       name: "formula",
       level: "inline",
-      start: (source) => source.match(/^[^\n$\\]*(?=\$|\\[[(])/)?.[0].length, // text ends with its line, and at a backslash
+      start: (source) => source.match(/^[^\n$\\<!\[`*~_]*(?=\$|\\[[(])/)?.[0].length, // at any of these a text ends anyway
       tokenizer(source) {
         const [raw, display, inline, otherDisplay, otherInline] = FORMULA.exec(source) ?? [];
         if (!raw) return undefined;

@@ -199,6 +199,17 @@ def test_tokens_are_counted_as_they_are_read(server):
         assert counted == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_words_before_and_after_thoughts_are_lines_of_one_turn(server):
+    blocks = [
+        {"type": "text", "text": "Let me"},
+        {"type": "text", "text": " see."},
+        {"type": "thinking", "thinking": "Hm", "signature": ""},
+        {"type": "text", "text": "Yes."},
+    ]
+    ask(server, messages=[USER, {"role": "assistant", "content": blocks}, USER])
+    assert "assistant\nLet me see.\nYes.<|im_end|>" in server.prompt()
+
+
 def test_keys_as_anthropics_clients_send_them(tokenizer):
     with running(tokenizer, api_key=("secret",)) as server:
         good = anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0, timeout=PATIENCE)

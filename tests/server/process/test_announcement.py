@@ -96,7 +96,7 @@ INFO = EngineInfo(
     kv_dtype="bfloat16",
     device="2 x NVIDIA H200",
     total_weight_bytes=15 * 2**30,
-    kv_cache_bytes=2**40,
+    kv_cache_bytes=2**22,
     num_full_requests=1234,
 )
 
@@ -116,7 +116,7 @@ def test_lines_for_people_are_fields_for_collectors(monkeypatch, form):
         assert record["max_model_len"] == 8192
         assert record["num_full_requests"] == 1234
         assert record["weight_bytes"] == 15 * 2**30
-        assert record["kv_cache_bytes"] == 2**40
+        assert record["kv_cache_bytes"] == 2**22
         assert record["device"] == "2 x NVIDIA H200"
         assert record["playground"] == "http://127.0.0.1:8000/llm/"
         assert record["curl"].startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
@@ -125,7 +125,7 @@ def test_lines_for_people_are_fields_for_collectors(monkeypatch, form):
     assert first.endswith("serving a b at http://127.0.0.1:8000/v1")
     assert [line.split()[0] for line in rest] == ["context", "memory", "playground", "try"]
     assert "8,192 tokens; the KV cache holds 1,234 such requests" in rest[0]
-    assert "15.00 GiB of weights, 1024.00 GiB of KV cache (bfloat16) on 2 x NVIDIA H200" in rest[1]
+    assert "15.00 GiB of weights, 4.00 MiB of KV cache (bfloat16) on 2 x NVIDIA H200" in rest[1]
     for fact in ("8,192 tokens", "GiB of weights", "/v1/chat"):  # each is said once
         assert len(re.findall(fact, text.getvalue())) == 1
 

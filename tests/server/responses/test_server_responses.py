@@ -43,11 +43,12 @@ def test_an_answer_of_several_choices_of_items(server, openai_client):
                 "status": "completed",
                 "content": [{"type": "output_text", "text": "c", "annotations": []}],
             },
-            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"role": "assistant", "content": "e"},
             {"role": "user", "content": "d"},
         ],
     )
-    expected = "system\nD|user\na\nb|assistant\nc|user\nd|assistant\n"
+    expected = "system\nD|user\na\nb|assistant\nc\ne|user\nd|assistant\n"
     assert server.prompt().replace("<|im_end|>\n<|im_start|>", "|").removeprefix("<s><|im_start|>") == expected
 
 

@@ -438,7 +438,7 @@ def test_hostile_markdown_stays_text(page, server):
 
 
 def test_markdown_nested_without_end_is_shown_all_the_same(page):
-    for text in (">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000):
+    for text in (">" * 20_000, "[" * 20_000, "- " * 8_000, "*a " * 8_000, "`x` " * 60_000):
         is_hidden, milliseconds = page.run(
             """return import(new URL("static/markdown.js", document.baseURI)).then(({ MarkdownView }) => {
               const prose = document.createElement("div");

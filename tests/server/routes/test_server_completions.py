@@ -159,6 +159,10 @@ def test_return_token_ids_and_prompt_logprobs(server):
     assert choice["prompt_logprobs"][0] is None
     assert choice["prompt_logprobs"][1][str(ids[1])] == {"logprob": -1.5, "rank": 2, "decoded_token": "a"}
     assert choice["logprobs"] is None
+    body |= {"echo": True, "logprobs": 2, "prompt_logprobs": 0}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert [each and list(each) for each in choice["prompt_logprobs"]] == [None, *([str(each)] for each in ids[1:])]
+    assert [each and len(each) for each in choice["logprobs"]["top_logprobs"]] == [None, *(2 for _ in (ids * 2)[2:])]
 
 
 @pytest.mark.parametrize("length", [4, -1])
