@@ -1,7 +1,10 @@
 """Checkpoints of AutoRound: matrices in the layout of GPTQ or of AWQ, some modules with bits of their own."""
 
+import functools
 import re
 from typing import Any
+
+import msgspec
 
 from jaxserve.errors import CheckpointError
 from jaxserve.quantization.awq import AWQ
@@ -29,14 +32,14 @@ def is_name(key: str) -> bool:
 
 def _formats(config: Config, where: str) -> tuple[Format, ...]:
     require(config, where, packing_format=(None, *VERSION_1, *VERSION_2, *OF_AWQ))
-    _check(config, where, required=True)
+    _check(config, where)
     packing = config.get("packing_format")
     extra = config.get("extra_config") or {}
     if not isinstance(extra, dict) or not all(isinstance(said, dict) for said in extra.values()):
         raise CheckpointError(f"{where}: extra_config must be objects by module, got {extra!r:.100}")
-    for key, said in extra.items():
-        _check(said, f"extra_config of {where}: {key:.100}")
     overrides = [(key, {**config, **said}) for key, said in _in_order(extra)]
+    for key, said in overrides:
+        _check(said, f"extra_config of {where}: {key:.100}")
     quantized = [said for said in (config, *(said for _, said in overrides)) if not _is_floats(said["bits"])]
     if packing in OF_AWQ:
         for said in quantized:
@@ -47,26 +50,25 @@ def _formats(config: Config, where: str) -> tuple[Format, ...]:
     return (
         GPTQ(
             bits=config["bits"],
-            is_symmetric=config["sym"],
+            is_symmetric=config.get("sym", True),  # nothing says so if all that is not in extra_config is floats
             is_version_2=packing in VERSION_2,
-            group_size=config["group_size"],
+            group_size=config.get("group_size"),
             overrides=tuple(_override(key, said, where) for key, said in overrides),
         ),
     )
 
 
-def _check(said: Config, where: str, *, required: bool = False) -> None:
+def _check(said: Config, where: str) -> None:
     """Raise CheckpointError for what is not supported in a config, or in what it says of some modules."""
     if _is_floats(said.get("bits")):
         return
-    require(said, where, data_type=(None, "int"), rotation_config=(None, {}), super_bits=(None,))
+    require(said, where, data_type=(None, "int"), rotation_config=(None, {}), super_bits=(None,), bits=BITS)
     if not _is_floats(said.get("act_bits") or FLOATS):
         raise CheckpointError(f"{where}: act_bits {said['act_bits']!r:.100} is not supported, only {FLOATS}")
-    require(said, where, bits=BITS if required else (None, *BITS))
     size, is_symmetric = said.get("group_size"), said.get("sym")
-    if not (isinstance(size, int) and (size > 0 or size == -1)) and (size is not None or required):
+    if type(size) is not int or not (size > 0 or size == -1):
         raise CheckpointError(f"{where}: group_size must be a positive integer or -1, got {size!r:.100}")
-    if not isinstance(is_symmetric, bool) and (is_symmetric is not None or required):
+    if not isinstance(is_symmetric, bool):
         raise CheckpointError(f"{where}: sym must be true or false, got {is_symmetric!r:.100}")
 
 
@@ -75,9 +77,15 @@ def _is_floats(bits: Any) -> bool:
 
 
 def _in_order(extra: Config) -> list[tuple[str, Any]]:
-    """Return the entries of `extra_config`, names of modules before patterns, without values that say nothing."""
+    """Return the entries of `extra_config`, names of modules before patterns, without values that are null."""
     said = [(key, {name: value for name, value in each.items() if value is not None}) for key, each in extra.items()]
-    return sorted((entry for entry in said if entry[1]), key=lambda entry: not is_name(entry[0]))
+    return sorted(said, key=lambda entry: not is_name(entry[0]))
+
+
+@functools.lru_cache(maxsize=4)
+def _patterns(extra: bytes) -> list[tuple[re.Pattern[str], Config]]:
+    """Return `_in_order` of an `extra_config`, written as JSON, with patterns that match names of modules."""
+    return [(re.compile(_expression(key)), said) for key, said in _in_order(msgspec.json.decode(extra))]
 
 
 def _expression(key: str) -> str:
@@ -102,8 +110,8 @@ def _override(key: str, said: Config, where: str) -> Override:
 
 def _said(config: Config, module: str) -> Config | None:
     """Return what `extra_config` says of a module, None if it does not say anything."""
-    entries = _in_order(config.get("extra_config") or {})
-    return next((said for key, said in entries if re.match(_expression(key), module)), None)
+    entries = _patterns(msgspec.json.encode(config.get("extra_config") or {}))
+    return next((said for pattern, said in entries if pattern.match(module)), None)
 
 
 def _scheme(config: Config, module: str) -> Scheme:
@@ -115,7 +123,7 @@ def _scheme(config: Config, module: str) -> Scheme:
 
 def _leaves(config: Config, module: str) -> bool:
     said = _said(config, module)
-    return module == HEAD if said is None else _is_floats(said.get("bits"))
+    return (said is None and module == HEAD) or _is_floats({**config, **(said or {})}.get("bits"))
 
 
 METHOD = Method(formats=_formats, scheme=_scheme, leaves=_leaves, has_head=True)

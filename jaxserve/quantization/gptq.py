@@ -5,6 +5,7 @@ codes are symmetric, the zero point is the middle whatever the file says: labels
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -50,15 +51,28 @@ class GPTQ:
 
     def of(self, module: str) -> "GPTQ":
         """Return the format of a module: with the first override that applies to it, if there is one."""
-        for override in self.overrides:
-            if re.match(override.pattern, module):
-                return GPTQ(
-                    bits=override.bits or self.bits,
-                    is_symmetric=override.is_symmetric,
-                    is_version_2=self.is_version_2,
-                    group_size=override.group_size or self.group_size,
-                )
-        return self
+        if module not in self._of_modules:
+            applies = (override for pattern, override in self._patterns if pattern.match(module))
+            self._of_modules[module] = self._with(next(applies, None))
+        return self._of_modules[module]
+
+    @functools.cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Override]]:
+        return [(re.compile(override.pattern), override) for override in self.overrides]
+
+    @functools.cached_property
+    def _of_modules(self) -> dict[str, "GPTQ"]:
+        return {}
+
+    def _with(self, override: Override | None) -> "GPTQ":
+        if override is None:
+            return self
+        return GPTQ(
+            bits=override.bits or self.bits,
+            is_symmetric=override.is_symmetric,
+            is_version_2=self.is_version_2,
+            group_size=override.group_size or self.group_size,
+        )
 
     def parts(self, leaves: Mapping[str, Header]) -> tuple[str, ...] | None:
         """Return the names of codes, zero points, scales and groups."""

@@ -127,6 +127,8 @@ def test_every_tensor_is_needed_and_fits(tmp_path, name, damage, message):
         (AUTOROUND | {"rotation_config": {"block_size": 32}}, "rotation_config .* is not supported"),
         (AUTOROUND | {"extra_config": {"v_proj": {"bits": 6}}}, "extra_config of .*: v_proj: bits 6 is not supported"),
         (AUTOROUND | {"extra_config": {"(": {"bits": 8}}}, "is no regular expression"),
+        (AUTOROUND | {"group_size": True}, "group_size must be a positive integer or -1, got True"),
+        (AUTOROUND | {"bits": 16, "sym": None, "extra_config": {"v_proj": {"bits": 4}}}, "v_proj: sym must be true or"),
         (AUTOROUND | {"extra_config": {"v_proj": 8}}, "extra_config must be objects by module"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported, only FP8"),
         (compressed(group("pack-quantized", bits=3)), "'pack-quantized' of 'int' weights of 3 bits is not supported"),

@@ -25,6 +25,8 @@ from jaxserve.server.protocol.fields import Route
 from jaxserve.server.protocol.messages import ChatMessage, last_content
 from jaxserve.server.protocol.usage import Usage
 
+_JSON = re.compile(r"[{\[].*", re.DOTALL)
+"""What may be a JSON text, with what follows it."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 """A string of JSON, whose end may be missing."""
 
@@ -83,13 +85,18 @@ def check_continued(body: ChatRequest, constraint: StructuredOutputs) -> None:
     """
     if not body.continue_final_message or not body.messages or (constraint.json is None and not constraint.json_object):
         return
-    text = _STRING.sub("", last_content(body.messages))
-    if text.count("{") > text.count("}") or text.count("[") > text.count("]"):
+    text = last_content(body.messages)
+    begun = _JSON.search(text)
+    if begun and (_is_open(text) or _is_open(_STRING.sub("", begun[0]))):
         raise InvalidRequest(
             f"{body.constraint_field}: the answer is a whole JSON text, and the last message, which it continues, has "
             "begun one already: leave that beginning out",
             param=body.constraint_field,
         )
+
+
+def _is_open(text: str) -> bool:
+    return text.count("{") > text.count("}") or text.count("[") > text.count("]")
 
 
 class TopLogprob(msgspec.Struct):

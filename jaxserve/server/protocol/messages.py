@@ -160,10 +160,16 @@ class Turn:
         self.thoughts, self.words, self.calls = [], [], []
         if not (thoughts or words or calls):
             return []
-        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words) or (None if calls else "")}
+        message: dict[str, Any] = {"role": "assistant", "content": _on_lines(words) or (None if calls else "")}
         if "".join(thoughts):
             message["reasoning_content"] = "\n".join(thoughts)
         return [message | ({"tool_calls": calls} if calls else {})]
+
+
+def _on_lines(words: Sequence[str]) -> str:
+    """Join texts so that each begins on a line of its own."""
+    *earlier, last = [text for text in words if text] or [""]
+    return "".join(text if text.endswith("\n") else f"{text}\n" for text in earlier) + last
 
 
 def last_content(messages: Sequence[ChatMessage]) -> str:

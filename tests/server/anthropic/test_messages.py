@@ -205,6 +205,8 @@ def test_words_before_and_after_thoughts_are_lines_of_one_turn(server):
         {"type": "text", "text": " see."},
         {"type": "thinking", "thinking": "Hm", "signature": ""},
         {"type": "text", "text": "Yes."},
+        {"type": "thinking", "thinking": "Done", "signature": ""},
+        {"type": "text", "text": ""},
     ]
     ask(server, messages=[USER, {"role": "assistant", "content": blocks}, USER])
     assert "assistant\nLet me see.\nYes.<|im_end|>" in server.prompt()

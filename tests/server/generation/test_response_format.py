@@ -334,7 +334,12 @@ def test_a_response_follows_a_schema_beside_json_object(server):
 def test_a_json_text_that_a_message_has_begun_is_refused(server, name):
     body = {"max_tokens": 1, "continue_final_message": True, **FORMS[name]}
     field = next(iter(FORMS[name]))
-    begins = {'Here it is: {"kind": "a", ': 400, '{"kind": "}': 400, 'Here it is, "{": ': 200}
+    begins = {
+        'Here it is: {"kind": "a", ': 400,
+        '{"kind": "}': 400,
+        'A 5" screen: {"kind": ': 400,
+        'Here "it" is: ': 200,
+    }
     for begun, status in begins.items():
         answer = server.post(CHAT, body | {"messages": [USER, {"role": "assistant", "content": begun}]})
         assert answer.status_code == status, answer.text
