@@ -50,7 +50,7 @@ def _formats(config: Config, where: str) -> tuple[Format, ...]:
     return (
         GPTQ(
             bits=config["bits"],
-            is_symmetric=config.get("sym", True),  # nothing says so if all that is not in extra_config is floats
+            is_symmetric=config.get("sym", True),  # what is stored as floats may say neither this nor the group's size
             is_version_2=packing in VERSION_2,
             group_size=config.get("group_size"),
             overrides=tuple(_override(key, said, where) for key, said in overrides),
@@ -103,8 +103,8 @@ def _override(key: str, said: Config, where: str) -> Override:
     return Override(
         pattern=_expression(key),
         bits=0 if _is_floats(said["bits"]) else said["bits"],
-        is_symmetric=said["sym"],
-        group_size=said["group_size"],
+        is_symmetric=said.get("sym", True),
+        group_size=said.get("group_size"),
     )
 
 
