@@ -311,10 +311,11 @@ def _multiply_mxfp4(block: Block, item: Item, first_output: Any, first_step: Any
         following = load(k + 1)
         plgpu.barrier_wait(smem.w_full.at[w_slot])
         codes = ops.load_codes(smem.weights, w_slot, block.warpgroup, is_gated=is_gated)
-        plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_wait(smem.x_ready.at[x_slot])
         first_piece = x_slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
         sums = ops.add_mxfp4(sums, codes, exponents, smem.x, first_piece)
+        # Not right after the loads: they may still be on their way when the next codes arrive, which no barrier orders.
+        plgpu.barrier_arrive(smem.w_free.at[w_slot])
         plgpu.barrier_arrive(smem.x_free.at[x_slot])
         w_slot, x_slot = (
             lax.select(slot + 1 == slots, _int(0), slot + 1)
