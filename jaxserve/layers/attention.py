@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, residual_update, unscaled_product
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, norm_spec
 from jaxserve.layers.paged_kv import KVSpec
@@ -235,13 +235,24 @@ class Attention:
         """Return the only weight that is multiplied by the block's input as it is; None with gates."""
         return None if self.gate is not None else params["qkv"]
 
+    @property
+    def _is_written_as_projected(self) -> bool:
+        """Whether nothing is done to queries, keys and values before a kernel normalises, rotates and writes them."""
+        is_normed = self.head_norm is not None and not self.head_norm.has_kernel
+        before = self.clip, self.value_norm, self.query_scale, self.source
+        return not self.qkv_bias and not is_normed and before == (None,) * len(before)
+
     def run(self, params: Params, x: Any, step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block for rows [T, E], or those rounded for qkv; return its update, as `residual_update` does,
         and the cache after this step. The rotation is that of `rope`.
         """
         context = step.batch.context
         with jax.named_scope("attention"):
-            qkv = linear(x, params["qkv"], params.get("qkv_bias"), context=context, name="qkv")
+            qkv, weight = None, params["qkv"]
+            if self._is_written_as_projected and step.batch.tokens is None:
+                qkv = unscaled_product(x, weight, context, "qkv")
+            if qkv is None:
+                qkv = linear(x, weight, params.get("qkv_bias"), context=context, name="qkv")
             heads, cache = self.attend(params, qkv, step)
             heads = scaled(heads[:, :, : self.value_dim], self.value_scale)
             if self.gate is not None:
@@ -250,10 +261,10 @@ class Attention:
                 )
             return residual_update(heads, params, "out", context, consumer), cache
 
-    def attend(
-        self, params: Params, qkv: Float[Array, "T K members D"], step: LayerStep
-    ) -> tuple[Float[Array, "T H D"], Any]:
-        """Compute what is between the block's two projections."""
+    def attend(self, params: Params, qkv: Any, step: LayerStep) -> tuple[Float[Array, "T H D"], Any]:
+        """Compute what is between the block's two projections. `qkv` is [T, K, members, D], or an UnscaledProduct of
+        this shape if nothing but the cache's write takes it.
+        """
         batch, cache, rotation = step
         if self.clip is not None:
             qkv = jnp.clip(qkv, -self.clip, self.clip)

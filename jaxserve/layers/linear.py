@@ -11,7 +11,7 @@ from jaxserve.layers.params import Params
 from jaxserve.layers.parts import sum_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.weight import Use, Weight, output_sharding
-from pallas_kernels.row_quantization import QuantizedRows
+from pallas_kernels.row_quantization import QuantizedRows, UnscaledProduct
 
 Consumer = Literal["stream", "sum", "norm"]
 """What takes the update that a block makes: the residual stream, as one array; a sum over devices, as the partial sums
@@ -67,16 +67,27 @@ def residual_update(
     if weight.is_split:
         context.choose("sums over devices", _sum_of(row_shape, x.dtype, context), is_product=False)
     if consumer == "norm" and bias is None:
-        if context.kernels != "xla" and (unscaled := weight.product(x, context).unscaled) is not None:
-            context.choose(name, Part(Kernel.SCALED_MATMUL))
-            makes = None if context.record is None else jax.eval_shape(unscaled, x)
-            return context.call(unscaled, makes, x)
+        if (unscaled := unscaled_product(x, weight, context, name)) is not None:
+            return unscaled
         if norm_adds_partial_sums(row_shape, x.dtype, context):
             consumer = "sum"
     if consumer == "sum" or context.peers is None:
         return linear(x, weight, bias, **named, leaves_partial_sums=consumer == "sum")
     y = summed(linear(x, weight, **named, leaves_partial_sums=True), context)
     return y if bias is None else y + bias[None]
+
+
+def unscaled_product(x: Any, weight: Weight, context: StepContext, name: str) -> UnscaledProduct | None:
+    """Compute `linear` without a bias for a kernel that scales it; None unless XLA computes a product of 8 bits."""
+    if context.kernels == "xla" or (unscaled := weight.product(x, context).unscaled) is None:
+        return None
+    context.choose(name, Part(Kernel.SCALED_MATMUL))
+
+    def run(x: Any) -> UnscaledProduct:
+        return unscaled(x).reshape(*weight.shape[: weight.ndim - (x.ndim - 1)])
+
+    makes = None if context.record is None else jax.eval_shape(run, x)
+    return context.call(run, makes, x)
 
 
 def norm_adds_partial_sums(shape: tuple[int, ...], dtype: Any, context: StepContext) -> bool:

@@ -19,6 +19,7 @@ from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_writte
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages, why_not_prompts
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention
+from pallas_kernels.row_quantization import UnscaledProduct
 
 
 class Attends(NamedTuple):
@@ -33,7 +34,7 @@ class PagedKV(Pages):
 
     def attend(
         self,
-        qkv: Float[Array, "T K members D"],
+        qkv: Float[Array, "T K members D"] | UnscaledProduct,
         batch: Batch,
         scores: Scores,
         *,
@@ -45,7 +46,8 @@ class PagedKV(Pages):
         """Normalise and rotate a step's queries and keys, write K and V into their pages, then attend over block
         tables: over everything stored.
 
-        `qkv` has for each KV head the queries that attend with it, then its key, then its value. `head_norms` None
+        `qkv` has for each KV head the queries that attend with it, then its key, then its value; it may be
+        a product that is not yet scaled if tokens are not split. `head_norms` None
         leaves norms to others, `rotation` None positions. With `chunk_size` a token attends to tokens of its chunk of
         the text alone. `scales` are those of the checkpoint for keys and values in 8 bits, None to make one for each
         token.
@@ -87,10 +89,13 @@ class PagedKV(Pages):
             return context.call(on_local_heads, makes, qkv, self, scores, scales, head_norms, rotation, batch)
         axis = sharding.spec[1]
         heads, of_heads, whole = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None), PartitionSpec()
-        scores = _over_heads(scores, axis)
+        scores, of_qkv = _over_heads(scores, axis), of_heads
+        if isinstance(qkv, UnscaledProduct):
+            of_outputs = PartitionSpec(axis, None, None)
+            of_qkv = dataclasses.replace(qkv, sums=of_heads, row_scales=whole, output_scales=of_outputs)
         island = jax.shard_map(
             on_local_heads,
-            in_specs=(of_heads, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole),
+            in_specs=(of_qkv, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole),
             out_specs=(heads, of_heads),
             check_vma=False,  # a kernel call does not say over which axes its outputs vary
         )
@@ -126,7 +131,7 @@ class PagedKV(Pages):
         )
         return batch.context.call(island, q, q, self, _over_heads(scores, axis), batch.same_on_each_device())
 
-    def _choose(self, x: Array, batch: Batch, *, num_queries: int, half: int) -> Attends:
+    def _choose(self, x: Array | UnscaledProduct, batch: Batch, *, num_queries: int, half: int) -> Attends:
         """Choose what attends with activations like `x` and `num_queries` a KV head, and record it."""
         context, num_columns = batch.context, max(1, batch.num_columns)
         why_not = self._why_not(x.dtype, num_queries=num_columns * num_queries, half=half)

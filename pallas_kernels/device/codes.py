@@ -95,6 +95,42 @@ def small_pair_of_e2m1(word: Any, index: int) -> Any:
     return _asm([word], _REGISTERS + text)
 
 
+def small_pairs_of_e2m1(word: Any) -> list[Any]:
+    """Return what `small_pair_of_e2m1` does for the four pairs of a word, in fewer operations.
+
+    One multiplication brings a code to where its sign is to be, and to where the others of its bits are.
+    """
+    upper = _asm([word], "shr.u32 $0, $1, 8;")
+    return [
+        _asm(
+            [source],
+            f"{_REGISTERS}and.b32 a, $1, {mask}; mul.lo.u32 a, a, {factor}; and.b32 $0, a, 0x81c081c0; }}",
+        )
+        for source in (word, upper)
+        for mask, factor in (("0x000f000f", (1 << 12) + (1 << 6)), ("0x00f000f0", (1 << 8) + (1 << 2)))
+    ]
+
+
+def scales_of_exponents(word: Any) -> Any:
+    """Return in a register powers of two, of the lowest two bytes of a word, times 2^(E2M1_EXPONENT // 2).
+
+    They are infinite from 2^65 on, as that is for e8m0's NaN.
+    """
+    bias = E2M1_EXPONENT // 2
+    text = "prmt.b32 a, $1, 0, 0x4140; min.u16x2 a, a, m; "
+    return _asm(
+        [word],
+        f"{_REGISTERS}mov.b32 m, {(255 - bias) * 0x10001}; {text}mad.lo.u32 $0, a, 128, {(bias << 7) * 0x10001}; }}",
+    )
+
+
+def times_half(pair: Any, factors: Any, index: int) -> Any:
+    """Return in a register the products of a pair of bfloat16 and one of two factors."""
+    factor = ("l", "h")[index]
+    text = "{ .reg .b16 l, h; .reg .b32 f; mov.b32 {l, h}, $2; "
+    return _asm([pair, factors], f"{text}mov.b32 f, {{{factor}, {factor}}}; mul.bf16x2 $0, $1, f; }}")
+
+
 def pairs_of_table(word: Any, code: Code) -> list[Any]:
     """Return in four registers the values of codes `index` and `index + 4` of a word of eight, times MULTIPLIERS.
 

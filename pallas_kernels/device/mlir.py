@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -38,6 +39,13 @@ def elements_of(values: Any, number: int) -> list[Any]:
 def vector_of(values: list[Any]) -> Any:
     """Return a vector of these values."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+
+def strided(registers: list[Any], layout: Any) -> Any:
+    """Return the array of integers of which a thread has these vectors, in a layout WG_STRIDED."""
+    array = np.empty(len(registers), dtype=object)
+    array[:] = registers
+    return mgpu.FragmentedArray(_registers=array, _layout=layout.to_mgpu(), _is_signed=True)
 
 
 def thread() -> Any:

@@ -176,15 +176,13 @@ def factor_of_sums(code: Code, *, rows: int, num_scales: int, group_size: int, h
     return 1 / MULTIPLIERS.get(code, 1.0)
 
 
-def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = None) -> None:
+def interleave_rows(ref: Any, slot: Any, code: Code) -> None:
     """Put the columns of the rows ref[slot], [rows, columns], into the order of a thread's codes, as one warpgroup.
-
-    With `pieces` they are those of so many entries of ref from `slot` on, of PIECE columns each.
 
     Of 8 columns in a word of 4-bit codes, pairs are 4 apart, and 4 of a lane's pairs are operands of two products; of 4
     columns in a word of bytes, pairs are 2 apart. What other warpgroups read needs `commit_smem` first.
     """
-    tiles, column_tiles = ref.shape[1] // 8, pieces or ref.shape[2] // PIECE
+    tiles, column_tiles = ref.shape[1] // 8, ref.shape[2] // PIECE
     num_jobs = tiles * column_tiles * 2 * 8
 
     def run(_, ref, slot) -> None:
@@ -204,26 +202,13 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
 
             def indices(chunk: int, half=half, row=row, row_tile=row_tile, column_tile=column_tile) -> list[Any]:
                 chunk = arith.xori(arith.addi(arith.muli(half, const_i32(4)), const_i32(chunk)), row)
-                entry, tile = value_of(slot), column_tile
-                if pieces is not None:
-                    entry, tile = arith.addi(entry, column_tile), const_i32(0)
-                return [as_index(i) for i in (entry, row_tile, tile, row, arith.muli(chunk, const_i32(8)))]
+                column = arith.muli(chunk, const_i32(8))
+                return [as_index(i) for i in (value_of(slot), row_tile, column_tile, row, column)]
 
             def interleave() -> None:
                 loaded = [utils.bitcast(vector.load(eight, ref, indices(chunk)), words) for chunk in range(4)]
                 found = [vector.extract(chunk, [], [i]) for chunk in loaded for i in range(4)]
-                if codes_per_byte(code) == 2:  # a lane has the columns of a chunk
-                    lanes = [found[4 * lane : 4 * lane + 4] for lane in range(4)]
-                    pairs = [
-                        [rearranged(w[k], w[k + 2], s) for k in range(2) for s in ("0x5410", "0x7632")] for w in lanes
-                    ]
-                    chunks = [[pairs[lane][index] for lane in range(4)] for index in range(4)]
-                else:  # of half a chunk
-                    chunks = []
-                    for start in range(0, 16, 8):
-                        lanes = [(found[start + 2 * lane], found[start + 2 * lane + 1]) for lane in range(4)]
-                        chunks += [[rearranged(a, b, s) for a, b in lanes] for s in ("0x5410", "0x7632")]
-                for chunk, values in enumerate(chunks):
+                for chunk, values in enumerate(in_order_of_codes(found, code)):
                     stored = utils.bitcast(vector.from_elements(words, values), eight)
                     vector.store(stored, ref, indices(chunk))
 
@@ -236,6 +221,33 @@ def interleave_rows(ref: Any, slot: Any, code: Code, *, pieces: int | None = Non
     inline(run, _ROWS, SCALAR)(ref, splat(slot))
 
 
+def in_order_of_codes(words: list[Any], code: Code) -> list[list[Any]]:
+    """Return UNIT columns of a row, four words of two for each 8, in the order of a thread's codes, see
+    `interleave_rows`.
+    """
+    if codes_per_byte(code) == 2:  # a lane has the columns of a chunk
+        lanes = [words[4 * lane : 4 * lane + 4] for lane in range(4)]
+        pairs = [[rearranged(w[k], w[k + 2], s) for k in range(2) for s in ("0x5410", "0x7632")] for w in lanes]
+        return [[pairs[lane][index] for lane in range(4)] for index in range(4)]
+    chunks = []
+    for start in range(0, 16, 8):  # of half a chunk
+        lanes = [(words[start + 2 * lane], words[start + 2 * lane + 1]) for lane in range(4)]
+        chunks += [[rearranged(a, b, s) for a, b in lanes] for s in ("0x5410", "0x7632")]
+    return chunks
+
+
+def own_tiles(warpgroup: Any, row: Any, *, is_gated: bool) -> tuple[list[Any], Any]:
+    """Return which tiles of eight outputs of the ring of codes a lane's two are in, and which of a tile they are.
+
+    `row` is the lane's first one in WGMMA layout.
+    """
+    warp, row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
+    own = arith.addi(arith.muli(warpgroup, const_i32(4)), warp)
+    if is_gated:
+        return [arith.addi(own, const_i32(16 * half)) for half in range(2)], row
+    return [arith.addi(arith.muli(own, const_i32(2)), const_i32(half)) for half in range(2)], row
+
+
 class _Thread:
     """What one thread reads of the ring of codes."""
 
@@ -243,12 +255,7 @@ class _Thread:
         self.codes, self.slot = codes, as_index(slot)
         row, self.quarter = row_and_quarter()
         self.is_in_second_half = arith.cmpi(arith.CmpIPredicate.ugt, self.quarter, const_i32(1))
-        warp, self.row = arith.divui(row, const_i32(16)), arith.remui(row, const_i32(16))
-        own = arith.addi(arith.muli(warpgroup, const_i32(4)), warp)
-        if is_gated:
-            tiles = [arith.addi(own, const_i32(16 * half)) for half in range(2)]
-        else:
-            tiles = [arith.addi(arith.muli(own, const_i32(2)), const_i32(half)) for half in range(2)]
+        tiles, self.row = own_tiles(warpgroup, row, is_gated=is_gated)
         self.tiles = [as_index(tile) for tile in tiles]
 
     def weights(self, start: int, code: Code, minus: list[Any] | None, *, is_small: bool) -> list[list[Any]]:

@@ -97,6 +97,17 @@ class Scaling(NamedTuple):
         return self.minimums is not None or (self.zeros is not None and self.code == "int8")
 
     @property
+    def is_mxfp4(self) -> bool:
+        """True if codes are of e2m1 and scales powers of two of 32 columns, and nothing else belongs to them."""
+        scales = self.scales
+        return (
+            self.code == "e2m1"
+            and (scales.dtype, scales.group_size) == ("float8_e8m0fnu", 32)
+            and self.vectors_of_blocks == [scales]
+            and self.factors is None
+        )
+
+    @property
     def is_centred(self) -> bool:
         """True if codes are converted as those less 8: products and minimums, rounded to bfloat16, are smaller."""
         return self.code == "uint4" and self.zeros is None

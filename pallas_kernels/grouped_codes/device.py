@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import scaling
+from pallas_kernels.device import product_of_mxfp4, scaling
 from pallas_kernels.device.mlir import (
     REF,
     SCALAR,
@@ -23,17 +23,24 @@ from pallas_kernels.device.mlir import (
     value_of,
     vector_of,
 )
-from pallas_kernels.device.product_of_codes import OUTPUTS, add_product, interleave_rows
+from pallas_kernels.device.ordered_rows import load_rows, put_rows
+from pallas_kernels.device.product_of_codes import OUTPUTS, add_product
+from pallas_kernels.device.product_of_mxfp4 import add_product as add_mxfp4
+from pallas_kernels.device.product_of_mxfp4 import load_codes
 from pallas_kernels.device.registers import at, halves, matrix_of, registers_for, row_and_quarter
 from pallas_kernels.device.scaling import vectors_of
 from pallas_kernels.jax_internals import arith, ir, vector
 
 __all__ = [
+    "add_mxfp4",
     "add_product",
     "halves",
-    "interleave_rows",
+    "load_codes",
+    "load_exponents",
+    "load_rows",
     "load_sums",
     "load_words",
+    "put_rows",
     "store_rows",
     "store_sums",
     "vectors_of",
@@ -62,6 +69,15 @@ def load_words(
         return arith.addi(base, output_of(first, half, num_outputs=num_outputs, is_gated=is_gated))
 
     return scaling.load_words(ref, places, column, count=count, output=output)
+
+
+def load_exponents(ref: Any, places: tuple[Any, Any], block: Any, *, num_outputs: int, is_gated: bool) -> Any:
+    """Return the exponents of a block of columns, see `product_of_mxfp4.load_exponents` and `load_words`."""
+
+    def output(half: int, base: Any, first: Any) -> Any:
+        return arith.addi(base, output_of(first, half, num_outputs=num_outputs, is_gated=is_gated))
+
+    return product_of_mxfp4.load_exponents(ref, places, block, output=output)
 
 
 def output_of(first: Any, half: int, *, num_outputs: int, is_gated: bool) -> Any:

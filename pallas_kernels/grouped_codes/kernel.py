@@ -2,7 +2,7 @@
 
 An item is a tile of a group's rows times a tile of outputs. Four warpgroups multiply: each has 64 outputs, or the same
 ones as others and another part of K, whose sums are added up in shared memory. One warpgroup copies codes into a ring
-in shared memory; one copies rows, and puts their columns into the order of codes.
+in shared memory; one loads rows, and stores them into another with their columns in the order of codes.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device.items import Block, Item
+from pallas_kernels.device.ordered_rows import RowTiles
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE
 from pallas_kernels.device.scaling import ScaledProduct, Scaling
 from pallas_kernels.grouped_matmul import Plan
@@ -22,12 +23,14 @@ NUM_COMPUTE = 4
 """Warpgroups that multiply."""
 RING_ROWS = NUM_COMPUTE * OUTPUTS
 """Outputs whose codes a slot of the ring has; the same ones several times if warpgroups have parts of K."""
+LAUNCH_REGISTERS = 80
+"""Registers per thread at first; six warpgroups may have six times as many together."""
 COMPUTE_REGISTERS, WEIGHT_REGISTERS, ROW_REGISTERS = 96, 24, 72
-"""Registers per thread of the warpgroups that multiply, copy weights and copy rows: six times 80 at most."""
+"""Registers per thread of the warpgroups that multiply, copy weights and load rows."""
+MXFP4_REGISTERS = 88, 40, 88
+"""Those for MXFP4."""
 CHUNK = 8
 """Rows that are finished at a time."""
-ROWS_AT_A_TIME = 64
-"""Rows whose columns in a piece the threads of a warpgroup put in order together."""
 WORDS_AHEAD, WORDS_OF_32_ROWS = 4, 2
 """Words of scales that are loaded a step ahead, of up to 16 rows and of 32; with zero points or minimums there are no
 registers for any.
@@ -73,18 +76,29 @@ class Problem(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Number of pieces of 64 columns in which the rows of a step are copied."""
+        """Number of pieces of 64 columns in which the rows of a step are stored."""
         return self.deep * self.block_k // PIECE
 
     @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers per thread of the warpgroups that multiply, copy weights and load rows."""
+        return MXFP4_REGISTERS if self.scaling.is_mxfp4 else (COMPUTE_REGISTERS, WEIGHT_REGISTERS, ROW_REGISTERS)
+
+    @property
+    def row_tiles(self) -> RowTiles:
+        """How rows are stored."""
+        block = self.block_k if self.scaling.is_mxfp4 else None
+        return RowTiles(self.rows, self.pieces, self.scaling.code, block)
+
+    @property
     def copied(self) -> int:
-        """Outputs that one copy has: half of those of a tile."""
-        return self.across * OUTPUTS // 2
+        """Outputs that one copy has: those of a tile, of one half."""
+        return self.across * OUTPUTS // self.halves
 
     @property
     def tile(self) -> int:
         """Outputs of a tile, of each half."""
-        return 2 * self.copied // self.halves
+        return self.copied
 
     @property
     def output_tiles(self) -> int:
@@ -114,22 +128,18 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Arrays and barriers in shared memory.
 
-    Codes and rows have two views of the same bytes each: one as they are multiplied, one as boxes that may be copied
-    from any row.
+    Codes have two views of the same bytes: one as they are multiplied, one as boxes that may be copied from any row.
     """
 
     weights: Any
     weight_boxes: Any
     x: Any
     """[slots * pieces, rows, 64]."""
-    x_boxes: Any
     parts: Any
     """Sums of warpgroups that others add to theirs."""
     w_full: Any
     w_free: Any
-    x_full: Any
     x_ready: Any
-    """Filled when the columns of rows are in the order of codes."""
     x_free: Any
     parts_full: Any
     parts_free: Any
@@ -138,37 +148,44 @@ class Shared(NamedTuple):
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each thread block (axis "block")."""
     warpgroup = lax.axis_index("wg")
-    num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
-    block = Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
+
+    def make_block():
+        """Read the number of tiles, which would be spilled if all warpgroups had it from before they part."""
+        num_tiles = gmem.plan.first[1, gmem.plan.first.shape[1] - 1]
+        return Block(problem, gmem, smem, lax.axis_index("block"), warpgroup, num_tiles)
 
     @pl.when(warpgroup < NUM_COMPUTE)
     def _():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        _set_registers(problem.registers[0])
         for free, slots in ((smem.w_free, problem.w_slots), (smem.x_free, problem.x_slots)):
             for slot in range(slots):
                 plgpu.barrier_arrive(free.at[slot])
         if problem.num_parts:
             pl.when(warpgroup < problem.across)(lambda: plgpu.barrier_arrive(smem.parts_free))
+        block = make_block()
         block.for_each_item(lambda item, step: _compute(block, item, step))
         if problem.num_parts:
             pl.when(warpgroup >= problem.across)(lambda: plgpu.barrier_wait(smem.parts_free))
 
     @pl.when(warpgroup == NUM_COMPUTE)
     def _():
-        plgpu.set_max_registers(WEIGHT_REGISTERS, action="decrease")
+        _set_registers(problem.registers[1])
+        block = make_block()
         block.for_each_item(lambda item, step: _copy_weights(block, item, step))
         for slot in range(problem.w_slots):
             plgpu.barrier_wait(smem.w_free.at[slot])  # no barrier ends unobserved
 
     @pl.when(warpgroup == NUM_COMPUTE + 1)
     def _():
-        plgpu.set_max_registers(ROW_REGISTERS, action="decrease")
-        block.for_each_item(lambda item, step: _copy_rows(block, item, step))
-        end = block.num_own * problem.steps
-        first = lax.max(end - (problem.x_slots - 1), _int(0))
-        lax.fori_loop(first, end, lambda step, _: _interleave(block, step), None)
+        _set_registers(problem.registers[2])
+        block = make_block()
+        block.for_each_item(lambda item, step: _store_rows(block, item, step))
         for slot in range(problem.x_slots):
             plgpu.barrier_wait(smem.x_free.at[slot])
+
+
+def _set_registers(number: int) -> None:
+    plgpu.set_max_registers(number, action="increase" if number > LAUNCH_REGISTERS else "decrease")
 
 
 def _copy_weights(block: Block, item: Item, first_step: Any) -> None:
@@ -181,60 +198,38 @@ def _copy_weights(block: Block, item: Item, first_step: Any) -> None:
         full = smem.w_full.at[slot]
         plgpu.barrier_wait(smem.w_free.at[slot])
 
-        @pl.loop(0, 2 * problem.deep)
+        @pl.loop(0, problem.halves * problem.deep)
         def _(copy):
-            part, half = lax.div(copy, _int(2)), lax.rem(copy, _int(2))
+            part, half = lax.div(copy, _int(problem.halves)), lax.rem(copy, _int(problem.halves))
             columns = pl.ds((k * problem.deep + part) * BYTES, BYTES)
-            if problem.halves == 2:
-                matrix, output = item.group * 2 + half, item.output
-                place = half * (RING_ROWS // 2) + part * copied
-            else:
-                matrix, output, place = item.group, item.output + half * copied, copy * copied
-            source = block.gmem.weight.at[matrix, pl.ds(output, copied), columns]
+            matrix, place = item.group * problem.halves + half, half * (RING_ROWS // 2) + part * copied
+            source = block.gmem.weight.at[matrix, pl.ds(item.output, copied), columns]
             plgpu.copy_gmem_to_smem(source, smem.weight_boxes.at[slot, pl.ds(place, copied)], full)
 
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
 
 
-def _copy_rows(block: Block, item: Item, first_step: Any) -> None:
-    """Copy the rows of an item, as far ahead of `_interleave` as there are slots.
+def _store_rows(block: Block, item: Item, first_step: Any) -> None:
+    """Store the rows of an item in the order of codes; those of the next step are loaded before there is a slot.
 
     Whatever follows the group's last row: a row of x only affects the same row of the result.
     """
-    problem, smem = block.problem, block.smem
+    problem, smem, ops, tiles = block.problem, block.smem, block.problem.ops, block.problem.row_tiles
 
-    def one_step(k, _):
-        step = first_step + k
-        slot = lax.rem(step, _int(problem.x_slots))
+    def load(k, turn):
+        return ops.load_rows(block.gmem.x, item.row, k, turn, tiles)
+
+    def one_step(k, loaded):
+        slot = lax.rem(first_step + k, _int(problem.x_slots))
         plgpu.barrier_wait(smem.x_free.at[slot])
+        ops.put_rows(loaded, smem.x, slot * problem.pieces, 0, tiles)
+        for turn in range(1, tiles.turns):
+            ops.put_rows(load(k, turn), smem.x, slot * problem.pieces, turn, tiles)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.x_ready.at[slot])
+        return load(k + 1, 0)
 
-        @pl.loop(0, problem.pieces)
-        def _(piece):
-            columns = pl.ds((k * problem.pieces + piece) * PIECE, PIECE)
-            source = block.gmem.x.at[pl.ds(item.row, problem.rows), columns]
-            place = smem.x_boxes.at[slot * problem.pieces + piece]
-            plgpu.copy_gmem_to_smem(source, place, smem.x_full.at[slot])
-
-        behind = step - (problem.x_slots - 1)
-        pl.when(behind >= 0)(lambda: _interleave(block, behind))
-
-    lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
-
-
-def _interleave(block: Block, step: Any) -> None:
-    """Put the columns of a step's rows into the order of codes, once they are there."""
-    problem, smem = block.problem, block.smem
-    slot = lax.rem(step, _int(problem.x_slots))
-    plgpu.barrier_wait(smem.x_full.at[slot])
-    pieces = min(problem.pieces, ROWS_AT_A_TIME // problem.rows)
-
-    @pl.loop(0, problem.pieces // pieces)
-    def _(turn):
-        first = slot * problem.pieces + turn * pieces
-        problem.ops.interleave_rows(smem.x, first, problem.scaling.code, pieces=pieces)
-
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.x_ready.at[slot])
+    lax.fori_loop(_int(0), _int(problem.steps), one_step, load(_int(0), 0))
 
 
 def _compute(block: Block, item: Item, first_step: Any) -> None:
@@ -266,6 +261,8 @@ def _compute(block: Block, item: Item, first_step: Any) -> None:
 def _multiply(block: Block, item: Item, first_output: Any, first_step: Any) -> Any:
     """Return this warpgroup's sums [64, rows]."""
     problem, ops = block.problem, block.problem.ops
+    if problem.scaling.is_mxfp4:
+        return _multiply_mxfp4(block, item, first_output, first_step)
     is_gated = problem.halves == 2
     words_ahead = WORDS_AHEAD if problem.rows <= 16 else WORDS_OF_32_ROWS
     if problem.scaling.has_minimums or problem.scaling.zeros is not None:
@@ -295,6 +292,40 @@ def _multiply(block: Block, item: Item, first_output: Any, first_step: Any) -> A
 
     zeros = ops.zeros(problem.rows)
     return product.sums(zeros, load, block.smem.x, place, at=block, first=first_step, steps=_int(problem.steps))
+
+
+def _multiply_mxfp4(block: Block, item: Item, first_output: Any, first_step: Any) -> Any:
+    """Do what `_multiply` does for weights of e2m1 with exponents of 32 columns."""
+    problem, smem, ops = block.problem, block.smem, block.problem.ops
+    part_of_k = lax.div(block.warpgroup, _int(problem.across))
+    places = item.group * (problem.halves * problem.num_outputs), first_output
+    exponents_of = block.gmem.vectors[problem.scaling.scales.name]
+    is_gated = problem.halves == 2
+
+    def load(k):
+        step = k * problem.deep + part_of_k
+        return ops.load_exponents(exponents_of, places, step, num_outputs=problem.num_outputs, is_gated=is_gated)
+
+    def one_step(k, carry):
+        sums, exponents, w_slot, x_slot = carry
+        following = load(k + 1)
+        plgpu.barrier_wait(smem.w_full.at[w_slot])
+        codes = ops.load_codes(smem.weights, w_slot, block.warpgroup, is_gated=is_gated)
+        plgpu.barrier_wait(smem.x_ready.at[x_slot])
+        first_piece = x_slot * problem.pieces + part_of_k * (problem.block_k // PIECE)
+        sums = ops.add_mxfp4(sums, codes, exponents, smem.x, first_piece)
+        # Not right after the loads: they may still be on their way when the next codes arrive, which no barrier orders.
+        plgpu.barrier_arrive(smem.w_free.at[w_slot])
+        plgpu.barrier_arrive(smem.x_free.at[x_slot])
+        w_slot, x_slot = (
+            lax.select(slot + 1 == slots, _int(0), slot + 1)
+            for slot, slots in ((w_slot, problem.w_slots), (x_slot, problem.x_slots))
+        )
+        return sums, following, w_slot, x_slot
+
+    slots = (lax.rem(first_step, _int(slots)) for slots in (problem.w_slots, problem.x_slots))
+    carry = (ops.zeros(problem.rows), load(_int(0)), *slots)
+    return lax.fori_loop(_int(0), _int(problem.steps), one_step, carry)[0]
 
 
 def _finish(block: Block, item: Item, first_output: Any, sums: Any) -> None:

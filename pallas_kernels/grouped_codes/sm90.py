@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.device.codes import MULTIPLIERS, TABLES, codes_per_byte
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, SMALLEST_GROUP
-from pallas_kernels.device.swizzled import views
+from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.grouped_codes import device
 from pallas_kernels.grouped_codes.kernel import CHUNK, NUM_COMPUTE, RING_ROWS, Global, Problem, Shared, kernel
 from pallas_kernels.grouped_matmul import Plan, num_used, plan
@@ -142,13 +142,13 @@ def grouped_codes_sm90(
 
     gmem = Global(
         tiles,
-        x=jnp.pad(x, ((0, max(0, config.rows - num_rows)), (0, 0))),  # a box of rows is no larger than the array
+        x=x,
         weight=lax.bitcast_convert_type(weight.codes, jnp.int8).reshape(matrices, num_outputs, -1),
         vectors=vectors_of_outputs(weight, scaling),
         bias=None if bias is None else bias.reshape(matrices * num_outputs, 1),
         y=None,
     )
-    return _call(gmem, problem=problem, output_dtype=jnp.dtype(output_dtype or x.dtype))[:num_rows]
+    return _call(gmem, problem=problem, output_dtype=jnp.dtype(output_dtype or x.dtype))
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
@@ -158,11 +158,11 @@ def _call(gmem: Global, *, problem: Problem, output_dtype: Any) -> Float[Array, 
     x = gmem.x
 
     def body(*refs):
-        refs, y, (w_tiled, w_boxes), (x_tiled, x_boxes), *others = refs[: len(inputs)], *refs[len(inputs) :]
+        refs, y, (w_tiled, w_boxes), *others = refs[: len(inputs)], *refs[len(inputs) :]
         if problem.ops is not device:  # where views do not alias
-            w_tiled, x_tiled = w_boxes, x_boxes
+            w_tiled = w_boxes
         gmem = structure.unflatten(refs)._replace(y=y)
-        kernel(problem, gmem, Shared(w_tiled, w_boxes, x_tiled, x_boxes, *others))
+        kernel(problem, gmem, Shared(w_tiled, w_boxes, *others))
 
     x_slots, w_slots = problem.x_slots, problem.w_slots
     return plgpu.kernel(
@@ -171,11 +171,10 @@ def _call(gmem: Global, *, problem: Problem, output_dtype: Any) -> Float[Array, 
         out_type=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), output_dtype),
         scratch_types=(
             views(w_slots, RING_ROWS, BYTES, dtype=jnp.int8),
-            views(x_slots * problem.pieces, problem.rows, PIECE, dtype=x.dtype),
+            plgpu.SMEM((x_slots * problem.pieces, problem.rows, PIECE), x.dtype, transforms=tiled(PIECE)),
             plgpu.SMEM((problem.num_parts, problem.rows // CHUNK, 128, 4) if problem.num_parts else (1,), jnp.float32),
-            plgpu.Barrier(num_barriers=w_slots, num_arrivals=2 * problem.deep),
+            plgpu.Barrier(num_barriers=w_slots, num_arrivals=problem.halves * problem.deep),
             plgpu.Barrier(num_barriers=w_slots, num_arrivals=NUM_COMPUTE),
-            plgpu.Barrier(num_barriers=x_slots, num_arrivals=problem.pieces),
             plgpu.Barrier(num_barriers=x_slots),
             plgpu.Barrier(num_barriers=x_slots, num_arrivals=NUM_COMPUTE),
             plgpu.Barrier(num_arrivals=max(1, problem.num_parts)),

@@ -8,13 +8,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.kv_write.head_norms import HeadNorms
-from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90
+from pallas_kernels.kv_write.sm90 import rope_and_write_kv_sm90, why_not_scaled
 from pallas_kernels.kv_write.xla import rope_and_write_kv_xla
 from pallas_kernels.paging import Pages
+from pallas_kernels.row_quantization import UnscaledProduct
 
 
 def rope_and_write_kv(
-    qkv: Float[Array, "T K members D"],
+    qkv: Float[Array, "T K members D"] | UnscaledProduct,
     pages: Pages,
     write_index: Int[Array, " T"],
     *,
@@ -26,11 +27,12 @@ def rope_and_write_kv(
     """Rotate T tokens' queries and keys, and write keys and values to their pages; return the queries and the changed
     pages.
 
-    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). `head_norms`, if
-    given, are applied first, to each query and each key separately. `rotation` is the cosine and the sine of each
-    token's angles, float32: the pairs (i, i + half) of queries and keys are rotated by them (Su et al. 2021,
-    arXiv:2104.09864), and the dimensions of a head from 2 * half on are unchanged; None rotates nothing. Both are
-    computed in float32, and the result is rounded once, unlike in transformers' models, which also round in between.
+    `qkv` has for each of K heads its queries, then its key, then its value: H = K * (members - 2). A product that is
+    not yet scaled is scaled first; then `head_norms`, if given, are applied to each query and each key separately.
+    `rotation` is the cosine and the sine of each token's angles, float32: the pairs (i, i + half) of queries and keys
+    are rotated by them (Su et al. 2021, arXiv:2104.09864), and the dimensions of a head from 2 * half on are unchanged;
+    None rotates nothing. All of it is computed in float32, and the result is rounded once, unlike in transformers'
+    models, which also round in between.
 
     `write_index` is page * S + offset. The indices must all differ, and those of padding tokens be P * S or more: these
     are dropped. Values are cast to the dtype of the pages; in 8 bits each key and value is rounded with a
@@ -47,6 +49,8 @@ def rope_and_write_kv(
     gains = () if head_norms is None else (head_norms.q_gain, head_norms.k_gain)
     if any(gain.shape != qkv.shape[3:] for gain in gains):
         raise ValueError(f"gains must have the size of a head, {qkv.shape[3]}, got {[gain.shape for gain in gains]}")
+    if isinstance(qkv, UnscaledProduct) and why_not_scaled(qkv) is not None:
+        qkv = qkv.values()
     if implementation == "xla":
         return rope_and_write_kv_xla(qkv, pages, write_index, rotation=rotation, head_norms=head_norms, scales=scales)
     if scales is not None:

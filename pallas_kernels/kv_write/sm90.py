@@ -1,9 +1,9 @@
 """`rope_and_write_kv` for Hopper (sm_90a), in Mosaic GPU: one kernel instead of XLA's three to seven.
 
 A CTA processes some tokens of one or more vectors of `qkv`, which are queries, keys or values: it copies them into
-shared memory as two halves, rotates these, and copies them out, queries all at once, keys and values token by token to
-their pages. So threads hold cosines and vectors at the same indices, and nothing is broadcast over heads. Norms are
-reduced over the lanes of a warp, which then holds whole tokens.
+shared memory as two halves, scales and rotates these, and copies them out, queries all at once, keys and values token
+by token to their pages. So threads hold cosines and vectors at the same indices, and nothing is broadcast over heads.
+Norms are reduced over the lanes of a warp, which then holds whole tokens.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.paging import Pages
 from pallas_kernels.paging.pages import codes_of, scale_of
 from pallas_kernels.paging.tiles import MAX_COPIED
+from pallas_kernels.row_quantization import UnscaledProduct
 
 _WARPGROUP = 128
 
@@ -48,6 +49,15 @@ def why_not_written(head_dim: int, half: int, *, has_scales: bool) -> str | None
     return None
 
 
+def why_not_scaled(qkv: UnscaledProduct) -> str | None:
+    """Return why the kernel does not take a product with its scales; None if it does."""
+    if qkv.sums.dtype != qkv.dtype:
+        return f"the write scales sums of the product's own dtype, {qkv.dtype}, got {qkv.sums.dtype}"
+    if qkv.shape[-1] % 32:
+        return f"the write scales heads of multiples of 32, got head_dim {qkv.shape[-1]}"
+    return None
+
+
 def heuristic(
     num_tokens: int, num_kv_heads: int, members: int, head_dim: int, half: int, *, has_scales: bool = False
 ) -> Config:
@@ -61,7 +71,7 @@ def heuristic(
     if num_tokens > 512:
         # A third byte is that of a code.
         room = SHARED_MEMORY - 2 * tokens * (head_dim // 2) * 4
-        bytes_per_vector = tokens * (head_dim + 8) * 3
+        bytes_per_vector = tokens * (head_dim + 8) * 3 + 4 * head_dim  # with the scales of outputs
         return Config(tokens=tokens, vectors=members if members * bytes_per_vector <= room else 1)
     for fewer in () if has_scales else (8, 4):  # codes of fewer tokens were not measured
         is_whole = fewer * half % 128 == 0 and fewer * (head_dim - 2 * half) % 128 == 0
@@ -70,14 +80,17 @@ def heuristic(
     return Config(tokens=tokens, vectors=1)
 
 
-def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps, has_scales):
-    """Run one CTA. `refs` are the scales of pages of 8 bits, if they are, the gains of queries and keys, if there are
-    any, and `q` in global memory, then arrays in shared memory, of which `halves` is [vectors, 2, tokens, half].
+def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps, has_scales, is_scaled):
+    """Run one CTA. `refs` are the scales of pages of 8 bits, if they are, those of the rows and outputs of `qkv` if it
+    is not scaled, the gains of queries and keys, if there are any, and `q` in global memory, then arrays in shared
+    memory, of which `halves` is [vectors, 2, tokens, half].
     """
     codes: Any = None
-    code_rests = of_tokens = scales = codes
+    code_rests = of_tokens = scales = row_scales = output_scales = of_rows = of_outputs = codes
     if has_scales:
         scales, *refs, codes, code_rests, of_tokens = refs
+    if is_scaled:
+        row_scales, output_scales, *refs, of_rows, of_outputs = refs
     *gains, q = refs[:-6]
     halves, rests, cosines, sines, write_indices, full = refs[-6:]
     num_tokens, _, members, head_dim = qkv.shape
@@ -98,35 +111,45 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps,
         vectors.append((kv_head, member, smem))
         for part, ref in zip(parts, smem, strict=True):
             plgpu.copy_gmem_to_smem(qkv.at[tokens, kv_head, member, part], ref, full)
+        if is_scaled:
+            plgpu.copy_gmem_to_smem(output_scales.at[kv_head, member], of_outputs.at[i], full)
+    if is_scaled:
+        plgpu.copy_gmem_to_smem(row_scales.at[pl.ds(first, of_rows.shape[0])], of_rows, full)
     plgpu.copy_gmem_to_smem(write_index.at[pl.ds(first, write_indices.shape[0])], write_indices, full)
     if is_turned:
         plgpu.copy_gmem_to_smem(cos.at[tokens], cosines, full)
         plgpu.copy_gmem_to_smem(sin.at[tokens], sines, full)
-    if gains:
-        layout = functools.partial(_layout_in_warps, tile_size)
-        # Read while the copies are under way.
-        gains = [[_load(gain.at[part], layout(part.size).reduce(0)) for part in parts] for gain in gains]
-    else:
-        layout = functools.partial(_layout_in_order, tile_size)
+    layout = functools.partial(_layout_in_warps if gains or is_scaled else _layout_in_order, tile_size)
+    # Read while the copies are under way.
+    gains = [[_load(gain.at[part], layout(part.size).reduce(0)) for part in parts] for gain in gains]
     plgpu.barrier_wait(full)
     angles = [_load(ref, layout(half)) for ref in (cosines, sines)] if is_turned else []
 
-    def change(member, smem):
-        smem = smem if gains else smem[:2]
+    def change(i, member, smem, *, is_value=False):
+        smem = smem if gains or is_scaled else smem[:2]
         layouts = [layout(ref.shape[1]) for ref in smem]
         values = list(map(_load, smem, layouts))
-        if gains:
+        if is_scaled:
+            values = [
+                value
+                * _spread(_load(of_rows.at[pl.ds(0, tile_size)], its_layout.reduce(1)), value, its_layout, 0)
+                * _spread(_load(of_outputs.at[i, part], its_layout.reduce(0)), value, its_layout, 1)
+                for value, part, its_layout in zip(values, parts, layouts, strict=True)
+            ]
+        if gains and not is_value:
             of_member = [jnp.where(member < members - 2, *of_part) for of_part in zip(*gains, strict=True)]
             values = _norm(values, of_member, layouts, eps)
-        if angles:
+        if angles and not is_value:
             (x, y), (c, s) = values[:2], angles
             values[:2] = x * c - y * s, y * c + x * s
         for ref, value in zip(smem, values, strict=True):
             ref[...] = value.astype(qkv.dtype)
 
-    if angles or gains:
-        for _, member, smem in vectors:
-            pl.when(member < members - 1)(functools.partial(change, member, smem))
+    if angles or gains or is_scaled:
+        for i, (_, member, smem) in enumerate(vectors):
+            pl.when(member < members - 1)(functools.partial(change, i, member, smem))
+            if is_scaled:
+                pl.when(member == members - 1)(functools.partial(change, i, member, smem, is_value=True))
         plgpu.commit_smem()
 
     def copy_queries(kv_head, member, smem):
@@ -143,8 +166,7 @@ def _kernel(qkv, cos, sin, write_index, k_pages, v_pages, *refs, is_turned, eps,
         of_tokens.at[i, pl.ds(0, tile_size)][...] = scale
         held = [codes.at[i, 0], codes.at[i, 1], code_rests.at[i]][: len(parts)]
         for ref, value, its_layout in zip(held, values, layouts, strict=True):
-            spread = plgpu.layout_cast(lax.broadcast_in_dim(scale, value.shape, (0,)), its_layout)
-            ref[...] = codes_of(value, spread, k_pages.dtype)
+            ref[...] = codes_of(value, _spread(scale, value, its_layout, 0), k_pages.dtype)
         plgpu.commit_smem()
         return held
 
@@ -201,20 +223,21 @@ def _norm(parts, gains, layouts, eps):
     first, second, *rest = (part * part for part in parts)
     mean = sum((jnp.sum(squares, axis=1) for squares in rest), jnp.sum(first + second, axis=1)) * (1 / size)
     scale = lax.rsqrt(mean + eps)
-
-    def spread(x, part, layout, axis):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, part.shape, (axis,)), layout)
-
     return [
-        part * spread(scale, part, layout, 0) * spread(gain, part, layout, 1)
+        part * _spread(scale, part, layout, 0) * _spread(gain, part, layout, 1)
         for part, gain, layout in zip(parts, gains, layouts, strict=True)
     ]
+
+
+def _spread(x, part, layout, axis):
+    """Return a vector along an axis of a part, as large as the part."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, part.shape, (axis,)), layout)
 
 
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="config")
 def rope_and_write_kv_sm90(
-    qkv: Float[Array, "T K members D"],
+    qkv: Float[Array, "T K members D"] | UnscaledProduct,
     pages: Pages,
     write_index: Int[Array, " T"],
     *,
@@ -223,6 +246,11 @@ def rope_and_write_kv_sm90(
     config: Config | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
+    of_product: tuple[Array, ...] = ()
+    if isinstance(qkv, UnscaledProduct):
+        if (reason := why_not_scaled(qkv)) is not None:
+            raise NotImplementedError(reason)
+        of_product, qkv = (qkv.row_scales, qkv.output_scales), qkv.sums
     held = (qkv.dtype, qkv.dtype) if pages.scales is not None else (pages.k.dtype, pages.v.dtype)
     if qkv.dtype not in (jnp.bfloat16, jnp.float16) or not qkv.dtype == held[0] == held[1]:
         raise NotImplementedError(
@@ -244,16 +272,26 @@ def rope_and_write_kv_sm90(
     num_rest = head_dim - 2 * half
     shape = (config.vectors, 2, config.tokens, half)
     angles = plgpu.SMEM((config.tokens, half), jnp.float32)
-    of_codes = ()
+    indices = (pl.cdiv(config.tokens, 32) * 32,)  # a copy is 128 bytes or more
+    of_codes = of_scales = ()
+    if of_product:
+        of_scales = (plgpu.SMEM(indices, jnp.float32), plgpu.SMEM((config.vectors, head_dim), jnp.float32))
     if has_scales:
         of_codes = (
             plgpu.SMEM(shape, pages.k.dtype),
             plgpu.SMEM((config.vectors, config.tokens, num_rest or 16), pages.k.dtype),
             plgpu.SMEM((config.vectors, 32), jnp.float32),
         )
+    num_copies = (2 + (num_rest > 0)) * config.vectors + 1 + 2 * is_turned
+    if of_product:
+        num_copies += config.vectors + 1
     q = plgpu.kernel(
         functools.partial(
-            _kernel, is_turned=is_turned, eps=None if head_norms is None else head_norms.eps, has_scales=has_scales
+            _kernel,
+            is_turned=is_turned,
+            eps=None if head_norms is None else head_norms.eps,
+            has_scales=has_scales,
+            is_scaled=bool(of_product),
         ),
         kernel_name="rope_and_write_kv",
         out_type=jax.ShapeDtypeStruct((num_tokens, num_kv_heads * (members - 2), head_dim), qkv.dtype),
@@ -262,8 +300,9 @@ def rope_and_write_kv_sm90(
             plgpu.SMEM((config.vectors, config.tokens, num_rest or 8), qkv.dtype),
             angles,
             angles,
-            plgpu.SMEM((pl.cdiv(config.tokens, 32) * 32,), jnp.int32),  # a copy is 128 bytes or more
-            plgpu.Barrier(num_arrivals=(2 + (num_rest > 0)) * config.vectors + 1 + 2 * is_turned),
+            plgpu.SMEM(indices, jnp.int32),
+            plgpu.Barrier(num_arrivals=num_copies),
+            *of_scales,
             *of_codes,
         ),
         grid=(num_kv_heads * members // config.vectors, pl.cdiv(num_tokens, config.tokens)),
@@ -271,6 +310,6 @@ def rope_and_write_kv_sm90(
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(qkv, cos, sin, write_index, k_ref, v_ref, *scales, *gains)
+    )(qkv, cos, sin, write_index, k_ref, v_ref, *scales, *of_product, *gains)
     k, v, *of_pages = map(jax.freeze, (k_ref, v_ref, *scales))
     return q, Pages(k, v, of_pages[0] if of_pages else None)

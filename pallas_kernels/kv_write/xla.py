@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.kv_write.head_norms import HeadNorms
 from pallas_kernels.paging import Pages, round_vectors
+from pallas_kernels.row_quantization import UnscaledProduct
 
 
 def write_kv(
@@ -73,7 +74,7 @@ def _write_scales(
 
 
 def rope_and_write_kv_xla(
-    qkv: Float[Array, "T K members D"],
+    qkv: Float[Array, "T K members D"] | UnscaledProduct,
     pages: Pages,
     write_index: Int[Array, " T"],
     *,
@@ -82,8 +83,10 @@ def rope_and_write_kv_xla(
     scales: Float[Array, "K 2"] | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """See `rope_and_write_kv`."""
+    dtype = qkv.dtype
+    qkv = qkv.in_float32() if isinstance(qkv, UnscaledProduct) else qkv
     q, k = norm_and_rotate(qkv, rotation=rotation, head_norms=head_norms)
-    return q, write_kv(pages, k, qkv[:, :, -1], write_index, scales)
+    return q.astype(dtype), write_kv(pages, k.astype(dtype), qkv[:, :, -1].astype(dtype), write_index, scales)
 
 
 def norm_and_rotate(

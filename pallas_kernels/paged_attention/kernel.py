@@ -55,39 +55,47 @@ def copy(problem, split, refs, scratch):
         def copy_block(block, _):
             k_place, v_place = _places(problem, scratch, num_blocks + block - tile.first)
             last_page = lax.div(tile.seq_len - 1, jnp.int32(problem.block_size))
-            if blocks_per_page > 1:
-                pages = [refs.tables[tile.row, lax.div(block, jnp.int32(blocks_per_page))]]
-                offset = lax.rem(block, jnp.int32(blocks_per_page)) * config.block_kv
-            else:
-                # Beyond the end the last page is copied again, which costs no memory traffic.
-                columns = [lax.min(block * pages_per_block + i, last_page) for i in range(pages_per_block)]
-                pages = [refs.tables[tile.row, column] for column in columns]
-                offset = 0
+            offset = lax.rem(block, jnp.int32(blocks_per_page)) * config.block_kv if blocks_per_page > 1 else 0
 
-            def copy_pages(pool, held, free, full, place):
+            def page_of(part):
+                if blocks_per_page > 1:
+                    return refs.tables[tile.row, lax.div(block, jnp.int32(blocks_per_page))]
+                # Beyond the end the last page is copied again, which costs no memory traffic.
+                return refs.tables[tile.row, lax.min(block * pages_per_block + part, last_page)]
+
+            def wait_for(free, place):
                 turn, slot = place
 
                 @pl.when(turn >= config.stages)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                for i, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        pool.at[page, head, pl.ds(offset, rows_per_copy)],
-                        held.at[slot, pl.ds(i * rows_per_copy, rows_per_copy)],
-                        full.at[slot],
-                    )
+            def copy_rows(pool, held, full, place, part, page):
+                _, slot = place
+                plgpu.copy_gmem_to_smem(
+                    pool.at[page, head, pl.ds(offset, rows_per_copy)],
+                    held.at[slot, pl.ds(part * rows_per_copy, rows_per_copy)],
+                    full.at[slot],
+                )
 
-            copy_pages(refs.k, scratch.k, scratch.k_free, scratch.k_full, k_place)
-            if problem.has_scales:  # their place is free with that of the keys
+            def copy_scales(part, page):
                 _, slot = k_place
-                for i, page in enumerate(pages):
-                    plgpu.copy_gmem_to_smem(
-                        refs.scales.at[page, head, :, pl.ds(offset, rows_per_copy)],
-                        scratch.scales.at[slot, i],
-                        scratch.k_full.at[slot],
-                    )
-            copy_pages(refs.v, scratch.v, scratch.v_free, scratch.v_full, v_place)
+                plgpu.copy_gmem_to_smem(
+                    refs.scales.at[page, head, :, pl.ds(offset, rows_per_copy)],
+                    scratch.scales.at[slot, part],
+                    scratch.k_full.at[slot],
+                )
+
+            copy_keys = functools.partial(copy_rows, refs.k, scratch.k, scratch.k_full, k_place)
+            copy_values = functools.partial(copy_rows, refs.v, scratch.v, scratch.v_full, v_place)
+            wait_for(scratch.k_free, k_place)
+            if problem.has_scales:  # places of scales and values are free with that of the keys
+                wait_for(scratch.v_free, v_place)
+                in_warps(pages_per_block, page_of, [copy_keys, copy_scales, copy_values], interpret=problem.interpret)
+            else:
+                in_warps(pages_per_block, page_of, [copy_keys], interpret=problem.interpret)
+                wait_for(scratch.v_free, v_place)
+                in_warps(pages_per_block, page_of, [copy_values], interpret=problem.interpret)
 
         lax.fori_loop(tile.first, tile.end, copy_block, None)
         return num_tiles + (tile.end > tile.first).astype(jnp.int32), num_blocks + tile.end - tile.first
@@ -107,6 +115,31 @@ def copy(problem, split, refs, scratch):
 
     num_turns = 2 * num_blocks if config.has_one_ring else num_blocks
     lax.fori_loop(lax.max(num_turns - config.stages, jnp.int32(0)), num_turns, drain, None)
+
+
+def in_warps(num_parts, page_of, copies, *, interpret):
+    """Make the copies of each part of a block in one of the warpgroup's warps, so that no barrier stands between copies
+    and each scheduler has its share.
+    """
+
+    def make_copies(part):
+        page = page_of(part)
+        for copy_part in copies:
+            copy_part(part, page)
+
+    def run(warp):
+        for number in range(min(num_parts, 4)):
+
+            @pl.when(warp == number)
+            def _(number=number):
+                for part in range(number, num_parts, 4):
+                    make_copies(part)
+
+    if interpret:
+        for part in range(num_parts):
+            make_copies(part)
+    else:
+        plgpu.warp_map(run)
 
 
 def _places(problem, scratch, index):
@@ -249,10 +282,11 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
         )
     meanwhile = take_values if problem.has_scales else lambda: None
     scores = form.scores(problem, scratch.k.at[slot], scratch, meanwhile)
+    plgpu.barrier_arrive(scratch.k_free.at[slot])
     if problem.has_scales:
+        plgpu.barrier_arrive(scratch.v_free.at[v_slot])  # they have been converted meanwhile
         scores = scores * k_scales
         v_scales = jnp.log2(jnp.maximum(v_scales, SMALLEST_SCALE))
-    plgpu.barrier_arrive(scratch.k_free.at[slot])
 
     if problem.soft_cap is None:
         scores = scores * (problem.scale * LOG2E)
@@ -297,8 +331,6 @@ def _attend(problem, tile, block, index, state, scratch, slopes, is_masked):
     form.put_weights(problem, weights, scratch)
     if problem.columns:
         plgpu.commit_smem()
-    if problem.has_scales:
-        plgpu.barrier_arrive(scratch.v_free.at[v_slot])
     acc = form.add_values(problem, acc, weights, values, scratch)
     if not problem.has_scales:
         plgpu.barrier_arrive(scratch.v_free.at[v_slot])

@@ -42,8 +42,8 @@ def scores(problem, keys, scratch, meanwhile):
     if problem.interpret:
         held = vectors_of_8_bits.as_operand(keys, interpret=True) if problem.has_scales else keys[...]
         result = jnp.dot(held.astype(jnp.float32), scratch.q[...].astype(jnp.float32).T)
-        plgpu.commit_smem()
         meanwhile()
+        plgpu.commit_smem()
         return result
 
     def product(scores_ref):

@@ -46,22 +46,34 @@ class QuantizedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnscaledProduct:
-    """A product of rows and a weight of 8 bits, [M, N], not yet multiplied by the scales of both."""
+    """A product of rows and a weight of 8 bits, [M, *outputs], not yet multiplied by the scales of both."""
 
     sums: Any
-    """[M, N]: sums of products of codes, in 16 or 32 bits."""
+    """[M, *outputs]: sums of products of codes, in 16 or 32 bits."""
     row_scales: Any
     """[M], float32."""
     output_scales: Any
-    """[N], float32."""
+    """[*outputs], float32."""
     dtype: Any = dataclasses.field(metadata={"static": True})
     """Type that the product is rounded to."""
 
-    def in_float32(self) -> Float[Array, "M N"]:
-        """Return the product before it is rounded."""
-        return self.sums.astype(jnp.float32) * self.row_scales[:, None] * self.output_scales[None]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product."""
+        return self.sums.shape
 
-    def values(self) -> Float[Array, "M N"]:
+    def reshape(self, *outputs: int) -> "UnscaledProduct":
+        """Return the product with these axes of outputs."""
+        return dataclasses.replace(
+            self, sums=self.sums.reshape(-1, *outputs), output_scales=self.output_scales.reshape(outputs)
+        )
+
+    def in_float32(self) -> Float[Array, " M *outputs"]:
+        """Return the product before it is rounded."""
+        row_scales = self.row_scales.reshape(-1, *[1] * (len(self.shape) - 1))
+        return self.sums.astype(jnp.float32) * row_scales * self.output_scales[None]
+
+    def values(self) -> Float[Array, " M *outputs"]:
         """Return the product."""
         return self.in_float32().astype(self.dtype)
 

@@ -346,9 +346,7 @@ def test_states_are_advanced_by_accepted_drafts_where_they_are():
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "rounds_heads"), [(decode_of(256), False), (forward_of_8192_tokens, True)])
 def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
-    """XLA scales the first product of each layer, whose rows go on in 16 bits, and the last one of the last layer; it
-    rounds the heads' outputs of few rows.
-    """
+    """XLA scales the last product of the last layer alone, and rounds the heads' outputs of few rows."""
     num_layers = 2
     fields = LLAMA_3_8B | {"num_hidden_layers": num_layers}
     scheme = Scheme(codes="fp8", rounds_activations=ROUNDED_ON_HOPPER)
@@ -357,7 +355,7 @@ def test_rows_of_8_bits_stay_so_between_matmuls(make, rounds_heads):
     assert program.spill_bytes == 0
     text = program.compiled.as_text()
     assert len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text)) == 4 * num_layers
-    assert len(re.findall(r"%loop_convert_fusion\S* = bf16", text)) == num_layers + 1
+    assert len(re.findall(r"%loop_convert_fusion\S* = bf16", text)) == 1
     kernels = {kernel.name for kernel in program.kernels}
     assert kernels >= {"add_rms_norm_and_quantize", "gate_and_quantize"}
     assert ("quantize_rows" in kernels) == rounds_heads

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from depths import quick_first
+from depths import quick_first, quick_only
 from interpreting import interpret
 
 from pallas_kernels.deviceless import compile_for_h200
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv
 from pallas_kernels.kv_write.sm90 import Config, heuristic, rope_and_write_kv_sm90
 from pallas_kernels.paging import Pages
+from pallas_kernels.row_quantization import UnscaledProduct
 
 # Relative to the largest number: half a unit in the last place of 8 bits, of 11 bits, and float32's error in two
 # products.
@@ -23,11 +24,11 @@ TOLERANCE = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 1e-6}
 EPS = 0.25  # large, so that it is missed
 
 
-def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16, gains=None):
+def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=jnp.bfloat16, gains=None, scaled=True):
     """Return the arguments of `rope_and_write_kv`, positional and by name, and the expected results.
 
     A third of the tokens is padding. `half` None: a whole head is rotated, 0: nothing is. `gains` is the dtype of
-    norms, None if there are none.
+    norms, None if there are none. `scaled` false: `qkv` is a product without its scales.
     """
     rng = np.random.default_rng(num_tokens)
     num_heads, num_kv_heads, head_dim = heads
@@ -43,6 +44,12 @@ def make_case(*, num_tokens, heads=(4, 2, 64), half=None, block_size=16, dtype=j
     rotation = (jnp.cos(angle).astype(jnp.float32), jnp.sin(angle).astype(jnp.float32)) if half else None
 
     turned = np.asarray(qkv.astype(jnp.float32)).astype(np.float64)
+    if not scaled:
+        row_scales, output_scales = (
+            rng.uniform(0.5, 2, shape).astype(np.float32) for shape in (num_tokens, qkv.shape[1:])
+        )
+        turned *= row_scales[:, None, None, None].astype(np.float64) * output_scales
+        qkv = UnscaledProduct(sums=qkv, row_scales=row_scales, output_scales=output_scales, dtype=jnp.dtype(dtype))
     head_norms = None
     if gains is not None:
         of_q, of_k = (jnp.asarray(1 + 0.3 * rng.standard_normal(head_dim)).astype(gains) for _ in range(2))
@@ -87,6 +94,11 @@ CASES = {
     "norms, float16, one head": {"num_tokens": 70, "heads": (1, 1, 96), "dtype": jnp.float16, "gains": jnp.float16},
     "norms, large heads": {"num_tokens": 9, "heads": (8, 4, 256), "gains": jnp.float32},
     "norms, larger heads": {"num_tokens": 9, "heads": (8, 2, 512), "gains": jnp.float32},
+    "unscaled": {"num_tokens": 40, "heads": (32, 8, 128), "scaled": False},
+    "unscaled, one token": {"num_tokens": 1, "scaled": False},
+    "unscaled, part of a head": {"num_tokens": 17, "heads": (6, 2, 96), "half": 16, "scaled": False},
+    "unscaled, no rotation": {"num_tokens": 33, "half": 0, "scaled": False},
+    "unscaled, norms": {"num_tokens": 17, "heads": (6, 2, 96), "half": 16, "gains": jnp.float32, "scaled": False},
 }
 
 
@@ -102,15 +114,25 @@ def test_xla_in_float32(gains):
     check(jax.jit(rope_and_write_kv)(*arrays, **options), want)
 
 
-INTERPRETED = ["one token", "part of a head", "no rotation"]
+SMALL = [
+    f"{kind}{case}" for kind in ("", "norms, ", "unscaled, ") for case in ("one token", "part of a head", "no rotation")
+]
+INTERPRETED = [*SMALL, "norms, larger heads", "unscaled, norms"]
 
 
-@pytest.mark.parametrize(
-    "case", quick_first([*INTERPRETED, *(f"norms, {case}" for case in INTERPRETED), "norms, larger heads"])
-)
+@pytest.mark.parametrize("case", quick_only(INTERPRETED, "one token", "unscaled, part of a head"))
 def test_interpreted(capsys, case):
     arrays, options, want = make_case(**CASES[case] | {"heads": (2, 1, CASES[case].get("heads", (4, 2, 64))[2])})
     check(interpret(capsys, rope_and_write_kv, *arrays, **options, implementation="sm90"), want)
+
+
+@pytest.mark.slow
+def test_a_product_that_the_kernel_does_not_scale_is_scaled_before(capsys):
+    (product, *arrays), options, _ = make_case(num_tokens=3, heads=(2, 1, 80), scaled=False)
+    run = functools.partial(interpret, capsys, rope_and_write_kv, **options, implementation="sm90")
+    got, want = (jax.tree.leaves(run(qkv, *arrays)) for qkv in (product, product.values()))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

@@ -8,9 +8,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device.codes import codes_per_byte, values_of
+from pallas_kernels.device.codes import E2M1_EXPONENT, codes_per_byte, values_of
 from pallas_kernels.device.product_of_codes import BYTES, OUTPUTS, PIECE, factor_of_sums
 
+EXPONENTS = 8
+"""Exponents of an output in a block of MXFP4."""
 TYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
@@ -60,8 +62,9 @@ def add_product(
 
 def load_words(ref, places, column, *, count, num_outputs, is_gated):
     """Return numbers instead of words that hold several."""
+    base, first = places
     columns = [jnp.minimum(column + index, ref.shape[1] - 1) for index in range(count)]
-    return tuple(_of_outputs(ref, *places, each, num_outputs=num_outputs, is_gated=is_gated) for each in columns)
+    return tuple(_of_outputs(ref, base, first, each, num_outputs=num_outputs, is_gated=is_gated) for each in columns)
 
 
 def vectors_of(words, indices, dtype):
@@ -80,8 +83,38 @@ def e2m1_values(stored):
     return sign * jnp.where(exponent == 0, half, (1 + half) * power)
 
 
-def interleave_rows(ref, slot, code, *, pieces):
-    """Any order of columns will do that both operands have."""
+def load_rows(x, row, step, turn, tiles):
+    """Return the rows of a step, whose columns may be in any order that both operands have."""
+    num_rows, depth = x.shape
+    found = jnp.stack([x[jnp.minimum(row + own, num_rows - 1)] for own in range(tiles.rows)])
+    found = jnp.pad(found, ((0, 0), (0, 2 * tiles.columns)))
+    start = jnp.minimum(step * tiles.columns, depth + tiles.columns)
+    return lax.dynamic_slice(found, (0, start), (tiles.rows, tiles.columns))
+
+
+def put_rows(loaded, ref, first_piece, turn, tiles):
+    for piece in range(tiles.pieces):
+        ref[first_piece + piece] = loaded[:, piece * PIECE : (piece + 1) * PIECE]
+
+
+def load_codes(codes, slot, warpgroup, *, is_gated):
+    if not is_gated:
+        return codes[slot, pl.ds(64 * warpgroup, 64)]
+    return jnp.concatenate([codes[slot, pl.ds(128 * half + 32 * warpgroup, 32)] for half in range(2)])
+
+
+def load_exponents(ref, places, block, *, num_outputs, is_gated):
+    options = {"num_outputs": num_outputs, "is_gated": is_gated}
+    words = load_words(ref, places, block * EXPONENTS, count=EXPONENTS, **options)
+    return jnp.stack([each[:, 0] for each in vectors_of(words, range(EXPONENTS), "float8_e8m0fnu")], axis=1)
+
+
+def add_mxfp4(sums, codes, exponents, x, first_piece):
+    values = e2m1_values(lax.bitcast_convert_type(codes, jnp.uint8)).reshape(OUTPUTS, EXPONENTS, -1)
+    values = (values * exponents[..., None]).reshape(OUTPUTS, -1)
+    rows = jnp.concatenate([x[first_piece + piece] for piece in range(values.shape[1] // PIECE)], axis=1)
+    plgpu.commit_smem()  # wgmma, which reads asynchronously, needs none
+    return sums + values * 2.0 ** -(E2M1_EXPONENT // 2) @ rows.astype(jnp.float32).T
 
 
 def _of_outputs(ref, base, first, column, *, num_outputs, is_gated):

@@ -96,6 +96,7 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
     monkeypatch.setattr(plgpu, "broadcasted_iota", lambda _, shape, axis, **__: np.indices(shape, np.int32)[axis])
     monkeypatch.setattr(plgpu, "set_max_registers", lambda *_, **__: None)
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    monkeypatch.setattr(plgpu, "warp_map", lambda run: [run(warp) for warp in range(4)])
     return grid
 
 
