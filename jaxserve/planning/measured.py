@@ -75,17 +75,12 @@ MEASURED: tuple[Batches, ...] = (
         Run(256, 512, 32, 12.5, 10.146, 2509.5, 2351.44),
         Run(256, 1024, 128, 16.22, 14.611, 6013.0, 4746.99),
     )),
-    Batches(gpu="h200", shape="gpt-oss-20b", options="--max-num-seqs 64",
-            model_type="gpt_oss", num_layers=24, date="2026-11-27", weights="mxfp4", has_experts=True, runs=(
-        Run(1, 128, 256, 2.49, 0.874, 17.1, 3.92),
-        Run(16, 512, 128, 6.96, 2.865, 103.2, 66.41),
-        Run(64, 1024, 64, 9.96, 3.966, 805.3, 535.45),
-    )),
-    Batches(gpu="h200", shape="gpt-oss-120b", options="--max-num-seqs 64 --no-dequantize",
-            model_type="gpt_oss", num_layers=36, date="2026-11-27", weights="mxfp4", has_experts=True, runs=(
-        Run(1, 128, 256, 3.8, 1.18, 38.0, 16.14),
-        Run(16, 512, 128, 15.74, 6.678, 184.5, 110.31),
-        Run(64, 1024, 64, 29.73, 14.553, 1471.5, 888.84),
+    Batches(gpu="h200", shape="gpt-oss-20b", options="--max-num-seqs 512 --max-model-len 4096",
+            model_type="gpt_oss", num_layers=24, date="2026-11-30", weights="mxfp4", has_experts=True, runs=(
+        Run(1, 128, 64, 2.29, 0.873, 11.7, 3.92),
+        Run(16, 512, 48, 5.39, 2.861, 103.1, 66.41),
+        Run(64, 1024, 32, 7.61, 3.96, 813.9, 535.45),
+        Run(256, 256, 32, 11.81, 5.876, 811.9, 529.08),
     )),
     Batches(gpu="h200", shape="qwen3-30b-a3b-fp8", options="--max-num-seqs 64",
             model_type="qwen3_moe", num_layers=48, date="2026-11-27", weights="fp8", has_experts=True, runs=(
