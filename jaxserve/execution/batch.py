@@ -65,13 +65,15 @@ def make_buckets(
     request.
 
     With `has_finer_sizes` there are more where steps are bound by arithmetic, because padding then costs as much as
-    tokens. Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain
-    nothing.
+    tokens, and `max_num_seqs` is rounded up to a multiple of 16, since products in FP8 would copy their rows into such.
+    Below 16 tokens a step is bound by reading the weights, so finer shapes would cost compile time and gain nothing.
 
     A row has at least one token, so `min(tokens, max_num_seqs)` rows always suffice; a row of n tokens gets at most 1 +
     n // block_size new blocks in each of `num_groups` tables, and a row of one token as many as one and `max_drafts`
     take: a step that leaves drafts out adds the blocks that were allocated for them.
     """
+    if has_finer_sizes and max_num_seqs > 16:
+        max_num_seqs = -(-max_num_seqs // 16) * 16
     sizes = [1]
     while sizes[-1] < max_num_batched_tokens:
         sizes.append(min(sizes[-1] * (4 if sizes[-1] < 16 else 2), max_num_batched_tokens))

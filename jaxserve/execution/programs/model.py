@@ -161,13 +161,14 @@ class StepModel:
         self.kept_states = tuple(pool and pool.abstract(kept_sizes, **pools) for pool in of_states)
         self.peers = None
         if self.has_kernels and spec.has_peers:
+            all_buckets = self.buckets + self.verifying_buckets
             self.peers = abstract_peers(
                 mesh,
                 hidden_size=self.hidden_size,
                 vocab_size=self.vocab_size,
                 dtype=self.dtype,
                 max_num_tokens=self.buckets[-1].num_tokens,
-                max_num_rows=max([spec.max_num_seqs, *(bucket.num_tokens for bucket in self.verifying_buckets)]),
+                max_num_rows=max(bucket.num_rows * (bucket.num_columns or 1) for bucket in all_buckets),
             )
         self.slots = jax.tree.map(self.replicate, jax.eval_shape(self.init_slots))
 
