@@ -19,8 +19,8 @@ from jaxserve.planning.commands import add_model, model_of, prepare_jax
 
 HEADER = ("arrivals", "load", "budget", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99")
 
-NUM_FULL = 1000
-"""Requests with which the capacity is measured."""
+NUM_FULL, ROUNDS = 1000, 3
+"""Requests with which the capacity is measured, at least, and times as many as run at once."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -85,7 +85,8 @@ def _run(args: argparse.Namespace) -> None:
     rows = []
     for name, calls, burstiness in workloads:
         calls = [fit(call, limits[largest].max_model_len, None) for call in calls]
-        full = capacity(times[largest], limits[largest], calls[:NUM_FULL])
+        num_calls = max(NUM_FULL, ROUNDS * limits[largest].max_num_seqs)
+        full = capacity(times[largest], limits[largest], calls[:num_calls])
         print(f"capacity, {name}: {full:.2f} requests/s", flush=True)
         for load, (design, (budget, chosen)) in itertools.product(args.loads, designs.items()):
             rate = load * full
