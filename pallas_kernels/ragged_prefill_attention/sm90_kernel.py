@@ -154,21 +154,57 @@ class Tile(NamedTuple):
         return self.end - self.num_tokens
 
 
+class Items:
+    """The items of one of `num_workers`, which are CTAs or clusters: in which order, and how many."""
+
+    def __init__(self, problem: Problem, gmem: Global, worker, num_workers: int) -> None:
+        self._problem, self._worker, self._num_workers = problem, worker, num_workers
+        self._num_items = gmem.num_tiles[0] * problem.sets  # of a group of heads
+        rounds = (self._num_rounds(_int(group)) for group in range(1, problem.head_groups))
+        self.number = sum(rounds, self._num_rounds(_int(0)))
+
+    def _item_of(self, group, round_index):
+        """Return the index of the worker's item in a round of a group. Each group begins at another worker."""
+        num_workers = _int(self._num_workers)
+        shift = group * (self._num_workers // self._problem.head_groups)
+        shifted = lax.rem(self._worker + shift, num_workers)
+        return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_workers - 1 - shifted)
+
+    def _num_rounds(self, group):
+        num_workers = _int(self._num_workers)
+        full = lax.div(self._num_items, num_workers)
+        return full + (self._item_of(group, full) < self._num_items - full * num_workers).astype(_int)
+
+    def for_each(self, visit: Callable[[Any, Any, Any, Any], Any]) -> None:
+        """Call `n = visit(group, item, left, n)` for each item, of which `left` are left with this one. `n` is 0 at
+        first.
+        """
+
+        def one_item(group, round_index, state):
+            left, n = state
+            item = round_index * _int(self._num_workers) + self._item_of(group, round_index)
+            return left - 1, visit(group, item, left, n)
+
+        def one_group(group, state):
+            return lax.fori_loop(_int(0), self._num_rounds(group), functools.partial(one_item, group), state)
+
+        lax.fori_loop(_int(0), _int(self._problem.head_groups), one_group, (self.number, _int(0)))
+
+    def count_down(self, visit: Callable[[Any, Any], Any]) -> None:
+        """Call `n = visit(left, n)` for each item, as `for_each` does. A number to count with and one to compare it to
+        would take two registers.
+        """
+
+        def one_item(state):
+            left, n = state
+            return left - 1, visit(left, n)
+
+        lax.while_loop(lambda state: state[0] > 0, one_item, (self.number, _int(0)))
+
+
 def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
     """Run each warpgroup (mesh axis "wg") of each CTA (axis "cta")."""
-    cta, num_ctas = lax.axis_index("cta"), _int(problem.num_ctas)
-    num_items = gmem.num_tiles[0] * problem.sets  # of a group of heads
-
-    def item_of(group, round_index):
-        """Return the index of this CTA's item in a round of a group. Each group begins at another CTA."""
-        shifted = lax.rem(cta + group * (problem.num_ctas // problem.head_groups), num_ctas)
-        return lax.select(lax.rem(round_index, _int(2)) == 0, shifted, num_ctas - 1 - shifted)
-
-    def num_rounds(group):
-        full = lax.div(num_items, num_ctas)
-        return full + (item_of(group, full) < num_items - full * num_ctas).astype(_int)
-
-    num_own = sum((num_rounds(_int(group)) for group in range(1, problem.head_groups)), num_rounds(_int(0)))
+    items = Items(problem, gmem, lax.axis_index("cta"), problem.num_ctas)
     wg = lax.axis_index("wg")
     barriers = (
         *(smem.q_free.at[slot] for slot in range(problem.q_slots)),
@@ -176,23 +212,13 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         *(smem.v_free.at[slot] for slot in range(problem.v_stages)),
     )
 
-    # Items are counted down: a number to count with and one to compare it to would take two registers.
     def q_slot(left):
         return lax.rem(left, _int(problem.q_slots))
 
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(problem.registers[0], action="decrease")
-
-        def one_item(group, round_index, state):
-            left, n = state
-            item = round_index * num_ctas + item_of(group, round_index)
-            return left - 1, _copy(problem, gmem, smem, group, item, q_slot(left), n)
-
-        def one_group(group, state):
-            return lax.fori_loop(_int(0), num_rounds(group), functools.partial(one_item, group), state)
-
-        lax.fori_loop(_int(0), _int(problem.head_groups), one_group, (num_own, _int(0)))
+        items.for_each(lambda group, item, left, n: _copy(problem, gmem, smem, group, item, q_slot(left), n))
         for barrier in barriers:
             plgpu.barrier_wait(barrier)
 
@@ -201,55 +227,70 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         plgpu.set_max_registers(problem.registers[1], action="increase")
         for barrier in barriers:
             plgpu.barrier_arrive(barrier)
-
-        def one_item(state):
-            left, n = state
-            return left - 1, _compute(problem, gmem, smem, wg, q_slot(left), n)
-
-        lax.while_loop(lambda state: state[0] > 0, one_item, (num_own, _int(0)))
+        items.count_down(lambda left, n: _compute(problem, gmem, smem, wg, q_slot(left), n))
 
 
-def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
-    """Copy queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
+def begin_item(problem: Problem, gmem: Global, smem: Shared, group, item, slot, q_free, q_full) -> tuple[Any, Tile]:
+    """Return the row and the tile of an item of a group of heads, and tell the others when the queries' room is free."""
     sets = _int(problem.sets)
     index, head = lax.div(item, sets), (group * sets + lax.rem(item, sets)) * problem.heads
     row, *fields = (gmem.tiles[field, index] for field in range(5))
     tile = Tile(head, *fields)
-    plgpu.barrier_wait(smem.q_free.at[q_slot])
+    plgpu.barrier_wait(q_free)
     for field, value in enumerate(tile):
-        smem.tile[q_slot, field] = value
-    plgpu.barrier_arrive(smem.q_full.at[q_slot])
-    for wg in range(2):
-        own_head, skipped = _own_part(problem, wg)
-        for part, columns in enumerate(_parts(smem)):
-            queries = gmem.q.at[pl.ds(tile.token + skipped, ROWS), head + own_head, columns]
-            plgpu.copy_gmem_to_smem(queries, smem.q_boxes.at[q_slot, wg, part], smem.q_full.at[q_slot])
+        smem.tile[slot, field] = value
+    plgpu.barrier_arrive(q_full)
+    return row, tile
 
-    kv_head = lax.div(head, _int(problem.num_heads // problem.num_kv_heads))
-    # Pages outside the context may contain anything: their positions are masked, so any finite page will do.
-    last_page = lax.max(lax.div(tile.context - 1, _int(problem.block_size)), _int(0))
-    first_page = lax.div(problem.first_key(tile), _int(problem.block_size))
-    chunk = min(problem.block_kv, problem.block_size)
-    first, last = problem.key_blocks(tile)
 
-    def pages_of(j):
+class Blocks:
+    """The blocks of keys of a tile of a row, as they are copied: from the last to the first."""
+
+    def __init__(self, problem: Problem, gmem: Global, row, tile: Tile) -> None:
+        self._problem, self._tables, self._row = problem, gmem.block_tables, row
+        self.kv_head = lax.div(tile.head, _int(problem.num_heads // problem.num_kv_heads))
+        # Pages outside the context may contain anything: their positions are masked, so any finite page will do.
+        self._last_page = lax.max(lax.div(tile.context - 1, _int(problem.block_size)), _int(0))
+        self._first_page = lax.div(problem.first_key(tile), _int(problem.block_size))
+        self.chunk = min(problem.block_kv, problem.block_size)
+        """Keys that are copied from a page."""
+        first, self._last = problem.key_blocks(tile)
+        self.number = self._last - first
+
+    def pages(self, j) -> tuple[list[Any], Any]:
         """Return the pages of a block of keys, and the offset in them."""
-        position = (last - 1 - j) * problem.block_kv
+        block_size = self._problem.block_size
+        position = (self._last - 1 - j) * self._problem.block_kv
         pages = [
-            gmem.block_tables[row, lax.clamp(first_page, lax.div(position + key, _int(problem.block_size)), last_page)]
-            for key in range(0, problem.block_kv, chunk)
+            self._tables[
+                self._row,
+                lax.clamp(self._first_page, lax.div(position + key, _int(block_size)), self._last_page),
+            ]
+            for key in range(0, self._problem.block_kv, self.chunk)
         ]
         offset = 0
-        if problem.block_size > chunk:
-            offset = pl.multiple_of(lax.rem(position, _int(problem.block_size)), chunk)
+        if block_size > self.chunk:
+            offset = pl.multiple_of(lax.rem(position, _int(block_size)), self.chunk)
         return pages, offset
 
+
+def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
+    """Copy queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
+    q_full = smem.q_full.at[q_slot]
+    row, tile = begin_item(problem, gmem, smem, group, item, q_slot, smem.q_free.at[q_slot], q_full)
+    for wg in range(2):
+        own_head, skipped = own_part(problem, wg)
+        for part, columns in enumerate(_parts(smem)):
+            queries = gmem.q.at[pl.ds(tile.token + skipped, ROWS), tile.head + own_head, columns]
+            plgpu.copy_gmem_to_smem(queries, smem.q_boxes.at[q_slot, wg, part], q_full)
+
+    blocks = Blocks(problem, gmem, row, tile)
     if problem.has_scales:
-        _copy_and_convert(problem, gmem, smem, kv_head, pages_of, chunk, n, last - first)
-        return n + last - first
+        _copy_and_convert(problem, gmem, smem, blocks, n)
+        return n + blocks.number
 
     def one_block(j, _):
-        pages, offset = pages_of(j)
+        pages, offset = blocks.pages(j)
         for source, target, full, free, stages in (
             (gmem.k_pages, smem.k, smem.k_full, smem.k_free, problem.k_stages),
             (gmem.v_pages, smem.v, smem.v_full, smem.v_free, problem.v_stages),
@@ -258,16 +299,16 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
             plgpu.barrier_wait(free.at[slot])
             for i, page in enumerate(pages):
                 plgpu.copy_gmem_to_smem(
-                    source.at[page, kv_head, pl.ds(offset, chunk)],
-                    target.at[slot, pl.ds(i * chunk, chunk)],
+                    source.at[page, blocks.kv_head, pl.ds(offset, blocks.chunk)],
+                    target.at[slot, pl.ds(i * blocks.chunk, blocks.chunk)],
                     full.at[slot],
                 )
 
-    lax.fori_loop(_int(0), last - first, one_block, None)
-    return n + last - first
+    lax.fori_loop(_int(0), blocks.number, one_block, None)
+    return n + blocks.number
 
 
-def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, kv_head, pages_of, chunk, n, num_blocks):
+def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, blocks: Blocks, n):
     """Copy blocks of 8 bits, and convert each, multiplied by its scales, while the next one is on its way."""
     kinds = (
         (gmem.k_pages, smem.staged_k_full, smem.k, smem.k_full, smem.k_free, problem.k_stages),
@@ -278,14 +319,14 @@ def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, kv_head, pag
         return smem.scales.at[lax.rem(n + j, _int(2))]
 
     def begin(j, kind):
-        pages, offset = pages_of(j)
+        pages, offset = blocks.pages(j)
         pool, arrived, *_ = kinds[kind]
         for i, page in enumerate(pages):
-            keys = pl.ds(offset, chunk)
-            staged = smem.staged.at[kind, pl.ds(i * chunk, chunk)]
-            plgpu.copy_gmem_to_smem(pool.at[page, kv_head, keys], staged, arrived)
+            keys = pl.ds(offset, blocks.chunk)
+            staged = smem.staged.at[kind, pl.ds(i * blocks.chunk, blocks.chunk)]
+            plgpu.copy_gmem_to_smem(pool.at[page, blocks.kv_head, keys], staged, arrived)
             if kind == 0:  # they are there before the keys are used, and until the values are
-                scales = gmem.scales.at[page, kv_head, :, keys]
+                scales = gmem.scales.at[page, blocks.kv_head, :, keys]
                 plgpu.copy_gmem_to_smem(scales, scales_of(j).at[i], arrived)
 
     def end(j, kind):
@@ -300,14 +341,14 @@ def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, kv_head, pag
     def one_block(j, _):
         begin(j, 1)
         end(j, 0)
-        pl.when(j + 1 < num_blocks)(lambda: begin(j + 1, 0))
+        pl.when(j + 1 < blocks.number)(lambda: begin(j + 1, 0))
         end(j, 1)
 
-    pl.when(num_blocks > 0)(lambda: begin(_int(0), 0))
-    lax.fori_loop(_int(0), num_blocks, one_block, None)
+    pl.when(blocks.number > 0)(lambda: begin(_int(0), 0))
+    lax.fori_loop(_int(0), blocks.number, one_block, None)
 
 
-def _own_part(problem: Problem, wg) -> tuple[Any, Any]:
+def own_part(problem: Problem, wg) -> tuple[Any, Any]:
     """Return a computing warpgroup's part of a tile: the head of its set, and the number of tokens before its own."""
     return (wg, 0) if problem.heads == 2 else (0, wg * ROWS)
 
@@ -324,7 +365,7 @@ def _compute(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
 
     def give_queries_back():
         """Release the queries; return the count of blocks of keys until then, and where the result goes."""
-        own_head, skipped = _own_part(problem, wg)
+        own_head, skipped = own_part(problem, wg)
         tile = _tile(smem, q_slot)
         plgpu.barrier_arrive(smem.q_free.at[q_slot])
         first, last = problem.key_blocks(tile)
@@ -354,7 +395,7 @@ def _tile(smem: Shared, q_slot) -> Tile:
 
 def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     """All but the last product with values: sums and totals so far, and the last weights."""
-    own_head, skipped = _own_part(problem, wg)
+    own_head, skipped = own_part(problem, wg)
     block_kv, q = problem.block_kv, smem.q.at[q_slot, wg]
     tile = _tile(smem, q_slot)
     first, last = problem.key_blocks(tile)
