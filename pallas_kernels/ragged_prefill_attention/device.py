@@ -74,19 +74,22 @@ def widen(x, *, interpret: bool):
     return _inline_like(wide, _widen, _LAYOUT)(x)
 
 
-def store_rows(ref, x, token, head, num_rows, *, interpret: bool) -> None:
-    """Store the first `num_rows` of x[64, D], 16 bits wide, in WGMMA layout, in ref[token:, head] in global memory.
+def store_rows(ref, x, token, head, num_rows, *, first_column: int = 0, interpret: bool) -> None:
+    """Store the first `num_rows` of x[64, D], 16 bits wide, in WGMMA layout, in ref[token:, head, first_column:] in
+    global memory.
 
     D is a multiple of 16.
     """
     if interpret:
 
         def store_row(i, _):
-            ref[token + i, head] = lax.dynamic_index_in_dim(x, i, keepdims=False)
+            row = lax.dynamic_index_in_dim(x, i, keepdims=False)
+            ref[token + i, head, first_column : first_column + x.shape[1]] = row
 
         lax.fori_loop(jnp.int32(0), num_rows, store_row, None)
         return
-    inline(_store_rows, REF, _LAYOUT, *[SCALAR] * 3)(ref, x, *map(splat, (token, head, num_rows)))
+    run = functools.partial(_store_rows, from_column=first_column)
+    inline(run, REF, _LAYOUT, *[SCALAR] * 3)(ref, x, *map(splat, (token, head, num_rows)))
 
 
 def _inline_like(like: Any, run: Callable[..., Any], *arg_types: Any) -> Callable[..., Any]:
@@ -149,7 +152,7 @@ def _widen(_, x):
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
 
 
-def _store_rows(_, ref, x, token, head, num_rows) -> None:
+def _store_rows(_, ref, x, token, head, num_rows, *, from_column: int) -> None:
     """Four lanes have a row's columns in pairs. They exchange them, so that each stores eight, or four, in one go."""
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     token, head, num_rows = map(value_of, (token, head, num_rows))
@@ -175,7 +178,7 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
         return a, b, c, d
 
     base = mgpu.utils.memref_ptr(ref)
-    num_matrices = head_dim // 8
+    num_matrices = x.shape[1] // 8
     in_fours = num_matrices // 4 * 4
     for half in range(2):
         row = arith.addi(first_row, c(8 * half))
@@ -193,12 +196,12 @@ def _store_rows(_, ref, x, token, head, num_rows) -> None:
                 llvm.store(vector.from_elements(vector_type, list(words)), pointer, alignment=4 * len(words))
 
             for i, words in enumerate(eights):
-                store(words, 32 * i, arith.muli(quarter, c(8)))
+                store(words, from_column + 32 * i, arith.muli(quarter, c(8)))
             if four is not None:
                 column = arith.addi(
                     arith.muli(arith.andi(quarter, c(1)), c(8)), arith.muli(arith.shrui(quarter, c(1)), c(4))
                 )
-                store(four, 8 * in_fours, column)
+                store(four, from_column + 8 * in_fours, column)
 
 
 def _first_key_to_first_query():

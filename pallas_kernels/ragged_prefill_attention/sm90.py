@@ -8,10 +8,14 @@ A tile is 64 tokens of two query heads with the same KV head, one for each compu
 head if a KV head has an odd number of query heads. Each CTA takes its part of the plan's tiles, and copies for the next
 tile while it finishes the last. Keys are processed from the last block of a tile's context to the first, so that masked
 blocks come first.
+
+Heads of more than 256 have the same tiles, of which each CTA of a pair has the part that a computing warpgroup has
+else: see wide_kernel.py.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +25,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.device import vectors_of_8_bits
 from pallas_kernels.device.swizzled import tiled, views
 from pallas_kernels.hopper import NUM_SMS, SHARED_MEMORY
-from pallas_kernels.paging import Pages, Scores
+from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores
 from pallas_kernels.paging.checks import check_prompts
+from pallas_kernels.ragged_prefill_attention import wide_kernel
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
 
@@ -52,8 +57,11 @@ class Config:
 
     def shared_memory(self, head_dim: int) -> int:
         """Return the shared memory of a CTA in bytes."""
-        rows = self.q_slots * 2 * ROWS + (self.k_stages + self.v_stages) * self.block_kv
-        return rows * head_dim * 2
+        blocks = (self.k_stages + self.v_stages) * self.block_kv
+        if head_dim <= MAX_HEAD_DIM:
+            return (self.q_slots * 2 * ROWS + blocks) * head_dim * 2
+        weights = ROWS * (2 * self.block_kv + 4)
+        return (self.q_slots * ROWS + blocks) * head_dim * 2 + weights + 1024
 
     def shared_memory_of_8_bits(self, head_dim: int) -> int:
         """Return the shared memory of a CTA in bytes for pages of 8 bits, of which a block each is converted."""
@@ -62,6 +70,9 @@ class Config:
 
 def heuristic(head_dim: int, *, has_scales: bool = False) -> Config:
     """Return the first of the configurations, from fast to slow, that fits."""
+    if head_dim > MAX_HEAD_DIM:
+        stages = (2, 1) if head_dim <= 384 else (1, 1)
+        return Config(block_kv=wide_kernel.BLOCK_KV, k_stages=stages[0], v_stages=stages[1], q_slots=1)
     for block_kv, k_stages, v_stages, q_slots in (
         (128, 4, 4, 2),
         (128, 3, 3, 2),
@@ -202,29 +213,58 @@ def _attend(
 # Jitted, so that the layers of a model use one trace and one compilation.
 @functools.partial(jax.jit, static_argnames="problem")
 def _call(gmem: Global, *, problem: Problem) -> Float[Array, "T H D"]:
-    head_dim, dtype = problem.head_dim, gmem.q.dtype
-    transforms = tiled(head_dim)
-    columns = transforms[1].swizzle // 2
-
-    def array(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    num_parts = head_dim // columns
-    boxes = (problem.q_slots, 2, num_parts, ROWS, columns)
-
-    def barriers(num_arrivals, num_barriers):
-        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
-
-    num_pages = max(1, problem.block_kv // problem.block_size)
     out_ref = jax.new_ref(gmem.out)  # changed in place by the kernel
     given, structure = jax.tree.flatten(gmem._replace(out=out_ref))
+    run, shared = kernel, Shared
+    launch: dict[str, Any] = {
+        "scratch_types": _scratch(gmem, problem),
+        "grid": (problem.num_ctas,),
+        "grid_names": ("cta",),
+    }
+    if problem.head_dim > MAX_HEAD_DIM:
+        run, shared = wide_kernel.kernel, wide_kernel.Shared
+        launch = {
+            "scratch_types": _wide_scratch(gmem, problem),
+            "grid": (problem.num_ctas // wide_kernel.CLUSTER,),
+            "grid_names": ("pair",),
+            "cluster": (wide_kernel.CLUSTER,),
+            "cluster_names": ("rank",),
+        }
 
     def body(*refs):
         refs, (queries, q_boxes), *others = refs[: len(given)], *refs[len(given) :]
-        others += [None] * (len(Shared._fields) - 2 - len(others))
+        others += [None] * (len(shared._fields) - 2 - len(others))
         if problem.interpret:  # in which views do not alias
             q_boxes = queries
-        kernel(problem, structure.unflatten(refs), Shared(queries, q_boxes, *others))
+        run(problem, structure.unflatten(refs), shared(queries, q_boxes, *others))
+
+    plgpu.kernel(
+        body,
+        kernel_name="ragged_prefill_attention",
+        out_type=(),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # no reduction crosses warps
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+        ),
+        **launch,
+    )(*given)
+    return jax.freeze(out_ref)
+
+
+def _scratch(gmem: Global, problem: Problem) -> tuple[Any, ...]:
+    """Return the arrays and barriers of `Shared`."""
+    head_dim, dtype = problem.head_dim, gmem.q.dtype
+    transforms = tiled(head_dim)
+    columns = transforms[1].swizzle // 2
+    num_parts = head_dim // columns
+    num_pages = max(1, problem.block_kv // problem.block_size)
+
+    def array(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     staged = ()
     if problem.has_scales:
@@ -235,33 +275,53 @@ def _call(gmem: Global, *, problem: Problem) -> Float[Array, "T H D"]:
             plgpu.Barrier(num_arrivals=2 * num_pages),
             plgpu.Barrier(num_arrivals=num_pages),
         )
-    plgpu.kernel(
-        body,
-        kernel_name="ragged_prefill_attention",
-        out_type=(),
-        scratch_types=(
-            views(*boxes, dtype=dtype),
-            plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
-            array(problem.k_stages, problem.block_kv, head_dim),
-            array(problem.v_stages, problem.block_kv, head_dim),
-            barriers(2 * num_parts + 1, problem.q_slots),
-            barriers(2, problem.q_slots),
-            barriers(1 if problem.has_scales else num_pages, problem.k_stages),
-            barriers(2, problem.k_stages),
-            barriers(1 if problem.has_scales else num_pages, problem.v_stages),
-            barriers(2, problem.v_stages),
-            plgpu.Barrier(num_arrivals=2),
-            *staged,
-        ),
-        grid=(problem.num_ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=0,  # no reduction crosses warps
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-        ),
-    )(*given)
-    return jax.freeze(out_ref)
+    return (
+        views(problem.q_slots, 2, num_parts, ROWS, columns, dtype=dtype),
+        plgpu.SMEM((problem.q_slots, len(Tile._fields)), jnp.int32),
+        array(problem.k_stages, problem.block_kv, head_dim),
+        array(problem.v_stages, problem.block_kv, head_dim),
+        _barriers(2 * num_parts + 1, problem.q_slots),
+        _barriers(2, problem.q_slots),
+        _barriers(1 if problem.has_scales else num_pages, problem.k_stages),
+        _barriers(2, problem.k_stages),
+        _barriers(1 if problem.has_scales else num_pages, problem.v_stages),
+        _barriers(2, problem.v_stages),
+        plgpu.Barrier(num_arrivals=2),
+        *staged,
+    )
+
+
+def _wide_scratch(gmem: Global, problem: Problem) -> tuple[Any, ...]:
+    """Return the arrays and barriers of `wide_kernel.Shared`."""
+    halves, dtype = wide_kernel.HALVES, gmem.q.dtype
+    half_size = problem.head_dim // halves
+    transforms = tiled(half_size)
+    columns = transforms[1].swizzle // 2
+    num_parts = problem.head_dim // columns
+    num_pages = max(1, problem.block_kv // problem.block_size)
+
+    def blocks(stages: int):
+        return plgpu.SMEM((halves * stages, problem.block_kv, half_size), dtype, transforms=transforms)
+
+    def full_and_free(stages: int):
+        free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=halves * stages, num_arrivals=1)
+        return _barriers(num_pages, halves * stages), free
+
+    return (
+        views(1, num_parts, ROWS, columns, dtype=dtype),
+        plgpu.SMEM((2, len(Tile._fields)), jnp.int32),
+        blocks(problem.k_stages),
+        blocks(problem.v_stages),
+        plgpu.SMEM((ROWS, problem.block_kv), dtype, transforms=tiled(problem.block_kv)),
+        plgpu.SMEM((ROWS,), jnp.float32),
+        plgpu.Barrier(num_arrivals=num_parts + 1),
+        plgpu.Barrier(num_arrivals=2),
+        *full_and_free(problem.k_stages),
+        *full_and_free(problem.v_stages),
+        plgpu.Barrier(),
+        plgpu.Barrier(),
+    )
+
+
+def _barriers(num_arrivals: int, num_barriers: int) -> Any:
+    return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)

@@ -404,7 +404,7 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
     slope = None
     if gmem.alibi_slopes is not None:
         slope = gmem.alibi_slopes[tile.head + own_head].astype(jnp.float32) * LOG2E
-    softmax = functools.partial(_softmax, problem, slope)
+    weigh = functools.partial(softmax, problem, slope)
     maximum, total = LOWEST, 0.0
     if gmem.sinks is not None:  # like a key without a value
         maximum, total = gmem.sinks[tile.head + own_head].astype(jnp.float32) * LOG2E, 1.0
@@ -419,7 +419,7 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
         plgpu.barrier_wait(smem.v_full.at[v_slot])
         num_held = tile.context - (last - 1) * block_kv
         pl.when(num_held < block_kv)(lambda: _clean(problem, smem, wg, v_slot, num_held))
-        state = softmax(scores, distance, maximum, total, is_causal=True, is_windowed=True)
+        state = weigh(scores, distance, maximum, total, is_causal=True, is_windowed=True)
         new_maximum, _, new_total, weights = state
         return _zeros(problem.head_dim), new_maximum, new_total, weights.astype(q.dtype)
 
@@ -431,7 +431,7 @@ def _attend(problem: Problem, gmem: Global, smem: Shared, wg, q_slot, n):
 
         def meanwhile(scores):
             plgpu.barrier_arrive(smem.k_free.at[k_slot])
-            state = softmax(scores, distance + j * block_kv, maximum, total, **masks)
+            state = weigh(scores, distance + j * block_kv, maximum, total, **masks)
             plgpu.barrier_wait(smem.v_full.at[v_slot])
             return state
 
@@ -492,7 +492,7 @@ def _clean(problem: Problem, smem: Shared, wg, slot, num_held) -> None:
     plgpu.barrier_wait(smem.cleaned)
 
 
-def _softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_causal: bool, is_windowed: bool):
+def softmax(problem: Problem, slope, scores, distance, maximum, total, *, is_causal: bool, is_windowed: bool):
     """Return the new maximum, the factor for earlier sums, the new total, and the weights. Logarithms are to base 2.
 
     `distance` is from the first key to the first query.
