@@ -2,6 +2,7 @@
 one, and run on one if there is one; always with NaN in everything outside the contexts.
 """
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -17,10 +18,10 @@ from poisoned_pages import make_scores, shapes_of_pages, shapes_of_scores
 from rounded_pages import rounded_pages
 
 from pallas_kernels.deviceless import compile_for_h200
-from pallas_kernels.paging import Scores
+from pallas_kernels.paging import MAX_HEAD_DIM, Scores
 from pallas_kernels.ragged_prefill_attention import ragged_prefill_attention, sm90
 from pallas_kernels.ragged_prefill_attention.plan import plan
-from pallas_kernels.ragged_prefill_attention.sm90 import Config, ragged_prefill_attention_sm90
+from pallas_kernels.ragged_prefill_attention.sm90 import Config, heuristic, ragged_prefill_attention_sm90
 
 # Relative to the norm of the result. A weight is rounded to the pages' dtype, and so is the result: 8 bits and 11 bits.
 TOLERANCE = {jnp.bfloat16: 2.5e-3, jnp.float16: 4e-4}
@@ -74,6 +75,10 @@ INTERPRETED = {
     | {"has_alibi": True, "soft_cap": 4.0},
     "Gemma 2": {"chunks": [(70, 150)], "heads": (2, 1, 256), "sliding_window": 90, "soft_cap": 4.0},
     "no tile": {"chunks": [], "heads": (2, 1, 16), "num_tokens": 2, "num_skipped": 2},
+    "head_dim 512": {"chunks": [(5, 5), (70, 150), (3, 100)], "heads": (2, 1, 512)}
+    | {"num_tokens": 90, "num_skipped": 2, "max_rows": 6},
+    "head_dim 384": {"chunks": [(130, 150)], "heads": (1, 1, 384), "block_size": 8}
+    | {"has_sinks": True, "has_alibi": True, "sliding_window": 40, "soft_cap": 4.0},
 }
 
 
@@ -84,6 +89,9 @@ def test_interpreted(capsys, case):
     block_kv = 64 if case in ("runs of tokens", "Gemma 2") else 128
     q_slots = 1 if case in ("cap", "Gemma 2") else 2
     config = Config(block_kv=block_kv, k_stages=3, v_stages=2, q_slots=q_slots, num_ctas=2)
+    head_dim = arrays[0].shape[2]
+    if head_dim > MAX_HEAD_DIM:  # two pairs
+        config = dataclasses.replace(heuristic(head_dim), num_ctas=4)
     run = functools.partial(ragged_prefill_attention_sm90, **layout, config=config, interpret=True)
     check(interpret(capsys, run, *arrays), want)
 
