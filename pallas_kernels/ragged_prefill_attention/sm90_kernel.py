@@ -230,15 +230,17 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
         items.count_down(lambda left, n: _compute(problem, gmem, smem, wg, q_slot(left), n))
 
 
-def begin_item(problem: Problem, gmem: Global, smem: Shared, group, item, slot, q_free, q_full) -> tuple[Any, Tile]:
-    """Return the row and the tile of an item of a group of heads, and tell the others when the queries' room is free."""
+def begin_item(problem: Problem, gmem: Global, message, group, item, q_free, q_full) -> tuple[Any, Tile]:
+    """Return the row and the tile of an item of a group of heads, once there is room for the queries. The others get
+    the tile as `message`.
+    """
     sets = _int(problem.sets)
     index, head = lax.div(item, sets), (group * sets + lax.rem(item, sets)) * problem.heads
     row, *fields = (gmem.tiles[field, index] for field in range(5))
     tile = Tile(head, *fields)
     plgpu.barrier_wait(q_free)
     for field, value in enumerate(tile):
-        smem.tile[slot, field] = value
+        message[field] = value
     plgpu.barrier_arrive(q_full)
     return row, tile
 
@@ -254,8 +256,12 @@ class Blocks:
         self._first_page = lax.div(problem.first_key(tile), _int(problem.block_size))
         self.chunk = min(problem.block_kv, problem.block_size)
         """Keys that are copied from a page."""
-        first, self._last = problem.key_blocks(tile)
-        self.number = self._last - first
+        self._first, self._last = problem.key_blocks(tile)
+        self.number = self._last - self._first
+
+    def counted(self, n):
+        """Return `n` and their number."""
+        return n + self._last - self._first
 
     def pages(self, j) -> tuple[list[Any], Any]:
         """Return the pages of a block of keys, and the offset in them."""
@@ -277,7 +283,7 @@ class Blocks:
 def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
     """Copy queries, keys and values of an item of a group of heads. `n` counts the blocks of keys."""
     q_full = smem.q_full.at[q_slot]
-    row, tile = begin_item(problem, gmem, smem, group, item, q_slot, smem.q_free.at[q_slot], q_full)
+    row, tile = begin_item(problem, gmem, smem.tile.at[q_slot], group, item, smem.q_free.at[q_slot], q_full)
     for wg in range(2):
         own_head, skipped = own_part(problem, wg)
         for part, columns in enumerate(_parts(smem)):
@@ -287,7 +293,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
     blocks = Blocks(problem, gmem, row, tile)
     if problem.has_scales:
         _copy_and_convert(problem, gmem, smem, blocks, n)
-        return n + blocks.number
+        return blocks.counted(n)
 
     def one_block(j, _):
         pages, offset = blocks.pages(j)
@@ -305,7 +311,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, group, item, q_slot, n):
                 )
 
     lax.fori_loop(_int(0), blocks.number, one_block, None)
-    return n + blocks.number
+    return blocks.counted(n)
 
 
 def _copy_and_convert(problem: Problem, gmem: Global, smem: Shared, blocks: Blocks, n):

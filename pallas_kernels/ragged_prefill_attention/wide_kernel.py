@@ -117,7 +117,7 @@ def kernel(problem: Problem, gmem: Global, smem: Shared) -> None:
 
 def _copy(problem: Problem, gmem: Global, smem: Shared, rank, group, item, tile_slot, n):
     """Copy the CTA's queries and, for both CTAs, its parts of the keys and values of an item. `n` counts the blocks."""
-    row, tile = begin_item(problem, gmem, smem, group, item, tile_slot, smem.q_free, smem.q_full)
+    row, tile = begin_item(problem, gmem, smem.tile.at[tile_slot], group, item, smem.q_free, smem.q_full)
     own_head, skipped = own_part(problem, rank)
     _, num_parts, _, columns = smem.q.shape
     for part in range(num_parts):
@@ -147,7 +147,7 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, rank, group, item, tile_
                     )
 
     lax.fori_loop(_int(0), blocks.number, one_block, None)
-    return n + blocks.number
+    return blocks.counted(n)
 
 
 def _slot(n, half: int, stages: int):

@@ -3,6 +3,8 @@ routing have files of their own.
 """
 
 import collections
+import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import test_gated_linear_unit
 import test_paged_attention_sm90
+import test_ragged_prefill_attention_sm90 as test_prefill_sm90
 import test_sampling_sm90
 import test_small_matmul
 from depths import quick_first, quick_only
@@ -27,6 +30,10 @@ from pallas_kernels.paged_attention import kernel as paged_kernel
 from pallas_kernels.paged_attention import query_columns, query_rows
 from pallas_kernels.paged_attention import sm90 as paged_sm90
 from pallas_kernels.paging import tiles
+from pallas_kernels.ragged_prefill_attention import device as prefill_device
+from pallas_kernels.ragged_prefill_attention import sm90 as prefill_sm90
+from pallas_kernels.ragged_prefill_attention import sm90_kernel as prefill_kernel
+from pallas_kernels.ragged_prefill_attention import wide_kernel
 from pallas_kernels.sampling import kernel as sampling_kernel
 from pallas_kernels.sampling import sm90 as sampling_sm90
 from pallas_kernels.sampling import thread_ops
@@ -166,6 +173,46 @@ def test_parts_of_contexts(monkeypatch, name, streams, seed):
     run_paged_attention(monkeypatch, name, seed, streams=streams)
 
 
+PREFILL = ("head_dim 512", "head_dim 384")
+
+
+def run_prefill_attention(monkeypatch, name, seed, fault=no_fault):
+    arrays, layout, want = test_prefill_sm90.make_case(**test_prefill_sm90.INTERPRETED[name])
+    grid = emulate(monkeypatch, wide_kernel, prefill_kernel, seed=seed)
+    for operation in (prefill_device.mask_after, prefill_device.mask_window, prefill_device.reciprocal):
+        interpreted = functools.partial(_in_numpy, operation)
+        monkeypatch.setattr(prefill_kernel, operation.__name__, interpreted)
+    biased = functools.partial(_in_numpy, prefill_device.scale_and_add_alibi)
+    monkeypatch.setattr(prefill_kernel, "scale_and_add_alibi", biased)
+
+    def clear_rows(ref, first, **_):
+        ref[pl.Slice(int(first), ref.shape[0] - int(first))] = 0
+
+    def store_rows(ref, x, token, head, num_rows, *, first_column, **_):
+        for row in range(num_rows):
+            ref[token + row, head, pl.Slice(first_column, x.shape[1])] = x[row]
+
+    monkeypatch.setattr(wide_kernel, "clear_rows", clear_rows)
+    monkeypatch.setattr(wide_kernel, "store_rows", store_rows)
+    fault(grid, monkeypatch)
+    config = dataclasses.replace(prefill_sm90.heuristic(arrays[0].shape[2]), num_ctas=4)
+    with jax.disable_jit():
+        attend: Any = prefill_sm90.ragged_prefill_attention_sm90
+        got = attend(*arrays, **layout, config=config)
+    test_prefill_sm90.check(got, want)
+
+
+def _in_numpy(operation, *args, interpret, **kwargs):
+    return np.asarray(operation(*args, interpret=True, **kwargs))
+
+
+@pytest.mark.parametrize("seed", quick_first(range(4)))
+@pytest.mark.parametrize("name", quick_first(PREFILL))
+def test_prompts_of_large_heads_by_a_cluster(monkeypatch, name, seed):
+    """With keys and values of which each CTA of a pair fetches a part for both."""
+    run_prefill_attention(monkeypatch, name, seed)
+
+
 def run_sampling(monkeypatch, num_parts, seed, fault=no_fault):
     rng = np.random.default_rng(0)
     rows = [test_sampling_sm90.ROWS[i] for i in (0, 12)]
@@ -233,7 +280,7 @@ def free_slots_of_one_block(grid, monkeypatch):
     arrive = grid.barrier_arrive
 
     def arrive_here(barrier):
-        barriers, index = barrier
+        barriers, index = barrier if isinstance(barrier, tuple) else (barrier, 0)
         if barriers.of_all:
             grid.pause()
             barriers.arrive(index, barriers.units * grid.cluster)
@@ -322,6 +369,7 @@ def go_on_without_the_others(grid, monkeypatch):
             (run_paged_attention, "parts of one context", take_parts_that_have_not_come, WRONG_RESULT),
             (run_paged_attention, "parts of one context", leave_parts_uncounted, "all wait"),
             (run_paged_attention, "parts of one context", keep_arrivals, "a counter that the next layer"),
+            (run_prefill_attention, "head_dim 512", free_slots_of_one_block, WRONG_RESULT),
             (run_sampling, 2, go_on_without_the_others, "has ended|not equal"),
         ]
     ),

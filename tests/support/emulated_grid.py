@@ -62,7 +62,10 @@ def emulate(monkeypatch, *modules, seed: int = 0, of_jax: bool = False) -> "Grid
         "max": np.maximum,
         "fori_loop": fori_loop,
         "while_loop": while_loop,
+        "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+        "select": lambda condition, yes, no: yes if condition else no,
         "cond": lambda condition, yes, no: yes() if condition else no(),
+        "switch": lambda index, branches: branches[index](),
         "broadcast_in_dim": lambda x, shape, axes: grid.as_array(broadcast_in_dim(x, shape, axes)),
         "rsqrt": lambda x: jnp.asarray(1 / np.sqrt(x)),
         "bitcast_convert_type": lambda x, dtype: jnp.asarray(np.asarray(x).view(dtype)),
@@ -387,7 +390,9 @@ class Grid:
         self.copies.append(end)
 
     def _garbage(self, x):
-        fill = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else self.random.randrange(1, 2**30)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return np.full(x.shape, np.nan, x.dtype)
+        fill = self.random.randrange(1, min(2**30, int(jnp.iinfo(x.dtype).max)))
         return np.full(x.shape, fill, x.dtype)
 
     def _allocate(self, kind, block):
@@ -395,7 +400,7 @@ class Grid:
             return Barriers(self, kind, block, self.cluster)
         if isinstance(kind, Views):
             return kind.allocate(self, block)
-        return Ref(self, np.full(kind.shape, np.nan, kind.dtype), block=block)
+        return Ref(self, self._garbage(kind), block=block)
 
     def _run(self, num_blocks, num_groups, body):
         """Has all warpgroups run to their ends, by turns. Raises what one of them raises."""
