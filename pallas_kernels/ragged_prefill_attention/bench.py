@@ -25,6 +25,16 @@ _FULL = (
     Step("1 x 8192, FP8", ((8192, 8192),), kv_dtype="float8_e4m3fn"),
     Step("16 x 512, FP8", ((512, 512),) * 16, kv_dtype="float8_e4m3fn"),
     Step("the last 1024 of 4096, FP8", ((1024, 4096),), kv_dtype="float8_e4m3fn"),
+    # Gemma 4's layers without a window: 31B, 26B-A4B, E4B.
+    *(
+        Step(f"{name}, H/K/D {num_heads}/{num_kv_heads}/512", chunks, num_heads, num_kv_heads, 512)
+        for num_heads, num_kv_heads in ((32, 4), (16, 2), (8, 2))
+        for name, chunks in (
+            ("1 x 8192", ((8192, 8192),)),
+            ("16 x 512", ((512, 512),) * 16),
+            ("the last 1024 of 8192", ((1024, 8192),)),
+        )
+    ),
 )
 _SMALL = (
     Step("1 x 512", ((512, 512),), 12, 4, 64),

@@ -212,22 +212,33 @@ def test_reasons_are_told_for_each_part(fields, options, text):
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "options", "text"),
     [
-        (STATES | {"linear_value_head_dim": 128}, "recurrence: recurrent_step and recurrent_chunks"),
+        (STATES | {"linear_value_head_dim": 128}, {}, "recurrence: recurrent_step and recurrent_chunks"),
         (
             STATES | {"linear_value_head_dim": 96},
+            {},
             "recurrence: recurrent_step and XLA (keys must be 64 or 128 and values a multiple of 64, got 128 and 96)",
+        ),
+        (LLAMA | {"head_dim": 512}, {}, "attention: paged_attention and ragged_prefill_attention"),
+        (
+            LLAMA | {"head_dim": 320},
+            {},
+            "attention: paged_attention and XLA "
+            "(head_dim must be a multiple of 16 up to 256, or of 128 up to 512, in prompts, got 320)",
         ),
         (
             LLAMA | {"head_dim": 512},
-            "attention: paged_attention and XLA (head_dim must be a multiple of 16 up to 256 in prompts, got 512)",
+            {"kv_cache_dtype": "fp8"},
+            "attention: paged_attention and XLA "
+            "(head_dim must be a multiple of 64 up to 256 in prompts where pages have 8 bits, got 512)",
         ),
     ],
     ids=str,
 )
-def test_reasons_are_told_for_prompts(fields, text):
-    assert any(text in path for path in make_builder(fields).describe_paths() if path.startswith("prompts"))
+def test_reasons_are_told_for_prompts(fields, options, text):
+    paths = make_builder(fields, **options).describe_paths()
+    assert any(text in path for path in paths if path.startswith("prompts"))
 
 
 @pytest.mark.parametrize("golden", CASES, ids=lambda path: path.name)

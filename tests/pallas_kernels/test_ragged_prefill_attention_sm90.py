@@ -129,6 +129,16 @@ ON_A_GPU = {
     "head_dim 256": {"chunks": MIX, "heads": (16, 4, 256), "block_size": 128},
     "head_dim 256, alone": {"chunks": MIX, "heads": (3, 3, 256), "sliding_window": 200, "soft_cap": 30.0},
     "Gemma 2": {"chunks": MIX, "heads": (16, 8, 256), "sliding_window": 200, "soft_cap": 30.0},
+    "head_dim 384": {"chunks": MIX, "heads": (8, 2, 384), "sliding_window": 200, "soft_cap": 30.0},
+    "head_dim 384, alone": {"chunks": MIX, "heads": (3, 3, 384), "has_sinks": True, "block_size": 64},
+    "head_dim 512": {"chunks": MIX, "heads": (32, 4, 512), "num_tokens": 768, "num_skipped": 3, "max_rows": 20},
+    "head_dim 512, alone": {"chunks": MIX, "heads": (1, 1, 512), "sliding_window": 100, "soft_cap": 30.0},
+    "head_dim 512, ALiBi": {"chunks": MIX, "heads": (8, 2, 512), "has_alibi": True, "dtype": jnp.float16},
+    "head_dim 512, end of a long context": {"chunks": [(300, 20_001)], "heads": (16, 2, 512)},
+    "head_dim 512, one long row": {"chunks": [(2000, 2000)], "heads": (4, 2, 512), "block_size": 256},
+    "head_dim 512, many short rows": {"chunks": [(1 + 5 * i % 13, 20 + i) for i in range(300)], "heads": (8, 2, 512)},
+    "head_dim 512, pages of 8": {"chunks": MIX, "heads": (4, 2, 512), "block_size": 8},
+    "head_dim 512, nothing": {"chunks": [], "heads": (4, 2, 512), "num_tokens": 100, "num_skipped": 2},
     "head_dim 96": {"chunks": MIX, "heads": (16, 2, 96), "sliding_window": 100},
     "head_dim 80": {"chunks": MIX, "heads": (7, 1, 80), "soft_cap": 5.0},
     "float16": {"chunks": MIX, "heads": (16, 2, 128), "dtype": jnp.float16},
@@ -151,9 +161,10 @@ def test_on_a_gpu(case):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.parametrize("poisoned", ["k", "v"])
-def test_a_nan_inside_the_context_shows(poisoned):
-    arrays, layout, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, 64))
+def test_a_nan_inside_the_context_shows(poisoned, head_dim):
+    arrays, layout, _ = make_case([(100, 300), (100, 300)], heads=(8, 2, head_dim))
     block = layout["block_tables"][0, 3]
     q, pages, *rest = arrays
     pages = pages._replace(**{poisoned: getattr(pages, poisoned).at[block, 1, 2].set(jnp.nan)})
@@ -207,6 +218,13 @@ COMPILED: dict[str, dict[str, Any]] = {
     "head_dim 112, window and cap": {"heads": (16, 8, 112), "sliding_window": 200, "soft_cap": 30.0},
     "head_dim 32": {"heads": (8, 2, 32)},
     "head_dim 256": {"heads": (16, 4, 256)},
+    "head_dim 384": {"heads": (16, 2, 384), "sliding_window": 200, "soft_cap": 30.0},
+    "head_dim 384, an odd number of heads": {"heads": (3, 3, 384), "block_size": 64},
+    "head_dim 512": {"heads": (32, 4, 512)},
+    "head_dim 512, ALiBi, window and cap": {"heads": (8, 2, 512), "has_alibi": True, "sliding_window": 200}
+    | {"soft_cap": 30.0},
+    "head_dim 512, pages of 8": {"heads": (16, 2, 512), "block_size": 8},
+    "head_dim 512, pages of 256": {"heads": (3, 1, 512), "block_size": 256, "dtype": jnp.float16},
     "Gemma 2": {"heads": (16, 8, 256), "sliding_window": 4096, "soft_cap": 50.0},
     "Gemma 2, pages of 8": {"heads": (8, 4, 256), "block_size": 8, "sliding_window": 4096, "soft_cap": 50.0},
     "Gemma 2, an odd number of heads": {"heads": (3, 3, 256), "sliding_window": 200, "soft_cap": 30.0},
@@ -286,8 +304,9 @@ def test_refuses_with_a_reason():
     with pytest.raises(NotImplementedError, match="scale must be positive"):
         ragged_prefill_attention_sm90(*arrays, **layout | {"scores": Scores(scale=0.0)})
     for heads, block_size, message in [
-        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256 in prompts, got 72"),
-        ((4, 2, 512), 16, "up to 256 in prompts, got 512"),
+        ((4, 2, 72), 16, "head_dim must be a multiple of 16 up to 256, or of 128 up to 512, in prompts, got 72"),
+        ((4, 2, 320), 16, "or of 128 up to 512, in prompts, got 320"),
+        ((4, 2, 640), 16, "or of 128 up to 512, in prompts, got 640"),
         ((4, 2, 64), 4, "block size must be a power of two from 8 to 256, got 4"),
     ]:
         arrays, layout, _ = make_case([(20, 20)], heads=heads, block_size=block_size)
