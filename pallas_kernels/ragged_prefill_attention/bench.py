@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paging import Pages, Scores
+from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores
 from pallas_kernels.paging.steps import Step
 from pallas_kernels.ragged_prefill_attention.op import ragged_prefill_attention
 from pallas_kernels.timing import Row, floor, measure, num_rotations, on_gpu, random_arrays, with_plan
@@ -44,7 +44,9 @@ _SMALL = (
 
 
 def ragged_prefill_attention_rows() -> Iterator[Row]:
-    """Yield a row for each step and implementation; cuDNN only if all chunks are whole prompts of one length."""
+    """Yield a row for each step and implementation; cuDNN only if all chunks are whole prompts of one length, and XLA
+    for the ends of contexts in large heads, which cuDNN does not have.
+    """
     for step in _FULL if on_gpu() else _SMALL:
         flops = 4 * step.num_pairs * step.num_heads * step.head_dim
         kv_bytes = 2 * step.bytes_of_value * step.num_positions * step.num_kv_heads
@@ -52,13 +54,16 @@ def ragged_prefill_attention_rows() -> Iterator[Row]:
         seeds = range(min(8, num_rotations(num_bytes)))
         implementation = "sm90" if on_gpu() else "xla"
         options = step.query_rows() | {"first_row": jnp.int32(0), "scores": Scores(scale=step.head_dim**-0.5)}
-        call = functools.partial(_call, **options, implementation=implementation)
+        calls = {name: functools.partial(_call, **options, implementation=name) for name in (implementation, "xla")}
         inputs = [step.arrays(seed) for seed in seeds]
+        names = [implementation]
+        if on_gpu() and step.head_dim > MAX_HEAD_DIM and step.num_positions > step.num_tokens:
+            names.append("xla")
         cases: list[tuple[str, Callable[..., Any], Any, Any]] = [
-            (implementation, call, with_plan(inputs), jnp.zeros_like(inputs[0][0]))
+            (name, calls[name], with_plan(inputs), jnp.zeros_like(inputs[0][0])) for name in names
         ]
         is_whole = len(set(step.chunks)) == 1 and step.chunks[0][0] == step.chunks[0][1]
-        if on_gpu() and is_whole and step.kv_dtype == "bfloat16":
+        if on_gpu() and is_whole and step.kv_dtype == "bfloat16" and step.head_dim <= MAX_HEAD_DIM:
             call = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
             cases.append(("cuDNN, no pages", call, [_contiguous(step, seed) for seed in seeds], None))
         for name, call, arguments, carry in cases:

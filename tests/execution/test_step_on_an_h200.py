@@ -213,9 +213,9 @@ def test_norms_around_blocks_are_two_launches_a_layer():
 
 
 @pytest.mark.slow
-def test_large_heads_of_decode_steps_have_a_kernel():
-    """Layers of Gemma 4 31B, one with heads of 512: up to 16 queries of a KV head have a kernel. With more of them, of
-    three drafts, XLA attends in a loop that the host waits for.
+def test_large_heads_have_kernels():
+    """Layers of Gemma 4 31B, one with heads of 512: prompts, and up to 16 queries of a KV head, have a kernel. With
+    more of them, of three drafts, XLA attends in a loop that the host waits for.
     """
     fields = {
         "model_type": "gemma4_text",
@@ -233,8 +233,8 @@ def test_large_heads_of_decode_steps_have_a_kernel():
     options = parse_speculation({"method": "ngram", "num_speculative_tokens": 3}).up_to(80, step_tokens=8192)
     builder = make_builder(fields, speculation=options)
     verified = next(bucket for bucket in builder.model.verifying_buckets if bucket.num_columns == 4)
-    of_loops = {0: decode_of(16)(builder), 1: PlainDecode(verified)}
-    for loops, one in of_loops.items():
+    of_loops = [(0, decode_of(16)(builder)), (0, forward_of_512_tokens(builder)), (1, PlainDecode(verified))]
+    for loops, one in of_loops:
         program = compile_program(builder, one)
         assert program.thunks["kWhile"] == loops
         assert program.spill_bytes == 0
