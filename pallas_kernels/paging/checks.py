@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.paging.tiles import MAX_COLUMNS, MAX_COLUMNS_OF_8_BITS, MAX_COPIED
 
 MAX_HEAD_DIM = MAX_COPIED
-"""The largest heads of prompts over pages of 8 bits, and of decoding rows with any number of queries."""
+"""The largest heads of decoding rows with any number of queries; those of prompts have a kernel of their own beyond."""
 LARGEST_HEAD_DIM = 512
 """The largest heads of prompts, and of decoding rows whose queries are columns."""
 
@@ -48,12 +48,10 @@ def _why_not_8_bits(dtype: Any, pages: Any, num_queries: int) -> str | None:
 
 def why_not_prompts(dtype: Any, pages: Any) -> str | None:
     """Return why no kernel for Hopper attends with prompts, rows of more tokens; None if one does."""
-    head_dim = pages.k.shape[3]
-    step, largest = (16, LARGEST_HEAD_DIM) if pages.scales is None else (64, MAX_HEAD_DIM)
-    if head_dim % (step if head_dim <= MAX_HEAD_DIM else 128) or head_dim > largest:
-        sizes = f"{step} up to {MAX_HEAD_DIM}" + (f", or of 128 up to {largest}," if largest > MAX_HEAD_DIM else "")
-        bits = "" if pages.scales is None else " where pages have 8 bits"
-        return f"head_dim must be a multiple of {sizes} in prompts{bits}, got {head_dim}"
+    head_dim, step = pages.k.shape[3], 16 if pages.scales is None else 64
+    if head_dim % (step if head_dim <= MAX_HEAD_DIM else 128) or head_dim > LARGEST_HEAD_DIM:
+        sizes = f"{step} up to {MAX_HEAD_DIM}, or of 128 up to {LARGEST_HEAD_DIM}"
+        return f"head_dim must be a multiple of {sizes}, in prompts, got {head_dim}"
     return why_not_pages(dtype, pages)
 
 

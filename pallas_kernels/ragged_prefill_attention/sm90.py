@@ -30,6 +30,7 @@ from pallas_kernels.paging.checks import check_prompts
 from pallas_kernels.ragged_prefill_attention import wide_kernel
 from pallas_kernels.ragged_prefill_attention.plan import plan
 from pallas_kernels.ragged_prefill_attention.sm90_kernel import ROWS, Global, Problem, Shared, Tile, kernel
+from pallas_kernels.ragged_prefill_attention.xla import ragged_prefill_attention_xla
 
 FEWEST_TOKENS_TO_CONVERT_FOR = 1024
 """With fewer, a second call for rows that have no room takes longer than tiles take to convert pages."""
@@ -38,6 +39,9 @@ CONVERTED_PER_TOKEN = 4
 """Room for converted pages, in tokens of contexts for each token of a step: a quarter of them are a step's own at the
 end of a prompt of four chunks.
 """
+
+FEWEST_CONVERTED_FOR_LARGE_HEADS = 8192
+"""Room for converted pages of heads of more than 256, in tokens, at least: XLA attends for rows that have none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,20 +110,26 @@ def ragged_prefill_attention_sm90(
     """Run the kernel, see `ragged_prefill_attention`. Raises NotImplementedError for what it does not support.
 
     A tile converts pages of 8 bits block by block, which takes as long as all the rest: with many tokens the pages of
-    the first rows, as many as there is room for, are converted once instead. `interpret` replaces what the interpreter
-    of `plgpu.force_gpu_interpret_mode` lacks.
+    the first rows, as many as there is room for, are converted once instead. With heads of more than 256 tiles convert
+    none, and XLA attends for rows without room. `interpret` replaces what the interpreter of
+    `plgpu.force_gpu_interpret_mode` lacks.
     """
-    run = functools.partial(
-        _attend, seq_lens=seq_lens, query_starts=query_starts, scores=scores, config=config, interpret=interpret
-    )
-    if pages.scales is None or len(q) < FEWEST_TOKENS_TO_CONVERT_FOR:
+    of_rows: dict[str, Any] = {"seq_lens": seq_lens, "query_starts": query_starts, "scores": scores}
+    run = functools.partial(_attend, **of_rows, config=config, interpret=interpret)
+    run_on_8_bits, room = run, CONVERTED_PER_TOKEN * len(q)
+    if q.shape[2] > MAX_HEAD_DIM:
+        run_on_8_bits = functools.partial(ragged_prefill_attention_xla, **of_rows)
+        room = max(room, FEWEST_CONVERTED_FOR_LARGE_HEADS)
+    elif len(q) < FEWEST_TOKENS_TO_CONVERT_FOR:
+        room = 0
+    if pages.scales is None or room == 0:
         return run(q, pages, before, block_tables=block_tables, first_row=first_row, num_rows=num_rows)
     check_prompts(q, pages)
     converted, tables, end = _converted(
-        pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=CONVERTED_PER_TOKEN * len(q)
+        pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=room
     )
     out = run(q, converted, before, block_tables=tables, first_row=first_row, num_rows=end)
-    return run(q, pages, out, block_tables=block_tables, first_row=end, num_rows=num_rows)
+    return run_on_8_bits(q, pages, out, block_tables=block_tables, first_row=end, num_rows=num_rows)
 
 
 def _converted(

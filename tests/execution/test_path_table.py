@@ -222,16 +222,21 @@ def test_reasons_are_told_for_each_part(fields, options, text):
         ),
         (LLAMA | {"head_dim": 512}, {}, "attention: paged_attention and ragged_prefill_attention"),
         (
+            LLAMA | {"head_dim": 512},
+            {"kv_cache_dtype": "fp8"},
+            "attention: paged_attention and ragged_prefill_attention",
+        ),
+        (
             LLAMA | {"head_dim": 320},
             {},
             "attention: paged_attention and XLA "
             "(head_dim must be a multiple of 16 up to 256, or of 128 up to 512, in prompts, got 320)",
         ),
         (
-            LLAMA | {"head_dim": 512},
+            LLAMA | {"head_dim": 320},
             {"kv_cache_dtype": "fp8"},
             "attention: paged_attention and XLA "
-            "(head_dim must be a multiple of 64 up to 256 in prompts where pages have 8 bits, got 512)",
+            "(head_dim must be a multiple of 64 up to 256, or of 128 up to 512, in prompts, got 320)",
         ),
     ],
     ids=str,

@@ -97,16 +97,18 @@ def test_interpreted(capsys, case):
 
 
 @pytest.mark.slow
-def test_interpreted_with_pages_of_8_bits(capsys, monkeypatch):
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_interpreted_with_pages_of_8_bits(capsys, monkeypatch, head_dim):
     """Those of the first two rows are converted at once; for the last row there is no room."""
     monkeypatch.setattr(sm90, "FEWEST_TOKENS_TO_CONVERT_FOR", 1)
     monkeypatch.setattr(sm90, "CONVERTED_PER_TOKEN", 2)
-    case = INTERPRETED["pairs of heads"] | {"kv_dtype": jnp.float8_e4m3fn}
+    monkeypatch.setattr(sm90, "FEWEST_CONVERTED_FOR_LARGE_HEADS", 1)
+    case = INTERPRETED["pairs of heads"] | {"heads": (4, 2, head_dim), "kv_dtype": jnp.float8_e4m3fn}
     (q, pages, before), layout, want = make_case(**case)
     arguments = pages, q.dtype, *(layout[name] for name in ("block_tables", "seq_lens", "first_row", "num_rows"))
     _, _, end = sm90._converted(*arguments, num_tokens=2 * len(q))
     assert end == layout["first_row"] + 2 == layout["num_rows"] - 1
-    config = Config(block_kv=64, k_stages=3, v_stages=2, q_slots=1, num_ctas=2)
+    config = Config(block_kv=64, k_stages=3, v_stages=2, q_slots=1, num_ctas=4)
     run = functools.partial(ragged_prefill_attention_sm90, **layout, config=config, interpret=True)
     check(interpret(capsys, run, q, pages, before), want, factor=2)
 
@@ -148,6 +150,8 @@ ON_A_GPU = {
     "sinks": {"chunks": MIX, "heads": (64, 8, 64), "has_sinks": True, "sliding_window": 128},
     "8 bits": {"chunks": MIX, "heads": (32, 8, 128), "num_tokens": 1100, "num_skipped": 3, "max_rows": 20} | FP8,
     "8 bits, no room for the last": {"chunks": [(300, 300), (600, 3000), (200, 9000)], "heads": (8, 2, 64)} | FP8,
+    "8 bits, head_dim 512": {"chunks": MIX, "heads": (32, 4, 512), "num_tokens": 768, "num_skipped": 3} | FP8,
+    "8 bits, head_dim 512, no room": {"chunks": [(60, 60), (9, 9000), (5, 70)], "heads": (8, 2, 512)} | FP8,
     "8 bits, few tokens": {"chunks": MIX, "heads": (8, 2, 128), "sliding_window": 200} | FP8,
 }
 
