@@ -125,9 +125,7 @@ def ragged_prefill_attention_sm90(
     if pages.scales is None or room == 0:
         return run(q, pages, before, block_tables=block_tables, first_row=first_row, num_rows=num_rows)
     check_prompts(q, pages)
-    converted, tables, end = _converted(
-        pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=room
-    )
+    converted, tables, end = _converted(pages, q.dtype, block_tables, seq_lens, first_row, num_rows, num_tokens=room)
     out = run(q, converted, before, block_tables=tables, first_row=first_row, num_rows=end)
     return run_on_8_bits(q, pages, out, block_tables=block_tables, first_row=end, num_rows=num_rows)
 
@@ -225,7 +223,8 @@ def _attend(
 def _call(gmem: Global, *, problem: Problem) -> Float[Array, "T H D"]:
     out_ref = jax.new_ref(gmem.out)  # changed in place by the kernel
     given, structure = jax.tree.flatten(gmem._replace(out=out_ref))
-    run, shared = kernel, Shared
+    run: Any = kernel
+    shared: Any = Shared
     launch: dict[str, Any] = {
         "scratch_types": _scratch(gmem, problem),
         "grid": (problem.num_ctas,),

@@ -73,7 +73,7 @@ class Shared(NamedTuple):
     k_free: Any
     v_full: Any
     v_free: Any
-    """Of `free` ones both CTAs' arrivals are waited for: a copy writes into both."""
+    """Those of `free` wait for both CTAs' arrivals: a copy writes into both."""
     weights_full: Any
     weights_free: Any
 
@@ -136,11 +136,11 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, rank, group, item, tile_
             (gmem.v_pages, smem.v, smem.v_full, smem.v_free, problem.v_stages),
         ):
             for half in range(HALVES):
-                slot = _slot(n + j, half, stages)
+                slot, columns = _slot(n + j, half, stages), pl.ds(half * half_size, half_size)
                 plgpu.barrier_wait(free.at[slot])
                 for i, page in enumerate(pages):
                     plgpu.copy_gmem_to_smem(
-                        source.at[page, blocks.kv_head, pl.ds(offset, blocks.chunk), pl.ds(half * half_size, half_size)],
+                        source.at[page, blocks.kv_head, pl.ds(offset, blocks.chunk), columns],
                         target.at[slot, pl.ds(i * blocks.chunk, blocks.chunk)],
                         full.at[slot],
                         collective_axes=shared,
@@ -247,6 +247,7 @@ def _zeros(problem: Problem):
 
 def _scores(problem: Problem, smem: Shared, n):
     """Return the scores of the queries with a block of keys; each half is given back when it has been multiplied."""
+    # Which the compiler does not know, or it would keep the descriptors of all parts in registers and spill others.
     zero = lax.optimization_barrier(_int(0))
     queries = smem.q.at[zero]
     num_parts, _, columns = queries.shape
