@@ -237,7 +237,7 @@ class Attention:
 
     @property
     def _is_written_as_projected(self) -> bool:
-        """Whether nothing is done to queries, keys and values before a kernel normalises, rotates and writes them."""
+        """True if nothing is done to queries, keys and values before a kernel normalises, rotates and writes them."""
         is_normed = self.head_norm is not None and not self.head_norm.has_kernel
         before = self.clip, self.value_norm, self.query_scale, self.source
         return not self.qkv_bias and not is_normed and before == (None,) * len(before)
