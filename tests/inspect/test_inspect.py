@@ -112,6 +112,13 @@ def test_a_step_is_measured_by_requests(llm):
     assert roofline.fraction == roofline.floor / roofline.measured
 
 
+def test_nothing_compiles_while_a_step_is_described(folder):
+    with LLM(folder, **OPTIONS | {"warmup": "background"}) as llm:
+        assert llm.client.engine.runner.is_warming_up
+        inspect.step(llm, context=8, speed=SPEED)
+        assert not llm.client.engine.runner.is_warming_up
+
+
 def test_prompts_have_steps_too(llm):
     step = inspect.step(llm, tokens=16, speed=SPEED)
     assert step.roofline.kv_bytes == 0
