@@ -79,7 +79,7 @@ def mosaic_gpu_extension() -> Any:
     return mosaic_gpu._mosaic_gpu_ext
 
 
-class _NotCached(Exception):  # noqa: N818 - not an error
+class _NotCached(Exception):
     """A program would have to be compiled."""
 
 
