@@ -231,8 +231,7 @@ class StepShapes:
         The first phases are waited for. With lean programs every plan then has a step, possibly a larger one than it
         needs; programs that XLA tunes are among them, because tuning takes time and memory of the device. Otherwise
         most requests then have steps of few tokens, and the urgent phases add larger steps, and what other requests
-        need. The others come in the order in which requests are likely to benefit from them; sizes of steps without
-        lean programs in the order of the padding that they save.
+        need. The others come in the order in which requests are likely to benefit from them.
         """
         largest = self.largest.bucket
         plain: list[Program] = [PlainDecode(bucket) for bucket in self._plain]
@@ -251,12 +250,14 @@ class StepShapes:
             phases.append(Phase("what XLA tunes on the device", tuned, is_first=True))
         else:
             small = self._programs_of_prompts([self._small])
-            mixed = self._programs_of_prompts(sorted(self._mixed, key=self._share_of_ready))
             lean = Phase(
                 "plain requests", [*small, self._lean_draw, Admit(), *self._admits_tokens, *self._copies], is_first=True
             )
             more = Phase("decode", self._with_draws(small))
-            phases = [lean, *(each._replace(is_urgent=True) for each in (any_step, slots, more, hidden))]
+            # The largest step would take several times as long for the last tokens of all rows.
+            all_rows = next(bucket for bucket in self._mixed if bucket.num_rows == largest.num_rows)
+            decode = Phase("decode of all rows", self._with_draws(self._programs_of_prompts([all_rows])))
+            phases = [lean, *(each._replace(is_urgent=True) for each in (decode, any_step, slots, more, hidden))]
         phases += [
             Phase("verification of drafts", verifying),
             Phase("decode of fewer rows", plain),
@@ -375,11 +376,6 @@ class StepShapes:
     def _masks_from(self, num_rows: int, num_columns: int) -> Iterator[Allow]:
         of_width = (masks for masks in self._masks if masks.num_columns == num_columns)
         return (masks for masks in of_width if masks.num_rows >= num_rows)
-
-    def _share_of_ready(self, bucket: Bucket) -> float:
-        """Return the tokens of a bucket as a share of those of the one in which its steps run before it is compiled."""
-        ready = self._small if bucket.num_tokens <= self._small.num_tokens else self.largest.bucket
-        return bucket.num_tokens / ready.num_tokens
 
     def _with_draws(self, forwards: Iterable[Forward | Begin | Finish]) -> list[Program]:
         """Return forward passes, each with the draws of its rows."""
