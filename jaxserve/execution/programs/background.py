@@ -65,8 +65,12 @@ class BackgroundWarmUp:
         """End it. Waits for the program that is being compiled, since XLA cannot be interrupted."""
         self._steps.stop()
         self._lowering.close()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all programs are compiled, or have failed."""
         self._ended.wait()
-        for thread in self._wanted.values():
+        for thread in list(self._wanted.values()):
             thread.join()
 
     def want(self, programs: Sequence[Program]) -> None:
