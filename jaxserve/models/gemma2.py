@@ -36,7 +36,8 @@ class Config(WindowedConfig):
     logit_soft_cap: float | None
 
 
-def _read(fields: dict[str, Any]) -> Config:
+def read(fields: dict[str, Any], *, norms: tuple[str, ...] = SANDWICH_NORMS) -> Config:
+    """Read the Config of a Gemma 2, or of a relative with other `norms`."""
     head_dim = hf_config.integer(fields, "head_dim")
     window = hf_config.integer(fields, "sliding_window")
     return read_config(
@@ -48,6 +49,8 @@ def _read(fields: dict[str, Any]) -> Config:
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
         attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        norm_offset=1.0,
+        norms=norms,
         rope=hf_rope.rope(fields, size=head_dim),
     )
 
@@ -55,8 +58,7 @@ def _read(fields: dict[str, Any]) -> Config:
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.attention_soft_cap)
-    norm = replace(config.norm, offset=1.0)
-    return config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
+    return config.windowed(replace(config.layer, mixer=attention))
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
@@ -67,7 +69,7 @@ def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: Step
 FAMILY = Family(
     Config,
     DEFAULTS,
-    _read,
+    read,
     layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,

@@ -7,12 +7,11 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import SANDWICH_NORMS, Layer
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
-from jaxserve.models import gemma2, hf_config, hf_rope, mixture
+from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
@@ -31,7 +30,6 @@ class Config(WindowedConfig):
 
     query_pre_attn_scalar: float
     logit_soft_cap: float | None
-    local_rope: Rope
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -48,6 +46,9 @@ def _read(fields: dict[str, Any]) -> Config:
         activation=hf_config.activation(fields, "hidden_activation"),
         sliding_windows=hf_config.periodic_windows(fields, window, period=period),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        norm_offset=1.0,
+        norms=SANDWICH_NORMS,
+        head_norm="shared",
         rope=rope,
         local_rope=local_rope,
     )
@@ -63,10 +64,8 @@ def ropes(fields: dict[str, Any], size: int) -> tuple[Rope, Rope]:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    norm = replace(config.norm, offset=1.0)
-    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, head_norm=HeadNorm(norm=norm))
-    layers = config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
-    return mixture.by_window(layers, local={"rope": config.local_rope}, full={})
+    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5)
+    return config.windowed(replace(config.layer, mixer=attention))
 
 
 FAMILY = Family(
@@ -78,5 +77,5 @@ FAMILY = Family(
     embed=embed_tokens,
     head=gemma2.head,
     doc=__doc__,
-    features=("QK norm", "norms around blocks"),
+    features=("QK norm", "norms around blocks", "local_rope"),
 )

@@ -3,11 +3,10 @@ the layers that follow from it.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxserve.layers.attention import Attention, OutputGate
+from jaxserve.layers.attention import OutputGate
 from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
@@ -77,13 +76,3 @@ def layers(config: Config) -> tuple[Layer, ...]:
         replace(layer, feed_forward=experts) if is_sparse else layer
         for layer, is_sparse in zip(dense, config.sparse_layers, strict=True)
     )
-
-
-def by_window(layers: tuple[Layer, ...], *, local: Mapping[str, Any], full: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Return the layers with the fields `local` of `Attention` where they have a window, and `full` where not."""
-
-    def of_kind(layer: Layer) -> Layer:
-        assert isinstance(layer.mixer, Attention)
-        return replace(layer, mixer=replace(layer.mixer, **(full if layer.mixer.sliding_window is None else local)))
-
-    return tuple(map(of_kind, layers))
