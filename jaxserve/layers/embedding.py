@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, Kernels, StepContext, result
 from jaxserve.layers.linear import linear
-from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.params import ParamSpec, matrix_spec
 from jaxserve.layers.parts import gather_part, sum_part
 from jaxserve.layers.sharding import partition_specs
 from jaxserve.layers.weight import Weight
@@ -20,9 +20,7 @@ from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
     """Declare a table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
-    return ParamSpec(
-        shape=(vocab_size, hidden_size), axes=("vocab", "embed"), num_inputs=1, source=(f"{source}.weight",)
-    )
+    return matrix_spec(source, (vocab_size, hidden_size), ("vocab", "embed"))
 
 
 def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:

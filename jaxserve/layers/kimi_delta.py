@@ -18,8 +18,8 @@ from jaxserve.layers.delta_net import rows_by_head
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights, convolution_spec
 from jaxserve.layers.weight import Weight
 from pallas_kernels.recurrent_step import Tokens, unit
 
@@ -73,13 +73,8 @@ class KimiDelta:
         by_head = rows_by_head(H, [K, K, K])
 
         def of_heads(module: str, size: int, inputs: int) -> ParamSpec:
-            return ParamSpec(
-                shape=(H, size, inputs),
-                axes=("key_heads", None, "embed" if inputs == E else None),
-                num_inputs=1,
-                source=(f"{prefix}.{module}.weight",),
-                source_shapes=((H * size, inputs),),
-            )
+            axes = ("key_heads", None, "embed" if inputs == E else None)
+            return matrix_spec(f"{prefix}.{module}", (H, size, inputs), axes)
 
         def in_float32(name: str, source_shape: tuple[int, ...], *shape: int) -> ParamSpec:
             return ParamSpec(
@@ -92,48 +87,30 @@ class KimiDelta:
             )
 
         if self.has_low_rank:
-            low = ParamSpec(
-                shape=(2 * K, E),
-                axes=(None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in ("f_a_proj", "g_a_proj")),
-                source_shapes=((K, E),) * 2,
-            )
+            low = matrix_spec([f"{prefix}.{name}" for name in ("f_a_proj", "g_a_proj")], (2 * K, E), (None, "embed"))
             projections = {"low": low, "decay": of_heads("f_b_proj", K, K), "gate": of_heads("g_b_proj", K, K)}
         else:
             projections = {"decay": of_heads("f_proj", K, E), "gate": of_heads("g_proj", K, E)}
         return projections | {
-            "in": ParamSpec(
-                shape=(H, 3 * K, E),
-                axes=("key_heads", None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in names.qkv),
-                source_shapes=((H * K, E),) * 3,
+            "in": matrix_spec(
+                [f"{prefix}.{name}" for name in names.qkv],
+                (H, 3 * K, E),
+                ("key_heads", None, "embed"),
                 rows=by_head,
                 quantize=True,
             ),
             "strength": of_heads("b_proj", 1, E),
-            "convolution": ParamSpec(
-                shape=(H, 3 * K, self.width),
-                axes=("key_heads", None, None),
-                num_inputs=1,
-                dtype=np.float32,
-                source=tuple(f"{prefix}.{name}.weight" for name in ("q_conv1d", "k_conv1d", "v_conv1d")),
-                source_shapes=((H * K, 1, self.width),) * 3,
+            "convolution": convolution_spec(
+                [f"{prefix}.{name}" for name in ("q_conv1d", "k_conv1d", "v_conv1d")],
+                (H, 3 * K, self.width),
+                ("key_heads", None, None),
                 rows=by_head,
-                is_absorbed=True,
-                init_scale=0.5,
             ),
             "a_log": in_float32("A_log", (1, 1, H, 1) if self.has_low_rank else (H,), 1),
             "dt_bias": in_float32("dt_bias", (H * K,), 1, K),
             "norm": norm_spec(f"{prefix}.o_norm", K),
-            "out": ParamSpec(
-                shape=(E, H, K),
-                axes=("embed", "key_heads", None),
-                num_inputs=2,
-                source=(f"{prefix}.{names.out}.weight",),
-                source_shapes=((E, H * K),),
-                quantize=True,
+            "out": matrix_spec(
+                f"{prefix}.{names.out}", (E, H, K), ("embed", "key_heads", None), num_inputs=2, quantize=True
             ),
         }
 

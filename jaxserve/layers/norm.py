@@ -134,17 +134,8 @@ def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
     `offset` is added to the checkpoint's values: Gemma and Nemotron store gain - 1. Such gains stay in float32, since a
     narrow type is more precise near 0 than near 1.
     """
-    name = f"{source}.weight"
-    if offset == 0.0:
-        return ParamSpec(shape=(size,), axes=(None,), source=(name,), init_scale=None)
-    return ParamSpec(
-        shape=(size,),
-        axes=(None,),
-        source=(name,),
-        offset=offset,
-        dtype=jnp.float32,
-        init_scale=None,
-    )
+    name, dtype = f"{source}.weight", None if offset == 0.0 else jnp.float32
+    return ParamSpec(shape=(size,), axes=(None,), source=(name,), offset=offset, dtype=dtype, init_scale=None)
 
 
 def layer_norm_specs(source: str, size: int, *, offset: float = 0.0, bias: bool = True) -> Params:
