@@ -15,12 +15,11 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.delta_net import rows_by_head
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights, convolution_spec
-from jaxserve.layers.weight import Weight
 from pallas_kernels.recurrent_step import Tokens, unit
 
 
@@ -40,6 +39,7 @@ class KimiDelta:
 
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
+    reader = no_reader  # several weights are multiplied by the block's input
     corrects = True
     decays_by_channel = True
 
@@ -113,10 +113,6 @@ class KimiDelta:
                 f"{prefix}.{names.out}", (E, H, K), ("embed", "key_heads", None), num_inputs=2, quantize=True
             ),
         }
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: several weights are multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

@@ -23,13 +23,12 @@ from jaxserve.layers.attention import OutputGate, QueryScale
 from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.rope import Rope, YarnScaling, half_split_order
 from jaxserve.layers.sharding import platform_of
-from jaxserve.layers.weight import Weight
 from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_latents
 from pallas_kernels.paging import Bytes, Pages, pool_dtype
@@ -164,6 +163,7 @@ class LatentAttention:
     """
 
     why_not_fused = "the attention is latent"
+    reader = no_reader  # "down" is never held as codes
 
     heads: LatentHeads
     rope: Rope | None
@@ -238,10 +238,6 @@ class LatentAttention:
         if self.has_bias:
             specs |= {f"{name}_bias": specs[name].bias for name in ("down", "out")}
         return specs
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: "down" is never held as codes."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

@@ -20,7 +20,7 @@ from jaxserve.layers.activations import ACTIVATIONS, Gate, scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.linear import Consumer, linear, norm_adds_partial_sums
+from jaxserve.layers.linear import Consumer, linear, no_reader, norm_adds_partial_sums
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec, matrix_spec
@@ -55,6 +55,7 @@ class Experts:
     """
 
     why_not_fused = "the feed-forward has experts"
+    reader = no_reader  # the router and the experts are all multiplied by the block's input
 
     routing: Routing
     size: int
@@ -115,10 +116,6 @@ class Experts:
                 if self.has_latent_bias:
                     specs[f"{name}_bias"] = specs[name].bias
         return specs
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: the router and the experts are all multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""

@@ -61,16 +61,18 @@ def read_routing(
     )
 
 
+def experts_of(config: Any, shared_size: int = 0, **own: Any) -> Experts:
+    """Return the experts of layers of a config with `routing`, `expert_size`, `activation` and `feed_forward`, beside a
+    shared one of `shared_size` unless that is 0. `own` are further fields of Experts.
+    """
+    shared = replace(config.feed_forward, size=shared_size) if shared_size else None
+    return Experts(routing=config.routing, size=config.expert_size, activation=config.activation, shared=shared, **own)
+
+
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=config.has_selection_bias,
-        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-        has_shared_gate=config.has_shared_gate,
-    )
+    own = {"has_selection_bias": config.has_selection_bias, "has_shared_gate": config.has_shared_gate}
+    experts = experts_of(config, config.shared_expert_size, **own)
     dense = config.windowed(replace(config.layer, mixer=replace(config.attention, gate=config.gate)))
     return tuple(
         replace(layer, feed_forward=experts) if is_sparse else layer
