@@ -28,7 +28,7 @@ from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
 from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.rope import Rope, YarnScaling, half_split_order
-from jaxserve.layers.sharding import platform_of
+from jaxserve.layers.sharding import platform_of, shard_map
 from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_latents
 from pallas_kernels.paging import Bytes, Pages, pool_dtype
@@ -147,13 +147,8 @@ class PagedLatent(NamedTuple):
         if sharding.mesh.empty:
             return context.call(on_local_heads, makes, q, stored, self, scales, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(heads, whole, whole, whole, whole),
-            out_specs=(heads, whole),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
-        return context.call(island, makes, q, stored, self, scales, batch.same_on_each_device())
+        run = shard_map(on_local_heads, (heads, whole, whole, whole, whole), (heads, whole))
+        return context.call(run, makes, q, stored, self, scales, batch.same_on_each_device())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.parts import routing_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.sharding import DATA, names_of, partition_specs
+from jaxserve.layers.sharding import DATA, names_of, partition_specs, shard_map
 from jaxserve.layers.token_shards import TokenShards
 from jaxserve.layers.weight import Use, Weight
 from pallas_kernels import grouped_codes
@@ -245,16 +245,9 @@ def _run_experts(
                 y = tokens.scatter_sum(y)
         return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes), load
 
-    island = jax.shard_map(
-        on_device,
-        in_specs=(partition_specs(experts), *[PartitionSpec()] * 4),
-        out_specs=(
-            PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset()),
-            PartitionSpec(expert_axis),
-        ),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )
-    return island(experts, x, logits, of_experts, num_tokens)
+    of_sums = PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset())
+    in_specs, out_specs = (partition_specs(experts), *[PartitionSpec()] * 4), (of_sums, PartitionSpec(expert_axis))
+    return shard_map(on_device, in_specs, out_specs)(experts, x, logits, of_experts, num_tokens)
 
 
 def _axes_of_partial_sums(experts: Params) -> tuple[str, ...]:

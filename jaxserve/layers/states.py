@@ -26,7 +26,7 @@ from jaxserve.layers.delta_rule import (
 )
 from jaxserve.layers.params import ParamSpec, matrix_spec
 from jaxserve.layers.parts import recurrence_part
-from jaxserve.layers.sharding import partition_spec, partition_specs
+from jaxserve.layers.sharding import partition_spec, partition_specs, shard_map
 from pallas_kernels.recurrent_step import Mixed, Tokens, recurrent_step
 
 
@@ -248,14 +248,10 @@ class States(NamedTuple):
         if sharding.mesh.empty:
             return context.call(on_local_heads, (result(shape, jnp.float32), self), *arguments)
         of_output = PartitionSpec(*sharding.spec[:2], *[None] * (len(shape) - 2))
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(*map(partition_specs, arguments[:3]), PartitionSpec()),
-            out_specs=(of_output, self._specs(corrects) if verifies else partition_specs(self)),
-            check_vma=False,
-        )
+        in_specs = (*map(partition_specs, arguments[:3]), PartitionSpec())
+        out_specs = (of_output, self._specs(corrects) if verifies else partition_specs(self))
         makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, of_output)), self
-        return context.call(island, makes, *arguments)
+        return context.call(shard_map(on_local_heads, in_specs, out_specs), makes, *arguments)
 
     def _specs(self, corrects: bool) -> "States":
         """Return the PartitionSpecs of the states in a step that verifies drafts."""
@@ -303,13 +299,7 @@ class States(NamedTuple):
             return on_local_heads(*arguments)
         whole = (PartitionSpec(),) * 3
         specs = partition_specs(self)
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(specs, partition_specs(unsettled), *whole),
-            out_specs=specs,
-            check_vma=False,
-        )
-        return island(*arguments)
+        return shard_map(on_local_heads, (specs, partition_specs(unsettled), *whole), specs)(*arguments)
 
 
 def take_unsettled(kv_cache: KVCache) -> tuple[KVCache, tuple[Unsettled, ...]]:
