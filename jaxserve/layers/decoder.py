@@ -61,6 +61,8 @@ class DecoderConfig:
     norms: tuple[str, ...] = PRE_NORMS
     head_norm: Literal["shared", "by head", "joint"] | None = None
     arrangement: Arrangement = Arrangement.SEQUENTIAL
+    score_scale: float | None = None
+    update_scale: float = 1.0
     sliding_window: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
 
@@ -72,6 +74,7 @@ class DecoderConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rope=self.rope,
+            scale=self.score_scale,
             sliding_window=self.sliding_window,
             alibi_slopes=self.alibi_slopes,
             qkv_bias=self.qkv_bias,
@@ -101,6 +104,7 @@ class DecoderConfig:
             norm=self.norm,
             norms=self.norms,
             arrangement=self.arrangement,
+            update_scale=self.update_scale,
         )
 
     @property

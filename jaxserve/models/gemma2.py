@@ -31,7 +31,6 @@ DEFAULTS: dict[str, Any] = {
 class Config(WindowedConfig):
     """The shape of one Gemma 2."""
 
-    query_pre_attn_scalar: float
     attention_soft_cap: float | None
     logit_soft_cap: float | None
 
@@ -49,6 +48,7 @@ def read(fields: dict[str, Any], *, norms: tuple[str, ...] = SANDWICH_NORMS) -> 
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
         attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        score_scale=hf_config.number(fields, "query_pre_attn_scalar") ** -0.5,
         norm_offset=1.0,
         norms=norms,
         rope=hf_rope.rope(fields, size=head_dim),
@@ -57,7 +57,7 @@ def read(fields: dict[str, Any], *, norms: tuple[str, ...] = SANDWICH_NORMS) -> 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.attention_soft_cap)
+    attention = replace(config.attention, soft_cap=config.attention_soft_cap)
     return config.windowed(replace(config.layer, mixer=attention))
 
 

@@ -4,11 +4,10 @@ Layers with a window rotate with a base of their own.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import WindowedConfig
-from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.layer import SANDWICH_NORMS
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gemma2, hf_config, hf_rope
@@ -28,7 +27,6 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
 class Config(WindowedConfig):
     """The shape of one Gemma 3."""
 
-    query_pre_attn_scalar: float
     logit_soft_cap: float | None
 
 
@@ -46,6 +44,7 @@ def _read(fields: dict[str, Any]) -> Config:
         activation=hf_config.activation(fields, "hidden_activation"),
         sliding_windows=hf_config.periodic_windows(fields, window, period=period),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        score_scale=hf_config.number(fields, "query_pre_attn_scalar") ** -0.5,
         norm_offset=1.0,
         norms=SANDWICH_NORMS,
         head_norm="shared",
@@ -62,17 +61,10 @@ def ropes(fields: dict[str, Any], size: int) -> tuple[Rope, Rope]:
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5)
-    return config.windowed(replace(config.layer, mixer=attention))
-
-
 FAMILY = Family(
     Config,
     DEFAULTS,
     _read,
-    layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,
     head=gemma2.head,
