@@ -46,7 +46,6 @@ FEATURES = {
     "use_parallel_residual": (OTHER, "parallel blocks"),
     "use_qk_norm": (OTHER, "QK norm"),
     "qk_layernorm": (OTHER, "QK norm"),
-    "attention_soft_cap": (OTHER, "attention cap"),
     "logit_soft_cap": (OTHER, "logit cap"),
     "logit_scale": (OTHER, "scaled logits"),
     "logits_scaling": (OTHER, "scaled logits"),

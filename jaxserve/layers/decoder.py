@@ -63,6 +63,7 @@ class DecoderConfig:
     arrangement: Arrangement = Arrangement.SEQUENTIAL
     score_scale: float | None = None
     update_scale: float = 1.0
+    attention_soft_cap: float | None = None
     sliding_window: int | None = None
     alibi_slopes: tuple[float, ...] | None = None
 
@@ -75,6 +76,7 @@ class DecoderConfig:
             head_dim=self.head_dim,
             rope=self.rope,
             scale=self.score_scale,
+            soft_cap=self.attention_soft_cap,
             sliding_window=self.sliding_window,
             alibi_slopes=self.alibi_slopes,
             qkv_bias=self.qkv_bias,

@@ -3,7 +3,6 @@ windows.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.layer import SANDWICH_NORMS
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -31,7 +30,6 @@ DEFAULTS: dict[str, Any] = {
 class Config(WindowedConfig):
     """The shape of one Gemma 2."""
 
-    attention_soft_cap: float | None
     logit_soft_cap: float | None
 
 
@@ -55,12 +53,6 @@ def read(fields: dict[str, Any], *, norms: tuple[str, ...] = SANDWICH_NORMS) -> 
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, soft_cap=config.attention_soft_cap)
-    return config.windowed(replace(config.layer, mixer=attention))
-
-
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
     """Return logits in float32, bent to stay within the cap if there is one."""
     return soft_cap(logits(params, config, hidden, context), config.logit_soft_cap)
@@ -70,10 +62,9 @@ FAMILY = Family(
     Config,
     DEFAULTS,
     read,
-    layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,
     head=head,
     doc=__doc__,
-    features=("norms around blocks",),
+    features=("norms around blocks", "attention cap"),
 )

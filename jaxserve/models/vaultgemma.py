@@ -7,4 +7,4 @@ from jaxserve.layers.layer import PRE_NORMS
 from jaxserve.models import gemma2
 
 READ = functools.partial(gemma2.read, norms=PRE_NORMS)
-FAMILY = replace(gemma2.FAMILY, read=READ, doc=__doc__, features=())
+FAMILY = replace(gemma2.FAMILY, read=READ, doc=__doc__, features=("attention cap",))
