@@ -157,7 +157,8 @@ def choose_weights(
         reason = "on this mesh a byte of two codes, or the order of inputs, would be on two devices"
         logger.info("codes of %d matrices (%s) are held as floats: %s", len(lost), kinds, reason)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
-        codes = {"fp8"} if kernels == "sm90" else set()
+        # Sums of FP8 codes have the activations' dtype, and float16 ends at 65,504.
+        codes = {"fp8"} if kernels == "sm90" and dtype != np.float16 else set()
         if config.quantize_activations or rounds_to_integers(fields):
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)

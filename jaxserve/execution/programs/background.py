@@ -78,8 +78,8 @@ class BackgroundWarmUp:
         new = [program for program in programs if program not in self._wanted]
         if new and not self._ended.is_set():
             thread = threading.Thread(target=self._compile_wanted, args=(new,), name="jaxserve-wanted", daemon=True)
+            thread.start()  # first, so that `wait` joins no thread that has not begun
             self._wanted |= dict.fromkeys(new, thread)
-            thread.start()
 
     def _run(self) -> None:
         start = time.perf_counter()

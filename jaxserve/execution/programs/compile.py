@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import pathlib
@@ -179,11 +180,17 @@ class CompiledSteps:
                 raise concurrent.futures.CancelledError from None
             return future
 
-        with tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar:
+        # One that is disabled starts tqdm's thread all the same, which fails if the interpreter ends meanwhile.
+        new_bar = functools.partial(tqdm, total=len(missing), desc="compiling", unit="program")
+        with new_bar() if progress else contextlib.nullcontext() as bar:
+
+            def advance() -> None:
+                if bar is not None:
+                    bar.update()
 
             def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
                 future = submit(compiling, self._compile, key, lowered, on_compiled)
-                future.add_done_callback(lambda _: bar.update())
+                future.add_done_callback(lambda _: advance())
                 return future
 
             try:
@@ -194,7 +201,7 @@ class CompiledSteps:
                 for future in _as_completed(futures):
                     key, lowered = futures[future], future.result()
                     if lowered is None:
-                        bar.update()
+                        advance()
                         continue
                     for kernel in kernels_of(lowered) - kernels.keys():
                         assert mesh is not None
