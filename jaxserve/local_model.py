@@ -159,14 +159,13 @@ class LocalModel:
         dequantize: bool | None = None,
         quantize_activations: bool | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
-        warmup: WarmUp = "full",
+        warmup: WarmUp = "background",
         programs: str | None = None,
         compilation_cache_dir: str | None = None,
     ):
-        """Load the model and compile its steps; `progress` shows bars meanwhile. Raises StartupError.
-
-        Where the compilation cache is empty, the first answer of a script or a notebook is there sooner with
-        `warmup="background"`, and all answers to many prompts later.
+        """Load the model and compile the steps that every request needs; `progress` shows bars meanwhile. The other
+        steps are loaded from the compilation cache, or compiled, while requests run: `warmup="full"` waits for all.
+        Raises StartupError.
         """
         options = {name: value for name, value in locals().items() if name in _OPTIONS}
         _check_mesh(mesh)

@@ -31,7 +31,8 @@ from jaxserve.tables import aligned, size_text
 HEADS, WINDOWS, POSITIONS, OTHER = "KV heads", "windows", "positions", "options"
 
 # How a field of a family's Config appears in the table: column, word. Fields that every family has are left out.
-# Features that all checkpoints of a family have, without a field, are listed in `Family.features`.
+# Fields that are None by default count only for families that list them in `Family.features`, next to features that all
+# of their checkpoints have without a field.
 FEATURES = {
     "num_kv_heads": (HEADS, "grouped"),
     "latent_heads": (HEADS, "latent"),
@@ -45,7 +46,6 @@ FEATURES = {
     "use_parallel_residual": (OTHER, "parallel blocks"),
     "use_qk_norm": (OTHER, "QK norm"),
     "qk_layernorm": (OTHER, "QK norm"),
-    "attention_soft_cap": (OTHER, "attention cap"),
     "logit_soft_cap": (OTHER, "logit cap"),
     "logit_scale": (OTHER, "scaled logits"),
     "logits_scaling": (OTHER, "scaled logits"),
@@ -73,10 +73,11 @@ def families() -> list[dict[str, str]]:
 
 def _features(family: Family) -> dict[str, str]:
     words: dict[str, list[str]] = collections.defaultdict(list)
-    words[OTHER] += family.features
-    for field in dataclasses.fields(family.Config):
-        if field.name in FEATURES and field.init:
-            column, word = FEATURES[field.name]
+    words[OTHER] += [name for name in family.features if name not in FEATURES]
+    fields = [field.name for field in dataclasses.fields(family.Config) if field.init and field.default is not None]
+    for name in (*fields, *family.features):
+        if name in FEATURES:
+            column, word = FEATURES[name]
             words[column].append(word)
     if issubclass(family.Config, UnrotatedConfig) and not words[POSITIONS]:
         words[POSITIONS].append("learned")

@@ -45,8 +45,8 @@ OPTIONS = dict(max_model_len=256, max_num_batched_tokens=64, kv_cache_memory=2**
 # %% [markdown]
 # ## Generate
 #
-# `warmup="none"` compiles a step's shape when it is first needed instead of all of them at the start: right for a
-# notebook, wrong for a server.
+# `warmup="none"` compiles a step's shape when it is first needed: right for a notebook that uses few of them. By
+# default the first ones are compiled at the start, and the others while requests run.
 
 # %%
 llm = LLM(MODEL, **OPTIONS)

@@ -1,11 +1,14 @@
-"""Everything of jax that it does not promise to keep: private modules that kernels are written with, and the two
+"""Everything of jax that it does not promise to keep: private modules that kernels are written with, and the three
 functions of it that we change. No other module imports `jax._src`, so a new version of jax is tested here first.
 """
 
 import functools
 import hashlib
+import threading
 from typing import Any
 
+import jax
+from jax._src import compiler
 from jax._src.lib import mosaic_gpu_dialect
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf, vector
@@ -18,6 +21,7 @@ __all__ = [
     "gpu",
     "ir",
     "llvm",
+    "load_compiled",
     "memref",
     "mlir_math",
     "mosaic_gpu_extension",
@@ -32,6 +36,9 @@ WRITTEN_FOR = "0.11.2"
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 """The attribute of a kernel's module that names the files of its dumps."""
+
+_only_load = threading.local()
+"""`is_set` in threads that load a program and must not compile it."""
 
 
 def name_kernels_by_content() -> None:
@@ -70,3 +77,34 @@ def mosaic_gpu_extension() -> Any:
     except ImportError:
         return None
     return mosaic_gpu._mosaic_gpu_ext
+
+
+class _NotCached(Exception):
+    """A program would have to be compiled."""
+
+
+def load_compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled | None:
+    """Load a lowered program from jax's compilation cache. Returns None if it is not there: it is not compiled.
+
+    jax can only load or compile, so the function with which it compiles what it has not found raises meanwhile.
+    """
+    _compile_unless_loading()
+    _only_load.is_set = True
+    try:
+        return lowered.compile(options)
+    except _NotCached:
+        return None
+    finally:
+        _only_load.is_set = False
+
+
+@functools.cache
+def _compile_unless_loading() -> None:
+    compile_and_load = compiler.backend_compile_and_load
+
+    def compile_unless_loading(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_only_load, "is_set", False):
+            raise _NotCached
+        return compile_and_load(*args, **kwargs)
+
+    compiler.backend_compile_and_load = compile_unless_loading

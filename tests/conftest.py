@@ -84,6 +84,17 @@ COMPILE_FOR_LONGER = {
 """Folders whose tests compile for longer than they run; of `engine` all but test_recall."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no cycles while modules are imported and tests collected, nor later among what is there by then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """Sort the files: those whose tests have a time limit of their own first, then those with most slow tests, then

@@ -22,6 +22,7 @@ from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient, EngineStats
+    from jaxserve.engine.local import LocalEngineClient
     from jaxserve.engine.profile import Work
 
 NUM_WARMUPS = 3
@@ -58,11 +59,16 @@ class EngineRun(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float | None
 
 
-def run(spec: RunSpec) -> EngineRun:
-    """Start an engine, submit all jobs at once and wait until the last one has finished."""
+def engine_of(config: EngineConfig, *, progress: bool = True) -> "contextlib.closing[LocalEngineClient]":
+    """Start an engine, which runs until the end of the `with`. Raises StartupError."""
     from jaxserve.engine.local import LocalEngineClient
 
-    with contextlib.closing(LocalEngineClient.start(spec.engine, owns_process=True)) as client:
+    return contextlib.closing(LocalEngineClient.start(config, progress=progress, owns_process=True))
+
+
+def run(spec: RunSpec) -> EngineRun:
+    """Start an engine, submit all jobs at once and wait until the last one has finished."""
+    with engine_of(spec.engine, progress=False) as client:
         complete(client, spec.jobs[:1], prefix="warmup")
         before = client.stats()
         start, cpu_start = time.perf_counter(), time.process_time()

@@ -1,13 +1,12 @@
 """`jaxserve bench full-load`: tokens a second when all requests are there at the start, beside a peer's table."""
 
-import contextlib
 import json
 import pathlib
 import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.bench.engine_run import complete, timed_steps, traced
+from jaxserve.bench.engine_run import complete, engine_of, timed_steps, traced
 from jaxserve.bench.report import table
 from jaxserve.bench.steps import kernels_table
 from jaxserve.bench.workloads import BatchShape
@@ -59,10 +58,8 @@ def run(
     With `profile` each setting runs once more, and a table of the GPU's kernels in a second of its middle follows.
     Raises StartupError, InvalidRequest.
     """
-    from jaxserve.engine.local import LocalEngineClient
-
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
-    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
+    with engine_of(config) as client:
         rows, profiles, longest = [], [], client.info.max_model_len
         if too_long := [str(setting) for setting in settings if setting.input_len + setting.output_len > longest]:
             raise InvalidRequest(f"max_model_len is {longest}: no room for {', '.join(too_long)}", param="settings")

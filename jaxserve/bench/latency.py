@@ -2,7 +2,6 @@
 peer).
 """
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from jaxserve.bench.engine_run import complete, traced, warm_up
+from jaxserve.bench.engine_run import complete, engine_of, traced, warm_up
 from jaxserve.bench.report import table
 from jaxserve.bench.shapes import SHAPES
 from jaxserve.bench.workloads import BatchShape
@@ -135,15 +134,14 @@ def run(
     Raises StartupError, InvalidRequest.
     """
     from jaxserve.engine.device import bytes_in_use
-    from jaxserve.engine.local import LocalEngineClient
 
     start = time.perf_counter()
-    engine = LocalEngineClient.start(config, progress=True, owns_process=True)
+    engine = engine_of(config)
     started = time.perf_counter() - start
     bandwidth = bandwidth and bandwidth * config.tensor_parallel_size
     theirs = {BatchShape(row.B, row.i, row.o): row for row in peer}
     rows, batches = [], []
-    with contextlib.closing(engine) as client:
+    with engine as client:
         in_use = bytes_in_use()
         for shape in shapes:
             measured = _measure(client, shape, profile=profile)
@@ -192,9 +190,7 @@ def _first(row: list[str]) -> str:
 
 def _rates(config: EngineConfig, shapes: list[BatchShape]) -> Iterator[tuple[BatchShape, tuple[float, float], int]]:
     """Yield tokens a second of prompts and of output for each shape, and the bytes of all weights."""
-    from jaxserve.engine.local import LocalEngineClient
-
-    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
+    with engine_of(config) as client:
         for shape in shapes:
             measured = _measure(client, shape, profile=False)
             prefill = shape.batch_size * shape.input_len / measured.prefill

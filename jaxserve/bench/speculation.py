@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from jaxserve.bench.engine_run import NUM_WARMUPS, complete
+from jaxserve.bench.engine_run import NUM_WARMUPS, complete, engine_of
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape, Job
 from jaxserve.config import EngineConfig
@@ -93,15 +93,10 @@ class _Pairs(NamedTuple):
 @contextlib.contextmanager
 def _engines(config: EngineConfig) -> "Iterator[tuple[LocalEngineClient, LocalEngineClient]]":
     """Start two engines of the same weights, without and with speculation."""
-    from jaxserve.engine.local import LocalEngineClient
-
     if config.speculative_config is None:
         raise InvalidRequest("there is nothing to compare without --speculative-config", param="speculative_config")
     plain = dataclasses.replace(config, speculative_config=None)
-    with (
-        contextlib.closing(LocalEngineClient.start(plain, progress=True, owns_process=True)) as off,
-        contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as on,
-    ):
+    with engine_of(plain) as off, engine_of(config) as on:
         yield off, on
 
 

@@ -1,12 +1,11 @@
 """`jaxserve bench steps`: the duration of each step of a batch, and the GPU kernels that run in it."""
 
-import contextlib
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from jaxserve.bench.engine_run import Step, timed_steps, traced, warm_up
+from jaxserve.bench.engine_run import Step, engine_of, timed_steps, traced, warm_up
 from jaxserve.bench.report import table
 from jaxserve.bench.workloads import BatchShape
 from jaxserve.config import EngineConfig
@@ -27,9 +26,7 @@ def run(config: EngineConfig, shapes: list[BatchShape], *, profile: bool) -> Ite
     With `profile` a second report follows, of another run that is traced: the GPU kernels in the second half of its
     time. Raises StartupError, InvalidRequest.
     """
-    from jaxserve.engine.local import LocalEngineClient
-
-    with contextlib.closing(LocalEngineClient.start(config, progress=True, owns_process=True)) as client:
+    with engine_of(config) as client:
         for shape in shapes:
             yield _steps(client, shape)
             if profile:

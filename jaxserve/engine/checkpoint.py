@@ -157,11 +157,18 @@ def choose_weights(
         reason = "on this mesh a byte of two codes, or the order of inputs, would be on two devices"
         logger.info("codes of %d matrices (%s) are held as floats: %s", len(lost), kinds, reason)
     if config.quantize_activations is not False and (kernels == "sm90" or is_cpu):
-        codes = {"fp8"} if kernels == "sm90" else set()
+        # Sums of FP8 codes have the activations' dtype, and float16 ends at 65,504.
+        codes = {"fp8"} if kernels == "sm90" and dtype != np.float16 else set()
+        if config.quantize_activations and "fp8" not in codes and kernels == "sm90" and _has_fp8(specs):
+            logger.warning("quantize_activations: not beside FP8 weights in float16, only in bfloat16")
         if config.quantize_activations or rounds_to_integers(fields):
             codes.add("int8")
         specs = with_rounded_activations(specs, codes, kernels=kernels)
     return specs
+
+
+def _has_fp8(specs: Params) -> bool:
+    return any(scheme.codes == "fp8" for scheme in schemes_of(specs).values())
 
 
 def _max_model_len(config: EngineConfig, model_config: Any, embedder: Embedder) -> int:

@@ -83,7 +83,7 @@ class Engine:
             bool(self._in_flight)
             or self.scheduler.has_work
             or self._num_compiling > 0
-            or self.runner.has_first_runs
+            or self.runner.can_advance_warm_up
             or self._has_new_programs
         )
 

@@ -39,9 +39,6 @@ STATS_INTERVAL = 0.02
 """Seconds between two snapshots of the engine's state while it is busy."""
 
 
-WARM_UP_INTERVAL = 0.1
-"""Seconds between two looks at what has been compiled in the background, while there is nothing else to do."""
-
 MAX_WAITING_SHOWN = 64
 """Waiting requests that a snapshot has: the queue may be long."""
 
@@ -106,6 +103,7 @@ class LocalEngineClient(EngineClient):
         self._is_profiling = False
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        engine.runner.on_programs = self._wake
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
         if watchdog_timeout:
@@ -317,6 +315,11 @@ class LocalEngineClient(EngineClient):
         finally:
             self._ended.set()
 
+    def _wake(self) -> None:
+        """Let the engine's thread look whether there is something to do."""
+        with self._condition:
+            self._condition.notify()
+
     def _take_commands(self) -> bool:
         """Pass commands to the engine; sleep while there is nothing to do. Returns false on closing."""
         with self._condition:
@@ -324,7 +327,7 @@ class LocalEngineClient(EngineClient):
                 if self._engine.has_work:
                     return True
                 self._stats = self._engine.stats()
-                self._condition.wait(WARM_UP_INTERVAL if self._engine.runner.is_warming_up else None)
+                self._condition.wait()
             if self._is_closing:
                 return False
             commands, self._commands = self._commands, []

@@ -169,6 +169,8 @@ class Runner:
         self._background: BackgroundWarmUp | None = None
         self.readiness: Readiness | None = None
         """Which programs steps may run in; None: in all."""
+        self.on_programs: Callable[[], object] = lambda: None
+        """Called when programs have been compiled or have failed, by the thread that compiles them."""
         self._first_runs: collections.deque[Program] = collections.deque()
         self._features = np.zeros(self.model.max_num_seqs, np.int32)
         self._may_want_prompt_logprobs = np.zeros(self.model.max_num_seqs, bool)
@@ -291,7 +293,16 @@ class Runner:
         `on_end` is called by another thread, when all is compiled; `lowering_here` has no workers.
         """
         ready = {program for program, _ in self.steps.items()}
-        self.readiness = Readiness(self.builder.shapes, ready)
+        readiness = self.readiness = Readiness(self.builder.shapes, ready)
+
+        def give_up(program: Program) -> None:
+            readiness.fail(program)
+            self.on_programs()
+
+        def end() -> None:
+            on_end()
+            self.on_programs()
+
         phases = [
             phase._replace(programs=[program for program in phase.programs if program not in ready])
             for phase in self.builder.order()
@@ -305,8 +316,8 @@ class Runner:
             kernels_of=functools.partial(self._kernels_of, lowering),
             mesh=self.mesh,
             on_compiled=self._take_compiled,
-            on_failed=self.readiness.fail,
-            on_end=on_end,
+            on_failed=give_up,
+            on_end=end,
         )
 
     @property
@@ -319,10 +330,19 @@ class Runner:
         if self._background is not None:
             self._background.want(programs)
 
+    def wait_for_background(self) -> None:
+        """Wait until nothing is compiled in the background."""
+        if self._background is not None:
+            self._background.wait()
+
     @property
-    def has_first_runs(self) -> bool:
-        """True if `advance_warm_up` has a program to run."""
-        return bool(self._first_runs)
+    def can_advance_warm_up(self) -> bool:
+        """True if `advance_warm_up` has something to do."""
+        return bool(self._first_runs) or (self.readiness is not None and self._is_all_compiled)
+
+    @property
+    def _is_all_compiled(self) -> bool:
+        return self._background is not None and self._background.is_done
 
     def advance_warm_up(self) -> None:
         """Let steps use the programs that have been compiled meanwhile. To be called between two steps, in the thread
@@ -336,7 +356,7 @@ class Runner:
             self.run_empty(program)
             if program not in self._first_runs:
                 self.readiness.add(program)
-        elif self._background is not None and self._background.is_done:
+        elif self._is_all_compiled:
             self.readiness = None
 
     def run_empty_steps(self) -> None:
@@ -441,6 +461,7 @@ class Runner:
             self._first_runs.extend([program] * NUM_FIRST_RUNS)
         elif (readiness := self.readiness) is not None:  # another thread may set it to None meanwhile
             readiness.add(program)
+        self.on_programs()
 
     def _run(self, program: Program, *arguments: Any) -> Any:
         """Start a program with the state and these arguments, update the state, and return the other results."""

@@ -10,7 +10,7 @@ import jax
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.shapes import PLAIN_DECODE
-from jaxserve.inspect.engine import engine_of, plans_passed_to
+from jaxserve.inspect.engine import engine_of, plans_passed_to, wait_until_warm
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
@@ -77,8 +77,9 @@ def simulate(stage_seconds: Sequence[float], *, num_in_flight: int) -> float:
 
 
 def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
-    """Measure the steps of `rows` requests of `num_tokens` tokens each, which must all run at once. Raises ConfigError
-    for an engine of one stage, and InvalidRequest for numbers that it does not have.
+    """Measure the steps of `rows` requests of `num_tokens` tokens each, which must all run at once, when nothing is
+    compiled in the background any more. Raises ConfigError for an engine of one stage, and InvalidRequest for numbers
+    that it does not have.
     """
     engine = engine_of(llm)
     runner = engine.runner
@@ -87,6 +88,7 @@ def bubble(llm: LLM, *, rows: int, num_tokens: int = 32) -> Bubble:
     limit = runner.model.max_num_seqs
     if not runner.num_stages <= rows <= limit:
         raise InvalidRequest(f"rows must be between {runner.num_stages} and {limit}, got {rows}", param="rows")
+    wait_until_warm(llm)
     part = -(-rows // runner.num_stages)
     starts: list[tuple[float, bool]] = []
 

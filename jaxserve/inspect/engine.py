@@ -1,6 +1,7 @@
 """Find the engine of a model that runs in this process, and see its plans."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 from jaxserve.engine.engine import Engine
@@ -20,6 +21,16 @@ def engine_of(llm: LocalModel) -> Engine:
     if not isinstance(client, LocalEngineClient):
         raise ConfigError("inspect needs an engine in this process, as LLM and AsyncLLM have one")
     return client.engine
+
+
+def wait_until_warm(llm: LocalModel) -> None:
+    """Wait until nothing is compiled in the background: whatever is measured meanwhile takes longer. Raises what
+    `engine_of` raises.
+    """
+    runner = engine_of(llm).runner
+    runner.wait_for_background()
+    while runner.can_advance_warm_up and llm.client.is_alive():
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jaxserve.execution.programs.kinds import Program
 from jaxserve.execution.programs.shapes import StepNeeds
 from jaxserve.execution.runner import Runner
 from jaxserve.inspect.collectives import Collective, find_collectives
-from jaxserve.inspect.engine import engine_of, plans_passed_to
+from jaxserve.inspect.engine import engine_of, plans_passed_to, wait_until_warm
 from jaxserve.inspect.picture import html_table, size
 from jaxserve.inspect.roofline import Roofline, Speed
 from jaxserve.layers.layouts import read_whole, shard_bytes
@@ -175,7 +175,8 @@ def step(
 
     With `tokens` it is a step of so many tokens of prompts. `speed` is that of the device that the roofline is for, by
     default this one, which is measured. `measure` runs such requests, and takes the median time of a step: only for an
-    LLM, and for steps of one token a row. A program that no request has needed yet is compiled.
+    LLM, and for steps of one token a row. What is compiled in the background is waited for, and a program that no
+    request has needed yet is compiled.
 
     Raises InvalidRequest for numbers that the engine's steps do not have.
     """
@@ -193,6 +194,7 @@ def step(
     for name, value, limit in limits:
         if not 1 <= convert(name, value, _INTEGER) <= limit:
             raise InvalidRequest(f"{name} must be between 1 and {limit}, got {value}", param=name)
+    wait_until_warm(llm)
     found = runner.builder.shapes.step_for(num_tokens, StepNeeds(is_decode_only=tokens is None))
     what = f"{rows} rows of {context} tokens before it" if tokens is None else f"{tokens} tokens of prompts"
     weight_bytes = _bytes_read(runner.model.params, llm.info, num_tokens)

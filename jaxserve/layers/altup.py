@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import Norm
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 
 FLOAT32 = jnp.dtype(jnp.float32)
 MIN_MEAN_SQUARE = 1e-5
@@ -45,36 +45,24 @@ class AltUp:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         N, E = self.num_streams, hidden_size
 
-        def coefficients(module: str, *shape: int, stored: tuple[int, ...]) -> ParamSpec:
-            name = f"{prefix}.altup.{module}.weight"
-            axes = (None,) * len(shape)
-            return ParamSpec(shape=shape, axes=axes, num_inputs=1, source=(name,), source_shapes=(stored,))
+        def coefficients(module: str, *shape: int) -> ParamSpec:
+            return matrix_spec(f"{prefix}.altup.{module}", shape, (None,) * len(shape))
 
         specs: Params = {
             "router_norm": self.norm.specs(f"{prefix}.altup.router_norm", E),
-            "router": coefficients("modality_router", N, E, stored=(N, E)),
-            "predict": coefficients("prediction_coefs", N, N, N, stored=(N * N, N)),
-            "correct": coefficients("correction_coefs", N, N, stored=(N, N)),
+            "router": coefficients("modality_router", N, E),
+            "predict": coefficients("prediction_coefs", N, N, N),
+            "correct": coefficients("correction_coefs", N, N),
         }
         if self.has_scale:
             source = (f"{prefix}.altup.correct_output_scale",)
             specs["scale"] = ParamSpec(shape=(E,), axes=(None,), source=source, init_scale=None)
         if self.is_first:
-            specs["split"] = ParamSpec(
-                shape=(N - 1, E, E),
-                axes=(None, None, "embed"),
-                num_inputs=1,
-                source=tuple(f"model.altup_projections.{index}.weight" for index in range(N - 1)),
-                source_shapes=((E, E),) * (N - 1),
-            )
+            modules = [f"model.altup_projections.{index}" for index in range(N - 1)]
+            specs["split"] = matrix_spec(modules, (N - 1, E, E), (None, None, "embed"))
         if self.is_last:
             specs["merge"] = [
-                ParamSpec(
-                    shape=(E, E),
-                    axes=(None, "embed"),
-                    num_inputs=1,
-                    source=(f"model.altup_unembed_projections.{index}.weight",),
-                )
+                matrix_spec(f"model.altup_unembed_projections.{index}", (E, E), (None, "embed"))
                 for index in range(N - 1)
             ]
         return specs
@@ -164,10 +152,7 @@ class Laurel:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         shapes = {"left": (self.rank, hidden_size), "right": (hidden_size, self.rank)}
         return {
-            name: ParamSpec(
-                shape=shape, axes=(None, None), num_inputs=1, source=(f"{prefix}.laurel.linear_{name}.weight",)
-            )
-            for name, shape in shapes.items()
+            name: matrix_spec(f"{prefix}.laurel.linear_{name}", shape, (None, None)) for name, shape in shapes.items()
         } | {"norm": self.norm.specs(f"{prefix}.laurel.post_laurel_norm", hidden_size)}
 
     def run(self, params: Params, x: Float[Array, "T E"], context: StepContext) -> Float[Array, "T E"]:

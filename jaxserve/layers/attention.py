@@ -18,7 +18,7 @@ from jaxserve.layers.linear import Consumer, linear, residual_update, unscaled_p
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import Norm, norm_spec
 from jaxserve.layers.paged_kv import KVSpec
-from jaxserve.layers.params import NO_ROW, Params, ParamSpec
+from jaxserve.layers.params import NO_ROW, Params, ParamSpec, matrix_spec
 from jaxserve.layers.rope import Rope, Rotation, half_split_order
 from jaxserve.layers.weight import Weight
 from pallas_kernels.kv_write import HeadNorms, rotate
@@ -185,32 +185,25 @@ class Attention:
                 projections, rows = names.qkv[:2], by_head[:, [*range(G + 1), G]].ravel()
             sizes = sizes[: len(projections)]
         specs: Params = {
-            "qkv": ParamSpec(
-                shape=(K, members, D, E),
-                axes=("kv_heads", kind, None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in projections),
-                source_shapes=tuple((size, E) for size in sizes),
+            "qkv": matrix_spec(
+                [f"{prefix}.{name}" for name in projections],
+                (K, members, D, E),
+                ("kv_heads", kind, None, "embed"),
+                num_outputs=sizes,
                 rows=rows,
                 quantize=True,
             ),
-            "out": ParamSpec(
-                shape=(E, H, V),
-                axes=("embed", "heads", None),
-                num_inputs=2,
-                source=(f"{prefix}.{names.out}.weight",),
-                source_shapes=((E, H * V),),
-                quantize=True,
+            "out": matrix_spec(
+                f"{prefix}.{names.out}", (E, H, V), ("embed", "heads", None), num_inputs=2, quantize=True
             ),
         }
         if self.gate is not None:
             outputs = (H,) if self.gate.is_per_head else (H, V)
-            specs["gate"] = ParamSpec(
-                shape=(*outputs, E),
-                axes=("heads", *(None,) * (len(outputs) - 1), "embed"),
-                num_inputs=1,
-                source=(f"{prefix}.{names.gate or names.qkv[0]}.weight",),
-                source_shapes=((2 * H * D if q_has_gates else math.prod(outputs), E),),
+            specs["gate"] = matrix_spec(
+                f"{prefix}.{names.gate or names.qkv[0]}",
+                (*outputs, E),
+                ("heads", *(None,) * (len(outputs) - 1), "embed"),
+                num_outputs=(2 * H * D,) if q_has_gates else None,
                 rows=_rows_of_gates(H, D) if q_has_gates else None,
                 quantize=not self.gate.is_per_head,
             )
@@ -237,7 +230,7 @@ class Attention:
 
     @property
     def _is_written_as_projected(self) -> bool:
-        """Whether nothing is done to queries, keys and values before a kernel normalises, rotates and writes them."""
+        """True if nothing is done to queries, keys and values before a kernel normalises, rotates and writes them."""
         is_normed = self.head_norm is not None and not self.head_norm.has_kernel
         before = self.clip, self.value_norm, self.query_scale, self.source
         return not self.qkv_bias and not is_normed and before == (None,) * len(before)

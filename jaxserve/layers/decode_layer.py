@@ -21,7 +21,7 @@ from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.paged_kv import PagedKV
 from jaxserve.layers.params import Params
 from jaxserve.layers.paths import Kind, as_matrix, matrices_of, quantized_matrices
-from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.sharding import partition_specs, shard_map
 from jaxserve.layers.weight import Weight, output_sharding
 from pallas_kernels import all_reduce, layer_matmuls, quantized_matmuls, small_matmul
 from pallas_kernels.peers import peer_buffers_spec
@@ -101,8 +101,7 @@ def _whole_layer(
         )
 
     if not jax.typeof(x).sharding.mesh.empty:  # of one device, or the same on each
-        everywhere = PartitionSpec()
-        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        run = shard_map(run, PartitionSpec(), PartitionSpec())
     x, y, pages = run(qkv, cache, x, _as_matrices(weights, next_qkv), gains, of_rows)
     return x, y if next_qkv is None else y.reshape(len(x), *next_qkv.shape[:-1]), PagedKV(*pages)
 
@@ -167,12 +166,8 @@ def _after_attention(
             next_qkv=partition_specs(next_qkv),
             peers=peer_buffers_spec(mesh),
         )
-        run = jax.shard_map(
-            run,
-            in_specs=(specs,),
-            out_specs=(everywhere, everywhere if next_qkv is None else PartitionSpec(None, *next_qkv.spec[:-1])),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
+        of_qkv = everywhere if next_qkv is None else PartitionSpec(None, *next_qkv.spec[:-1])
+        run = shard_map(run, (specs,), (everywhere, of_qkv))
     operands = _Operands(heads, x, weights, gains, next_qkv, context.peers)
     return context.call(run, _made(x, next_qkv), operands)
 

@@ -19,7 +19,7 @@ from jaxserve.layers.context import ExpertLoads, result
 from jaxserve.layers.decode_layer import run_fused_layer
 from jaxserve.layers.embedding import embedding_spec
 from jaxserve.layers.launch import cut_launch
-from jaxserve.layers.layer import Layer
+from jaxserve.layers.layer import PRE_NORMS, Arrangement, Layer
 from jaxserve.layers.linear import Consumer, linear
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.names import LLAMA_NAMES, Names
@@ -37,7 +37,7 @@ class DecoderConfig:
     by default Llama's without biases. A family adds fields of its own, and replaces parts of the layer.
 
     Fields with a default are not read from config.json by themselves: `head_norm` names the gains of norms of q and k,
-    as `HeadNorm` does.
+    as `HeadNorm` does; the others are those of `Attention`, `FeedForward`, `Norm` and `Layer`.
     """
 
     vocab_size: int
@@ -57,7 +57,15 @@ class DecoderConfig:
     mlp_bias: bool = False
     is_gated: bool = True
     norm_kind: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    norms: tuple[str, ...] = PRE_NORMS
     head_norm: Literal["shared", "by head", "joint"] | None = None
+    arrangement: Arrangement = Arrangement.SEQUENTIAL
+    score_scale: float | None = None
+    update_scale: float = 1.0
+    attention_soft_cap: float | None = None
+    sliding_window: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
     @property
     def attention(self) -> Attention:
@@ -67,6 +75,10 @@ class DecoderConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rope=self.rope,
+            scale=self.score_scale,
+            soft_cap=self.attention_soft_cap,
+            sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             head_norm=None if self.head_norm is None else HeadNorm(norm=self.norm, gains=self.head_norm),
@@ -82,12 +94,20 @@ class DecoderConfig:
     @property
     def norm(self) -> Norm:
         """The norm before each block."""
-        return Norm(eps=self.norm_eps, kind=self.norm_kind)
+        return Norm(eps=self.norm_eps, kind=self.norm_kind, offset=self.norm_offset)
 
     @property
     def layer(self) -> Layer:
         """The layer."""
-        return Layer(hidden_size=self.hidden_size, mixer=self.attention, feed_forward=self.feed_forward, norm=self.norm)
+        return Layer(
+            hidden_size=self.hidden_size,
+            mixer=self.attention,
+            feed_forward=self.feed_forward,
+            norm=self.norm,
+            norms=self.norms,
+            arrangement=self.arrangement,
+            update_scale=self.update_scale,
+        )
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -97,9 +117,16 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowedConfig(DecoderConfig):
-    """The fields of families whose layers have windows of their own, None in layers that attend to all tokens."""
+    """The fields of families whose layers have windows of their own, None in layers that attend to all tokens.
+
+    Attributes:
+        local_rope: the rotation of layers with a window; None if it is that of all layers.
+        rotates_everywhere: False if layers without a window do not rotate.
+    """
 
     sliding_windows: tuple[int | None, ...]
+    local_rope: Rope | None = None
+    rotates_everywhere: bool = True
 
     @property
     @override
@@ -110,7 +137,12 @@ class WindowedConfig(DecoderConfig):
     def windowed(self, layer: Layer) -> tuple[Layer, ...]:
         """Return such a layer for each window."""
         assert isinstance(layer.mixer, Attention)
-        mixers = [dataclasses.replace(layer.mixer, sliding_window=window) for window in self.sliding_windows]
+        local = {"rope": self.local_rope or layer.mixer.rope}
+        full = {} if self.rotates_everywhere else {"rope": None}
+        mixers = [
+            dataclasses.replace(layer.mixer, sliding_window=window, **(full if window is None else local))
+            for window in self.sliding_windows
+        ]
         return tuple(dataclasses.replace(layer, mixer=mixer) for mixer in mixers)
 
 

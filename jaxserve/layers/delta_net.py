@@ -15,12 +15,11 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights, convolution_spec
 from pallas_kernels.recurrent_step import Mixed
 
 
@@ -58,6 +57,7 @@ class DeltaNet:
 
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
+    reader = no_reader  # two weights are multiplied by the block's input
     corrects = True
     decays_by_channel = False
 
@@ -97,14 +97,9 @@ class DeltaNet:
                 rows_of_source = rows
                 if len(modules) < len(sizes):  # one of query, key and values
                     sizes = [sum(sizes[:-1]), sizes[-1]]
-            return ParamSpec(
-                shape=(H, num_rows, E),
-                axes=("key_heads", None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{module}.weight" for module in modules),
-                source_shapes=tuple((size, E) for size in sizes),
-                rows=rows_of_source,
-            )
+            sources = [f"{prefix}.{module}" for module in modules]
+            axes = ("key_heads", None, "embed")
+            return matrix_spec(sources, (H, num_rows, E), axes, num_outputs=sizes, rows=rows_of_source)
 
         def of_value_heads(name: str) -> ParamSpec:
             return ParamSpec(
@@ -120,35 +115,20 @@ class DeltaNet:
         return {
             "in": dataclasses.replace(wide, quantize=True),
             "rates": projection(own.rates, [H * G, H * G], 2 * G, rows_by_head(H, [G, G])),
-            "convolution": ParamSpec(
-                shape=(H, heads.num_channels, heads.width),
-                axes=("key_heads", None, None),
-                num_inputs=1,
-                dtype=np.float32,
-                source=tuple(f"{prefix}.{module}.weight" for module in own.convolution),
-                source_shapes=tuple(
-                    (size, 1, heads.width) for size in (sizes[:3] if len(own.convolution) > 1 else [sum(sizes[:3])])
-                ),
+            "convolution": convolution_spec(
+                [f"{prefix}.{module}" for module in own.convolution],
+                (H, heads.num_channels, heads.width),
+                ("key_heads", None, None),
+                num_channels=sizes[:3] if len(own.convolution) > 1 else None,
                 rows=channels,
-                is_absorbed=True,
-                init_scale=0.5,
             ),
             "a_log": of_value_heads("A_log"),
             "dt_bias": of_value_heads("dt_bias"),
             "norm": norm_spec(f"{prefix}.{own.norm}", V),
-            "out": ParamSpec(
-                shape=(E, H, G * V),
-                axes=("embed", "key_heads", None),
-                num_inputs=2,
-                source=(f"{prefix}.{own.out}.weight",),
-                source_shapes=((E, H * G * V),),
-                quantize=True,
+            "out": matrix_spec(
+                f"{prefix}.{own.out}", (E, H, G * V), ("embed", "key_heads", None), num_inputs=2, quantize=True
             ),
         }
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: two weights are multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

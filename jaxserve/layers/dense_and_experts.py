@@ -6,13 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.linear import Consumer
+from jaxserve.layers.linear import Consumer, no_reader
 from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing, moe
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +23,7 @@ class DenseAndExperts:
     """
 
     why_not_fused = Experts.why_not_fused
+    reader = no_reader  # no weight is multiplied by the block's input as it is
 
     dense: FeedForward
     experts: Experts
@@ -59,10 +59,6 @@ class DenseAndExperts:
                 ),
             }
         )
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: no weight is multiplied by the block's input as it is."""
-        return None
 
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:  # noqa: ARG002
         """Return the sum of both parts, as one array whatever takes it."""

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, Kernels, StepContext, result
 from jaxserve.layers.linear import linear
-from jaxserve.layers.params import ParamSpec
+from jaxserve.layers.params import ParamSpec, matrix_spec
 from jaxserve.layers.parts import gather_part, sum_part
-from jaxserve.layers.sharding import partition_specs
+from jaxserve.layers.sharding import partition_specs, shard_map
 from jaxserve.layers.weight import Weight
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
@@ -20,9 +20,7 @@ from pallas_kernels.peers import PeerBuffers, peer_buffers_spec
 
 def embedding_spec(source: str, *, vocab_size: int, hidden_size: int) -> ParamSpec:
     """Declare a table [V, E], input embedding or LM head; `source` is its module's name in the checkpoint."""
-    return ParamSpec(
-        shape=(vocab_size, hidden_size), axes=("vocab", "embed"), num_inputs=1, source=(f"{source}.weight",)
-    )
+    return matrix_spec(source, (vocab_size, hidden_size), ("vocab", "embed"))
 
 
 def position_spec(source: str, *, num_positions: int, hidden_size: int) -> ParamSpec:
@@ -40,13 +38,9 @@ def embed(table: Weight, batch: Batch) -> Float[Array, "T E"]:
             return context.call(table.take, makes, batch.token_ids)
         kernel = context.choose("embedding", sum_part(makes, batch.peers), is_product=False)
         peers = batch.peers if kernel == Kernel.ALL_REDUCE else None
-        island = jax.shard_map(
-            functools.partial(_embed_shard, axis=axis, kernels=batch.kernels),
-            in_specs=(partition_specs(table), PartitionSpec(None), peer_buffers_spec(mesh)),
-            out_specs=PartitionSpec(None, None),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
-        return context.call(island, makes, table, batch.token_ids, peers)
+        run = functools.partial(_embed_shard, axis=axis, kernels=batch.kernels)
+        in_specs = partition_specs(table), PartitionSpec(None), peer_buffers_spec(mesh)
+        return context.call(shard_map(run, in_specs, PartitionSpec(None, None)), makes, table, batch.token_ids, peers)
 
 
 def _embed_shard(
@@ -104,13 +98,11 @@ def gathered(
     whole = NamedSharding(sharding.mesh, PartitionSpec(None, None))
     if kernel == Kernel.XLA:
         return jax.sharding.reshard(logits, whole)
-    island = jax.shard_map(
-        functools.partial(all_gather.all_gather, axis_name=axis, implementation=context.kernels),
-        in_specs=(PartitionSpec(None, axis), peer_buffers_spec(sharding.mesh)),
-        out_specs=PartitionSpec(None, None),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
+    run = functools.partial(all_gather.all_gather, axis_name=axis, implementation=context.kernels)
+    in_specs = PartitionSpec(None, axis), peer_buffers_spec(sharding.mesh)
+    return context.call(
+        shard_map(run, in_specs, PartitionSpec(None, None)), result(logits.shape, logits.dtype, whole), logits, peers
     )
-    return context.call(island, result(logits.shape, logits.dtype, whole), logits, peers)
 
 
 def soft_cap(logits: Float[Array, "N V"], cap: float | None) -> Float[Array, "N V"]:

@@ -15,12 +15,11 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.delta_net import rows_by_head
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights, convolution_spec
 from pallas_kernels.recurrent_step import Tokens, unit
 
 
@@ -40,6 +39,7 @@ class KimiDelta:
 
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
+    reader = no_reader  # several weights are multiplied by the block's input
     corrects = True
     decays_by_channel = True
 
@@ -73,13 +73,8 @@ class KimiDelta:
         by_head = rows_by_head(H, [K, K, K])
 
         def of_heads(module: str, size: int, inputs: int) -> ParamSpec:
-            return ParamSpec(
-                shape=(H, size, inputs),
-                axes=("key_heads", None, "embed" if inputs == E else None),
-                num_inputs=1,
-                source=(f"{prefix}.{module}.weight",),
-                source_shapes=((H * size, inputs),),
-            )
+            axes = ("key_heads", None, "embed" if inputs == E else None)
+            return matrix_spec(f"{prefix}.{module}", (H, size, inputs), axes)
 
         def in_float32(name: str, source_shape: tuple[int, ...], *shape: int) -> ParamSpec:
             return ParamSpec(
@@ -92,54 +87,32 @@ class KimiDelta:
             )
 
         if self.has_low_rank:
-            low = ParamSpec(
-                shape=(2 * K, E),
-                axes=(None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in ("f_a_proj", "g_a_proj")),
-                source_shapes=((K, E),) * 2,
-            )
+            low = matrix_spec([f"{prefix}.{name}" for name in ("f_a_proj", "g_a_proj")], (2 * K, E), (None, "embed"))
             projections = {"low": low, "decay": of_heads("f_b_proj", K, K), "gate": of_heads("g_b_proj", K, K)}
         else:
             projections = {"decay": of_heads("f_proj", K, E), "gate": of_heads("g_proj", K, E)}
         return projections | {
-            "in": ParamSpec(
-                shape=(H, 3 * K, E),
-                axes=("key_heads", None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in names.qkv),
-                source_shapes=((H * K, E),) * 3,
+            "in": matrix_spec(
+                [f"{prefix}.{name}" for name in names.qkv],
+                (H, 3 * K, E),
+                ("key_heads", None, "embed"),
                 rows=by_head,
                 quantize=True,
             ),
             "strength": of_heads("b_proj", 1, E),
-            "convolution": ParamSpec(
-                shape=(H, 3 * K, self.width),
-                axes=("key_heads", None, None),
-                num_inputs=1,
-                dtype=np.float32,
-                source=tuple(f"{prefix}.{name}.weight" for name in ("q_conv1d", "k_conv1d", "v_conv1d")),
-                source_shapes=((H * K, 1, self.width),) * 3,
+            "convolution": convolution_spec(
+                [f"{prefix}.{name}" for name in ("q_conv1d", "k_conv1d", "v_conv1d")],
+                (H, 3 * K, self.width),
+                ("key_heads", None, None),
                 rows=by_head,
-                is_absorbed=True,
-                init_scale=0.5,
             ),
             "a_log": in_float32("A_log", (1, 1, H, 1) if self.has_low_rank else (H,), 1),
             "dt_bias": in_float32("dt_bias", (H * K,), 1, K),
             "norm": norm_spec(f"{prefix}.o_norm", K),
-            "out": ParamSpec(
-                shape=(E, H, K),
-                axes=("embed", "key_heads", None),
-                num_inputs=2,
-                source=(f"{prefix}.{names.out}.weight",),
-                source_shapes=((E, H * K),),
-                quantize=True,
+            "out": matrix_spec(
+                f"{prefix}.{names.out}", (E, H, K), ("embed", "key_heads", None), num_inputs=2, quantize=True
             ),
         }
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: several weights are multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

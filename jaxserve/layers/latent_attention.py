@@ -23,13 +23,12 @@ from jaxserve.layers.attention import OutputGate, QueryScale
 from jaxserve.layers.batch import Batch, LayerStep
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.context import NO_KERNELS, Kernel, Part, StepContext, result
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.norm import norm_spec, rms_norm
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.rope import Rope, YarnScaling, half_split_order
-from jaxserve.layers.sharding import platform_of
-from jaxserve.layers.weight import Weight
+from jaxserve.layers.sharding import platform_of, shard_map
 from pallas_kernels import latent_attention as op
 from pallas_kernels.kv_write import rotate, write_latents
 from pallas_kernels.paging import Bytes, Pages, pool_dtype
@@ -148,13 +147,8 @@ class PagedLatent(NamedTuple):
         if sharding.mesh.empty:
             return context.call(on_local_heads, makes, q, stored, self, scales, batch)
         heads, whole = PartitionSpec(None, sharding.spec[1], None), PartitionSpec()
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(heads, whole, whole, whole, whole),
-            out_specs=(heads, whole),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
-        return context.call(island, makes, q, stored, self, scales, batch.same_on_each_device())
+        run = shard_map(on_local_heads, (heads, whole, whole, whole, whole), (heads, whole))
+        return context.call(run, makes, q, stored, self, scales, batch.same_on_each_device())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +158,7 @@ class LatentAttention:
     """
 
     why_not_fused = "the attention is latent"
+    reader = no_reader  # "down" is never held as codes
 
     heads: LatentHeads
     rope: Rope | None
@@ -198,61 +193,46 @@ class LatentAttention:
         down_rows = np.concatenate([latents, key[order]])
 
         def of_heads(rows: slice, size: int) -> ParamSpec:
-            return ParamSpec(
-                shape=(H, size, R),
-                axes=("heads", None, None),
-                num_inputs=1,
-                source=(f"{prefix}.kv_b_proj.weight",),
-                source_shapes=((H * (N + V), R),),
+            return matrix_spec(
+                f"{prefix}.kv_b_proj",
+                (H, size, R),
+                ("heads", None, None),
+                num_outputs=(H * (N + V),),
                 rows=np.arange(H * (N + V)).reshape(H, N + V)[:, rows].ravel(),
                 is_absorbed=True,
             )
 
         query_source, query_inputs = ("q_proj", E) if heads.query_rank is None else ("q_b_proj", heads.query_rank)
         specs: Params = {
-            "down": ParamSpec(
-                shape=(num_down, E),
-                axes=(None, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{name}.weight" for name in inputs),
-                source_shapes=tuple((size, E) for size in inputs.values()),
+            "down": matrix_spec(
+                [f"{prefix}.{name}" for name in inputs],
+                (num_down, E),
+                (None, "embed"),
+                num_outputs=tuple(inputs.values()),
                 rows=down_rows,
             ),
             "latent_norm": norm_spec(f"{prefix}.kv_a_layernorm", R),
-            "q": ParamSpec(
-                shape=(H, key_size, query_inputs),
-                axes=("heads", None, "embed" if heads.query_rank is None else None),
-                num_inputs=1,
-                source=(f"{prefix}.{query_source}.weight",),
-                source_shapes=((H * key_size, query_inputs),),
+            "q": matrix_spec(
+                f"{prefix}.{query_source}",
+                (H, key_size, query_inputs),
+                ("heads", None, "embed" if heads.query_rank is None else None),
                 rows=query_rows,
                 quantize=True,
             ),
             "k_up": of_heads(slice(None, N), N),
             "v_up": of_heads(slice(N, None), V),
-            "out": ParamSpec(
-                shape=(E, H, V),
-                axes=("embed", "heads", None),
-                num_inputs=2,
-                source=(f"{prefix}.{names.out}.weight",),
-                source_shapes=((E, H * V),),
-                quantize=True,
+            "out": matrix_spec(
+                f"{prefix}.{names.out}", (E, H, V), ("embed", "heads", None), num_inputs=2, quantize=True
             ),
         }
         if heads.query_rank is not None:
             specs["q_norm"] = norm_spec(f"{prefix}.q_a_layernorm", heads.query_rank)
         if self.gate is not None:
             assert self.gate.is_per_head, "no family has gates of values"
-            specs["gate"] = ParamSpec(
-                shape=(H, E), axes=("heads", "embed"), num_inputs=1, source=(f"{prefix}.{names.gate}.weight",)
-            )
+            specs["gate"] = matrix_spec(f"{prefix}.{names.gate}", (H, E), ("heads", "embed"))
         if self.has_bias:
             specs |= {f"{name}_bias": specs[name].bias for name in ("down", "out")}
         return specs
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: "down" is never held as codes."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import ACTIVATIONS
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.linear import linear
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, matrix_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,7 @@ class LayerInput:
         """Declare the weights; `prefix` names the layer in the checkpoint."""
         shapes = {"gate": (self.size, hidden_size), "out": (hidden_size, self.size)}
         modules = {"gate": "per_layer_input_gate", "out": "per_layer_projection"}
-        return {
-            name: ParamSpec(shape=shape, axes=(None, None), num_inputs=1, source=(f"{prefix}.{modules[name]}.weight",))
-            for name, shape in shapes.items()
-        }
+        return {name: matrix_spec(f"{prefix}.{modules[name]}", shape, (None, None)) for name, shape in shapes.items()}
 
     def run(self, params: Params, x: Float[Array, "T E"], batch: Batch) -> Float[Array, "T E"]:
         """Return the block's update, before its norm."""

@@ -19,6 +19,11 @@ that they have; or a norm, which adds up whatever `norm.add_rms_norm` takes.
 """
 
 
+def no_reader(block: Any, params: Params) -> None:  # noqa: ARG001
+    """Return None, as the `reader` of blocks whose input is multiplied by several weights, or by none as it is."""
+    return
+
+
 def linear(
     x: Float[Array, " T *inputs"] | QuantizedRows,
     weight: Weight,

@@ -16,11 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.activations import ACTIVATIONS, scaled
 from jaxserve.layers.batch import LayerStep
-from jaxserve.layers.linear import Consumer, linear, residual_update
+from jaxserve.layers.linear import Consumer, linear, no_reader, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
-from jaxserve.layers.weight import Weight
 from pallas_kernels.recurrent_step import Tokens
 
 
@@ -46,6 +45,7 @@ class Mamba2:
 
     rope = None  # the order of tokens is in the state
     why_not_fused = "the layer keeps a state"
+    reader = no_reader  # several weights are multiplied by the block's input
     corrects = False  # values are added to the matrices as they are
     decays_by_channel = False
 
@@ -175,10 +175,6 @@ class Mamba2:
         if self.has_output_bias:
             specs["out_bias"] = array("out_proj.bias", Dim(E, "embed"))
         return specs
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: several weights are multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Float[Array, "T E"], step: LayerStep, *, consumer: Consumer) -> tuple[Any, Any]:
         """Compute the block; return its update, as `residual_update` does, and the cache after this step."""

@@ -1,7 +1,6 @@
 """Feed-forward blocks: gated as in Llama and its relatives (Shazeer 2020, arXiv:2002.05202), plain as in GPT."""
 
 import dataclasses
-import math
 import statistics
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, StepContext, result
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.quantized import rows_of
 from jaxserve.layers.weight import Use, Weight
 from pallas_kernels.row_quantization import QuantizedRows
@@ -84,23 +83,10 @@ class FeedForward:
         inputs, name = (names.gate_up, "gate_up") if self.is_gated else ((names.up,), "up")
         outputs = (2, F) if self.is_gated else (F,)
         axes = (None, "ffn") if self.is_gated else ("ffn",)
-        rows = math.prod(outputs) // len(inputs)
+        modules = [f"{prefix}.{module}" for module in inputs]
         specs: Params = {
-            name: ParamSpec(
-                shape=(*outputs, E),
-                axes=(*axes, "embed"),
-                num_inputs=1,
-                source=tuple(f"{prefix}.{tensor}.weight" for tensor in inputs),
-                source_shapes=((rows, E),) * len(inputs),
-                quantize=True,
-            ),
-            "down": ParamSpec(
-                shape=(E, F),
-                axes=("embed", "ffn"),
-                num_inputs=1,
-                source=(f"{prefix}.{names.down}.weight",),
-                quantize=True,
-            ),
+            name: matrix_spec(modules, (*outputs, E), (*axes, "embed"), quantize=True),
+            "down": matrix_spec(f"{prefix}.{names.down}", (E, F), ("embed", "ffn"), quantize=True),
         }
         if self.has_bias:
             specs |= {f"{each}_bias": specs[each].bias for each in (name, "down")}

@@ -6,6 +6,7 @@ arXiv:2211.15841). No expert computes for a token that is not its own, nor for t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,13 @@ from jaxserve.layers.activations import ACTIVATIONS, Gate, scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import PLAIN, Kernel, StepContext, result
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.linear import Consumer, linear, norm_adds_partial_sums
+from jaxserve.layers.linear import Consumer, linear, no_reader, norm_adds_partial_sums
 from jaxserve.layers.mlp import FeedForward, gated_mlp, mlp
 from jaxserve.layers.names import LLAMA_NAMES, Names
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.parts import routing_part
 from jaxserve.layers.peers import summed
-from jaxserve.layers.sharding import DATA, names_of, partition_specs
+from jaxserve.layers.sharding import DATA, names_of, partition_specs, shard_map
 from jaxserve.layers.token_shards import TokenShards
 from jaxserve.layers.weight import Use, Weight
 from pallas_kernels import grouped_codes
@@ -54,6 +55,7 @@ class Experts:
     """
 
     why_not_fused = "the feed-forward has experts"
+    reader = no_reader  # the router and the experts are all multiplied by the block's input
 
     routing: Routing
     size: int
@@ -77,35 +79,21 @@ class Experts:
         L = self.latent_size or E
         name, outputs, inputs = ("gate_up", (2, F), (own.gate, own.up)) if self.is_gated else ("up", (F,), (own.up,))
 
-        def of_experts(parts: tuple[str, ...], fused: int, num_outputs: int, num_inputs: int) -> dict[str, Any]:
-            """Return where a weight of all experts comes from: `parts` of each, or tensor `fused` of all."""
+        def of_experts(parts: tuple[str, ...], fused: int, shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
+            """Declare a weight of all experts, which comes from `parts` of each, or from tensor `fused` of all."""
+            modules = [f"{prefix}.{own.experts}.{index}.{part}" for index in range(X) for part in parts]
+            spec = matrix_spec(modules, (X, *shape), ("experts", *axes), quantize=True, expert_size=F)
             if own.fused is None:
-                names = tuple(f"{prefix}.{own.experts}.{index}.{part}.weight" for index in range(X) for part in parts)
-                return {"source": names, "source_shapes": ((num_outputs // len(parts), num_inputs),) * len(names)}
-            return {
-                "source": (f"{prefix}.{own.fused[fused]}",),
-                "source_shapes": ((X, num_outputs, num_inputs),),
-            }
+                return spec
+            stored = (X, math.prod(shape[:-1]), shape[-1])
+            return dataclasses.replace(spec, source=(f"{prefix}.{own.fused[fused]}",), source_shapes=(stored,))
 
+        axes = (*(None,) * (len(outputs) - 1), "expert_ffn", "embed")
         specs: Params = {
             "router": router_spec(f"{prefix}.{own.router}", num_experts=X, hidden_size=E),
             "experts": {
-                name: ParamSpec(
-                    shape=(X, *outputs, L),
-                    axes=("experts", *(None,) * (len(outputs) - 1), "expert_ffn", "embed"),
-                    num_inputs=1,
-                    quantize=True,
-                    expert_size=F,
-                    **of_experts(inputs, 0, len(inputs) * F, L),
-                ),
-                "down": ParamSpec(
-                    shape=(X, L, F),
-                    axes=("experts", "embed", "expert_ffn"),
-                    num_inputs=1,
-                    quantize=True,
-                    expert_size=F,
-                    **of_experts((own.down,), 1, L, F),
-                ),
+                name: of_experts(inputs, 0, (*outputs, L), *axes),
+                "down": of_experts((own.down,), 1, (L, F), "embed", "expert_ffn"),
             },
         }
         if self.has_router_bias:
@@ -121,21 +109,13 @@ class Experts:
             of_shared = dataclasses.replace(names, gate_up=inputs, up=up, down=down)
             specs["shared"] = self.shared.specs(f"{prefix}.{own.shared}", E, of_shared)
         if self.has_shared_gate:
-            specs["shared_gate"] = ParamSpec(
-                shape=(1, E), axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{own.shared_gate}.weight",)
-            )
+            specs["shared_gate"] = matrix_spec(f"{prefix}.{own.shared_gate}", (1, E), (None, "embed"))
         if self.latent_size is not None:
             for name, module, shape in (("latent_in", own.latents[0], (L, E)), ("latent_out", own.latents[1], (E, L))):
-                specs[name] = ParamSpec(
-                    shape=shape, axes=(None, "embed"), num_inputs=1, source=(f"{prefix}.{module}.weight",)
-                )
+                specs[name] = matrix_spec(f"{prefix}.{module}", shape, (None, "embed"))
                 if self.has_latent_bias:
                     specs[f"{name}_bias"] = specs[name].bias
         return specs
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: the router and the experts are all multiplied by the block's input."""
-        return None
 
     def run(self, params: Params, x: Any, batch: Batch, *, consumer: Consumer) -> Any:
         """Compute the block with the tokens of a step that are not padding; the result is that of `residual_update`."""
@@ -148,7 +128,7 @@ class Experts:
 
 def router_spec(source: str, *, num_experts: int, hidden_size: int) -> ParamSpec:
     """Declare the matrix that gives each token a logit for each expert; `source` is its module in the checkpoint."""
-    return ParamSpec(shape=(num_experts, hidden_size), axes=(None, "embed"), num_inputs=1, source=(f"{source}.weight",))
+    return matrix_spec(source, (num_experts, hidden_size), (None, "embed"))
 
 
 def _has_partial_sums(params: Params) -> bool:
@@ -265,16 +245,9 @@ def _run_experts(
                 y = tokens.scatter_sum(y)
         return y if leaves_partial_sums or not axes else jax.lax.psum(y, axes), load
 
-    island = jax.shard_map(
-        on_device,
-        in_specs=(partition_specs(experts), *[PartitionSpec()] * 4),
-        out_specs=(
-            PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset()),
-            PartitionSpec(expert_axis),
-        ),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )
-    return island(experts, x, logits, of_experts, num_tokens)
+    of_sums = PartitionSpec(unreduced=frozenset(axes) if leaves_partial_sums else frozenset())
+    in_specs, out_specs = (partition_specs(experts), *[PartitionSpec()] * 4), (of_sums, PartitionSpec(expert_axis))
+    return shard_map(on_device, in_specs, out_specs)(experts, x, logits, of_experts, num_tokens)
 
 
 def _axes_of_partial_sums(experts: Params) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.layers.parts import norm_part, update_norm_part
 from jaxserve.layers.peers import summed
 from jaxserve.layers.quantized import rows_of
+from jaxserve.layers.sharding import shard_map
 from jaxserve.layers.weight import Weight
 from pallas_kernels import add_rms_norm as fused
 from pallas_kernels import all_reduce, row_quantization
@@ -134,17 +135,8 @@ def norm_spec(source: str, size: int, *, offset: float = 0.0) -> ParamSpec:
     `offset` is added to the checkpoint's values: Gemma and Nemotron store gain - 1. Such gains stay in float32, since a
     narrow type is more precise near 0 than near 1.
     """
-    name = f"{source}.weight"
-    if offset == 0.0:
-        return ParamSpec(shape=(size,), axes=(None,), source=(name,), init_scale=None)
-    return ParamSpec(
-        shape=(size,),
-        axes=(None,),
-        source=(name,),
-        offset=offset,
-        dtype=jnp.float32,
-        init_scale=None,
-    )
+    name, dtype = f"{source}.weight", None if offset == 0.0 else jnp.float32
+    return ParamSpec(shape=(size,), axes=(None,), source=(name,), offset=offset, dtype=dtype, init_scale=None)
 
 
 def layer_norm_specs(source: str, size: int, *, offset: float = 0.0, bias: bool = True) -> Params:
@@ -209,13 +201,8 @@ def add_rms_norm(
         run = functools.partial(all_reduce.all_reduce_add_rms_norm, axis_name=axis, eps=eps, implementation=kernels)
         everywhere, of_device = PartitionSpec(), peer_buffers_spec(jax.typeof(x).sharding.mesh)
         with jax.named_scope("norm"):
-            island = jax.shard_map(
-                run,
-                in_specs=(everywhere, PartitionSpec(unreduced=unreduced), everywhere, of_device),
-                out_specs=everywhere,
-                check_vma=False,
-            )
-            return context.call(island, (x, x), x, update, weight, context.peers)
+            in_specs = everywhere, PartitionSpec(unreduced=unreduced), everywhere, of_device
+            return context.call(shard_map(run, in_specs, everywhere), (x, x), x, update, weight, context.peers)
     if kernel == Kernel.ROW_QUANTIZATION:
         assert code is not None
         run = functools.partial(row_quantization.add_rms_norm_and_quantize, code=code, eps=eps, implementation=kernels)
@@ -230,8 +217,7 @@ def add_rms_norm(
 
 def _on_each_device(run: Callable[..., Any], x: Array, *others: Any) -> Any:
     if not jax.typeof(x).sharding.mesh.empty:
-        everywhere = PartitionSpec()  # each device has all rows
-        run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        run = shard_map(run, PartitionSpec(), PartitionSpec())  # each device has all rows
     with jax.named_scope("norm"):
         return run(x, *others)
 

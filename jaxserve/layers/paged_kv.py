@@ -14,7 +14,7 @@ from jaxserve.layers.batch import Batch
 from jaxserve.layers.cache import CacheSizes
 from jaxserve.layers.chunked_rows import cut_rows
 from jaxserve.layers.context import NO_KERNELS, Kernel, Kernels, Part, StepContext, result
-from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of
+from jaxserve.layers.sharding import DATA, kv_copies, mesh_axes, names_of, num_shards, platform_of, shard_map
 from pallas_kernels.kv_write import HeadNorms, rope_and_write_kv, why_not_written
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paging import MAX_HEAD_DIM, Pages, Scores, pool_dtype, why_not_pages, why_not_prompts
@@ -93,15 +93,11 @@ class PagedKV(Pages):
         if isinstance(qkv, UnscaledProduct):
             of_outputs = PartitionSpec(axis, None, None)
             of_qkv = dataclasses.replace(qkv, sums=of_heads, row_scales=whole, output_scales=of_outputs)
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(of_qkv, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole),
-            out_specs=(heads, of_heads),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
+        in_specs = of_qkv, of_heads, PartitionSpec(axis), PartitionSpec(axis), whole, whole, whole
+        run = shard_map(on_local_heads, in_specs, (heads, of_heads))
         makes = result((T, K * (members - 2), D), qkv.dtype, NamedSharding(sharding.mesh, heads)), self
         batch = batch.same_on_each_device()
-        return context.call(island, makes, qkv, self, scores, scales, head_norms, rotation, batch)
+        return context.call(run, makes, qkv, self, scores, scales, head_norms, rotation, batch)
 
     def read(
         self, q: Float[Array, "T H D"], batch: Batch, scores: Scores, *, num_kv_heads: int
@@ -123,13 +119,8 @@ class PagedKV(Pages):
         if jax.typeof(self.k).sharding.mesh.empty:
             return batch.context.call(on_local_heads, q, q, self, scores, batch)
         heads, of_pages = PartitionSpec(None, axis, None), PartitionSpec(None, axis, None, None)
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(heads, of_pages, PartitionSpec(axis), PartitionSpec()),
-            out_specs=heads,
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )
-        return batch.context.call(island, q, q, self, _over_heads(scores, axis), batch.same_on_each_device())
+        run = shard_map(on_local_heads, (heads, of_pages, PartitionSpec(axis), PartitionSpec()), heads)
+        return batch.context.call(run, q, q, self, _over_heads(scores, axis), batch.same_on_each_device())
 
     def _choose(self, x: Array | UnscaledProduct, batch: Batch, *, num_queries: int, half: int) -> Attends:
         """Choose what attends with activations like `x` and `num_queries` a KV head, and record it."""

@@ -10,12 +10,11 @@ from jaxserve.layers.activations import scaled
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.cache import SeveralSpecs
-from jaxserve.layers.linear import Consumer
+from jaxserve.layers.linear import Consumer, no_reader
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.names import LLAMA_NAMES, Names
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import Rope
-from jaxserve.layers.weight import Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,8 @@ class Parallel:
         recurrent_name: the second block's module in the checkpoint, beside that of the attention.
         input_scales, output_scales: factors of what each block reads and makes, of the attention first.
     """
+
+    reader = no_reader  # several weights are multiplied by the block's input
 
     attention: Attention
     recurrent: Mamba2
@@ -53,10 +54,6 @@ class Parallel:
         recurrent = self.recurrent.specs(f"{prefix}.{self.recurrent_name}", hidden_size, names)
         attention = self.attention.specs(f"{prefix}.{names.attention}", hidden_size, names)
         return attention | {self.recurrent_name: recurrent}
-
-    def reader(self, params: Params) -> Weight | None:  # noqa: ARG002
-        """Return None: several weights are multiplied by the block's input."""
-        return None
 
     def run(
         self,

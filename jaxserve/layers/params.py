@@ -9,7 +9,7 @@ several arrays: its `leaves` declare each of them, and a tree of weights is a tr
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -260,6 +260,34 @@ class ParamSpec:
         assert isinstance(leaves, Quantized)
         shaped = jax.tree.map(lambda leaf, part: part.reshape(leaf.shape), leaves.parts, rows)
         return dataclasses.replace(leaves, parts=shaped)
+
+
+def matrix_spec(
+    modules: str | Sequence[str],
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    num_inputs: int = 1,
+    num_outputs: Sequence[int] | None = None,
+    **options: Any,
+) -> ParamSpec:
+    """Declare the weight that is composed of the matrices [outputs, inputs] of these modules of a checkpoint.
+
+    `num_outputs` are those of each matrix; by default each has an equal part of the weight's. `options` are further
+    fields of ParamSpec.
+    """
+    modules = (modules,) if isinstance(modules, str) else modules
+    end = len(shape) - num_inputs
+    if num_outputs is None:
+        num_outputs = (math.prod(shape[:end]) // len(modules),) * len(modules)
+    return ParamSpec(
+        shape=shape,
+        axes=axes,
+        num_inputs=num_inputs,
+        source=tuple(f"{module}.weight" for module in modules),
+        source_shapes=tuple((outputs, math.prod(shape[end:])) for outputs in num_outputs),
+        **options,
+    )
 
 
 def leaf_specs(specs: Params) -> Params:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.context import Kernel, StepContext, result
 from jaxserve.layers.parts import sum_part
-from jaxserve.layers.sharding import DATA, mesh_axes
+from jaxserve.layers.sharding import DATA, mesh_axes, shard_map
 from pallas_kernels import all_gather, all_reduce
 from pallas_kernels.peers import PeerBuffers, abstract_peer_buffers, allocate_peer_buffers, peer_buffers_spec
 
@@ -78,13 +78,9 @@ def summed(x: Float[Array, "T E"], context: StepContext) -> Float[Array, "T E"]:
     whole = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
     if peers is None or sum_part(x, peers).kernel == Kernel.XLA:
         return jax.sharding.reshard(x, whole)
-    island = jax.shard_map(
-        functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=context.kernels),
-        in_specs=(PartitionSpec(unreduced=sharding.spec.unreduced), peer_buffers_spec(sharding.mesh)),
-        out_specs=PartitionSpec(),
-        check_vma=False,  # a kernel call does not say over which axes its outputs vary
-    )
-    return context.call(island, result(x.shape, x.dtype, whole), x, peers)
+    run = functools.partial(all_reduce.all_reduce, axis_name=peers.axis_name, implementation=context.kernels)
+    in_specs = PartitionSpec(unreduced=sharding.spec.unreduced), peer_buffers_spec(sharding.mesh)
+    return context.call(shard_map(run, in_specs, PartitionSpec()), result(x.shape, x.dtype, whole), x, peers)
 
 
 def allocate_peers(shapes: Peers) -> Peers:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.activations import ACTIVATIONS, Gate, gate_of
 from jaxserve.layers.codes_by_xla import dequantize, multiply_codes
 from jaxserve.layers.context import Kernel, Part, StepContext
-from jaxserve.layers.sharding import names_of, partition_specs
+from jaxserve.layers.sharding import names_of, partition_specs, shard_map
 from jaxserve.layers.weight import ALONE, Product, Use, Weight, why_not_in_groups, with_one_axis
 from jaxserve.quantization.scheme import Parts, Scheme
 from pallas_kernels import grouped_codes, quantized_matmuls, row_quantization, scaled_matmul
@@ -176,12 +176,8 @@ class Quantized(Weight):
         outputs, inputs = self.spec[: self.ndim - num_inputs], self.spec[self.ndim - num_inputs :]
         outputs = outputs if activation is None else outputs[1:]
         summed_over = frozenset(names_of(inputs))
-        y = jax.shard_map(
-            multiply,
-            in_specs=(PartitionSpec(None, *inputs), partition_specs(self)),
-            out_specs=PartitionSpec(None, *outputs, unreduced=summed_over),
-            check_vma=False,  # a kernel call does not say over which axes its outputs vary
-        )(x, self)
+        of_sums = PartitionSpec(None, *outputs, unreduced=summed_over)
+        y = shard_map(multiply, (PartitionSpec(None, *inputs), partition_specs(self)), of_sums)(x, self)
         if leaves_partial_sums or not summed_over:
             return y
         return jax.sharding.reshard(y, NamedSharding(self.mesh, PartitionSpec(None, *outputs)))
@@ -312,8 +308,7 @@ class Quantized(Weight):
         if not isinstance(x, QuantizedRows):
             x = x.reshape(len(x), -1)
         if not jax.typeof(matrix.codes).sharding.mesh.empty:
-            everywhere = PartitionSpec()
-            run = jax.shard_map(run, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+            run = shard_map(run, PartitionSpec(), PartitionSpec())
         return run(x, matrix)
 
 

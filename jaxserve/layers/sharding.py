@@ -4,7 +4,7 @@ Mesh axes that a mesh does not have, or with one device along them, split nothin
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -132,6 +132,14 @@ def mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> MeshAxes:
     names = () if axis is None else MESH_AXES_OF[axis]
     split = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
     return split if len(split) > 1 else next(iter(split), None)
+
+
+def shard_map(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return `run` on each device, with its shards of arguments and results.
+
+    Over which axes results vary is not checked, since a kernel call does not say it.
+    """
+    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import LayerStep
 from jaxserve.layers.linear import Consumer, linear, residual_update
 from jaxserve.layers.names import LLAMA_NAMES, Names
-from jaxserve.layers.params import Params, ParamSpec
-from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights
+from jaxserve.layers.params import Params, matrix_spec
+from jaxserve.layers.states import Dim, Projected, StateSpec, StateWeights, convolution_spec
 from jaxserve.layers.weight import Weight
 
 
@@ -43,31 +42,9 @@ class ShortConvolution:
         """Declare the weights; `prefix` names the block in the checkpoint."""
         C, E = self.num_channels, hidden_size
         specs: Params = {
-            "in": ParamSpec(
-                shape=(3, C, E),
-                axes=(None, "channels", "embed"),
-                num_inputs=1,
-                source=(f"{prefix}.in_proj.weight",),
-                source_shapes=((3 * C, E),),
-                quantize=True,
-            ),
-            "convolution": ParamSpec(
-                shape=(C, self.width),
-                axes=("channels", None),
-                num_inputs=1,
-                dtype=np.float32,
-                source=(f"{prefix}.conv.weight",),
-                source_shapes=((C, 1, self.width),),
-                is_absorbed=True,
-                init_scale=0.5,
-            ),
-            "out": ParamSpec(
-                shape=(E, C),
-                axes=("embed", "channels"),
-                num_inputs=1,
-                source=(f"{prefix}.out_proj.weight",),
-                quantize=True,
-            ),
+            "in": matrix_spec(f"{prefix}.in_proj", (3, C, E), (None, "channels", "embed"), quantize=True),
+            "convolution": convolution_spec(f"{prefix}.conv", (C, self.width), ("channels", None)),
+            "out": matrix_spec(f"{prefix}.out_proj", (E, C), ("embed", "channels"), quantize=True),
         }
         if self.has_bias:
             specs |= {f"{name}_bias": specs[name].bias for name in ("in", "convolution", "out")}

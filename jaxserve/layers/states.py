@@ -3,11 +3,13 @@ recurrence of the heads' matrices, too.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,8 +24,9 @@ from jaxserve.layers.delta_rule import (
     last_inputs,
     recurrence,
 )
+from jaxserve.layers.params import ParamSpec, matrix_spec
 from jaxserve.layers.parts import recurrence_part
-from jaxserve.layers.sharding import partition_spec, partition_specs
+from jaxserve.layers.sharding import partition_spec, partition_specs, shard_map
 from pallas_kernels.recurrent_step import Mixed, Tokens, recurrent_step
 
 
@@ -86,6 +89,22 @@ def _array(mesh: Mesh | AbstractMesh, *dims: Dim) -> Any:
     shape, axes = zip(*dims, strict=True)
     sharding = NamedSharding(mesh, partition_spec(axes, shape, mesh, name="states"))
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def convolution_spec(
+    modules: str | Sequence[str],
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    num_channels: Sequence[int] | None = None,
+    rows: np.ndarray | None = None,
+) -> ParamSpec:
+    """Declare the weights of a convolution over the last tokens of each channel, which modules of a checkpoint have as
+    [channels, 1, tokens]; in float32. `num_channels` and `rows` are as for `matrix_spec` and in a ParamSpec.
+    """
+    own = {"dtype": np.float32, "is_absorbed": True, "init_scale": 0.5}
+    spec = matrix_spec(modules, shape, axes, num_outputs=num_channels, rows=rows, **own)
+    return dataclasses.replace(spec, source_shapes=tuple((size, 1, width) for size, width in spec.source_shapes))
 
 
 class Projected(NamedTuple):
@@ -229,14 +248,10 @@ class States(NamedTuple):
         if sharding.mesh.empty:
             return context.call(on_local_heads, (result(shape, jnp.float32), self), *arguments)
         of_output = PartitionSpec(*sharding.spec[:2], *[None] * (len(shape) - 2))
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(*map(partition_specs, arguments[:3]), PartitionSpec()),
-            out_specs=(of_output, self._specs(corrects) if verifies else partition_specs(self)),
-            check_vma=False,
-        )
+        in_specs = (*map(partition_specs, arguments[:3]), PartitionSpec())
+        out_specs = (of_output, self._specs(corrects) if verifies else partition_specs(self))
         makes = result(shape, jnp.float32, NamedSharding(sharding.mesh, of_output)), self
-        return context.call(island, makes, *arguments)
+        return context.call(shard_map(on_local_heads, in_specs, out_specs), makes, *arguments)
 
     def _specs(self, corrects: bool) -> "States":
         """Return the PartitionSpecs of the states in a step that verifies drafts."""
@@ -284,13 +299,7 @@ class States(NamedTuple):
             return on_local_heads(*arguments)
         whole = (PartitionSpec(),) * 3
         specs = partition_specs(self)
-        island = jax.shard_map(
-            on_local_heads,
-            in_specs=(specs, partition_specs(unsettled), *whole),
-            out_specs=specs,
-            check_vma=False,
-        )
-        return island(*arguments)
+        return shard_map(on_local_heads, (specs, partition_specs(unsettled), *whole), specs)(*arguments)
 
 
 def take_unsettled(kv_cache: KVCache) -> tuple[KVCache, tuple[Unsettled, ...]]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.activations import ACTIVATIONS, FUSED_ACTIVATIONS, Gate, fuses, gate_of, why_not_activation
 from jaxserve.layers.context import NO_KERNELS, PLAIN, Kernel, Kernels, Part, StepContext
-from jaxserve.layers.sharding import names_of
+from jaxserve.layers.sharding import names_of, shard_map
 from pallas_kernels import gated_linear_unit, small_matmul
 from pallas_kernels.grouped_matmul import Plan, finished, grouped_matmul, multiply_used_groups
 from pallas_kernels.quantized_matmuls import Code, QuantizedMatrix
@@ -325,10 +325,7 @@ class Dense(Weight):
 
     def _on_each_device(self, run: Callable[..., Array], out_specs: PartitionSpec) -> Callable[..., Array]:
         """Return a kernel of all rows and each device's shard of the weight."""
-        if self.mesh.empty:
-            return run
-        # A kernel call does not say over which axes its outputs vary.
-        return jax.shard_map(run, in_specs=(PartitionSpec(), self.spec), out_specs=out_specs, check_vma=False)
+        return run if self.mesh.empty else shard_map(run, (PartitionSpec(), self.spec), out_specs)
 
     def _product_of_groups(self, activation: str | Gate | None, context: StepContext) -> Product:
         kernels, gate = context.kernels, None if activation is None else gate_of(activation)

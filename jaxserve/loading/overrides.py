@@ -18,6 +18,7 @@ from typing import Any, get_args
 from jaxserve.config import GENERATION_FIELDS, EngineConfig, StoredFormat
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.loading.json_files import read_config, read_object
+from jaxserve.loading.model_types import check_model_type
 from jaxserve.loading.multimodal import OF_BOTH, WRAPPERS
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ def with_overrides(config: EngineConfig) -> EngineConfig:
     for name, fields in changed.items():
         (model / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
         try:
-            (read_config if name == CONFIG else read_object)(model / name)
+            read = (read_config if name == CONFIG else read_object)(model / name)
+            if name == CONFIG and "model_type" in (config.hf_overrides or {}):
+                check_model_type(read, model / name)
         except CheckpointError as error:
             option = "hf_overrides" if name == CONFIG else "override_generation_config"
             raise ConfigError(f"{option}: {str(error).removeprefix(f'{model / name}: ')}") from error

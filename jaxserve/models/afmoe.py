@@ -3,7 +3,6 @@ before and after blocks, and experts chosen by sigmoid scores and a bias.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.activations import scaled
 from jaxserve.layers.attention import OutputGate
 from jaxserve.layers.batch import Batch
-from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.layer import SANDWICH_NORMS
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.params import Params
 from jaxserve.models import family, hf_config, mixture
@@ -51,6 +50,8 @@ def _read(fields: dict[str, Any]) -> Config:
         **hf_config.biases(fields),
         sliding_windows=hf_config.periodic_windows(fields, window, period=hf_config.integer(fields, period)),
         sparse_layers=tuple(index >= num_dense for index in range(num_layers)),
+        rotates_everywhere=False,
+        norms=SANDWICH_NORMS,
         head_norm="shared",
         gate=OutputGate(),
         shared_expert_size=mixture.shared_size(fields, "num_shared_experts"),
@@ -58,12 +59,6 @@ def _read(fields: dict[str, Any]) -> Config:
         has_selection_bias=True,
         embedding_scale=hf_config.integer(fields, "hidden_size") ** 0.5 if has_scale else 1.0,
     )
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    unnormed = mixture.by_window(mixture.layers(config), local={}, full={"rope": None})
-    return tuple(replace(layer, norms=SANDWICH_NORMS) for layer in unnormed)
 
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
@@ -81,7 +76,7 @@ FAMILY = family.Family(
     Config,
     DEFAULTS,
     _read,
-    layers=layers,
+    layers=mixture.layers,
     names=NAMES,
     embed=embed_tokens,
     doc=__doc__,

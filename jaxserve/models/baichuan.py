@@ -7,7 +7,6 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -35,8 +34,13 @@ class Config(DecoderConfig):
 def _read(fields: dict[str, Any]) -> Config:
     # Its own code does not read these.
     hf_config.require(fields, num_key_value_heads=None, rope_scaling=None, rope_parameters=None)
+    has_unit_head, has_rope = _has_unit_head(fields), _has_rope(fields)
     return read_config(
-        Config, fields, has_unit_head=_has_unit_head(fields), rope=hf_rope.rope(fields) if _has_rope(fields) else None
+        Config,
+        fields,
+        has_unit_head=has_unit_head,
+        rope=hf_rope.rope(fields) if has_rope else None,
+        alibi_slopes=None if has_rope else alibi_slopes(hf_config.integer(fields, "num_attention_heads")),
     )
 
 
@@ -56,12 +60,6 @@ def _has_unit_head(fields: dict[str, Any]) -> bool:
     return hf_config.flag(fields, "norm_head", HAS_UNIT_HEAD.get(vocab_size, False))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    slopes = alibi_slopes(config.num_heads) if config.rope is None else None
-    return (replace(config.layer, mixer=replace(config.attention, alibi_slopes=slopes)),) * config.num_layers
-
-
 def amend(specs: Params, config: Config) -> Params:
     """Divide the rows of the LM head by their lengths."""
     if not config.has_unit_head:
@@ -76,7 +74,6 @@ FAMILY = Family(
     DEFAULTS,
     _read,
     old_names={"model_max_length": "max_position_embeddings"},
-    layers=layers,
     names=Names(qkv=("W_pack",)),
     amend=amend,
     doc=__doc__,

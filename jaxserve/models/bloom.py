@@ -1,7 +1,5 @@
 """BLOOM (BigScience 2022, arXiv:2211.05100): positions by ALiBi, a norm after the embedding, biases everywhere."""
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,7 +9,7 @@ from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.decoder import UnrotatedConfig
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.layer import Arrangement, Layer
+from jaxserve.layers.layer import Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import layer_norm, layer_norm_specs
 from jaxserve.layers.params import Params
@@ -39,22 +37,15 @@ DEFAULTS: dict[str, Any] = {
 ALIASES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(UnrotatedConfig):
-    """The shape of one BLOOM. Its context length is that it was trained with; ALiBi itself has no limit."""
-
-    apply_residual_connection_post_layernorm: bool
-    """If true, updates are added to the normalised input of a block instead of the residual stream before the norm."""
-    alibi_slopes: tuple[float, ...]
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> UnrotatedConfig:
+    """Read the Config. Its context length is that it was trained with; ALiBi itself has no limit."""
     if hf_config.flag(fields, "slow_but_exact") and hf_config.integer(fields, "pretraining_tp", 1) > 1:
         # This mode leaves out biases that the checkpoint has.
         raise CheckpointError("config.json: slow_but_exact with a pretraining_tp above 1 is not supported")
     num_heads = hf_config.integer(fields, "n_head")
+    is_normed = hf_config.flag(fields, "apply_residual_connection_post_layernorm")
     return read_config(
-        Config,
+        UnrotatedConfig,
         fields,
         **hf_config.plain_blocks(),
         intermediate_size=4 * hf_config.integer(fields, "hidden_size"),
@@ -64,40 +55,29 @@ def _read(fields: dict[str, Any]) -> Config:
         max_position_embeddings=hf_config.integer(fields, "seq_length", 2048),
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation="gelu_new",
+        arrangement=Arrangement.NORMED_INPUTS if is_normed else Arrangement.SEQUENTIAL,
         alibi_slopes=alibi_slopes(num_heads),
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    is_normed = config.apply_residual_connection_post_layernorm
-    layer = replace(
-        config.layer,
-        mixer=replace(config.attention, alibi_slopes=config.alibi_slopes),
-        arrangement=Arrangement.NORMED_INPUTS if is_normed else Arrangement.SEQUENTIAL,
-    )
-    return (layer,) * config.num_layers
-
-
-def amend(specs: Params, config: Config) -> Params:
+def amend(specs: Params, config: UnrotatedConfig) -> Params:
     """Declare the norm of the embedding, too."""
     return specs | {"embed_norm": layer_norm_specs(f"{NAMES.embed}_layernorm", config.hidden_size)}
 
 
-def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
+def embed_tokens(params: Params, config: UnrotatedConfig, batch: Batch) -> Float[Array, "T E"]:
     """Return normalised rows of the embedding."""
     return layer_norm(embed(params["embed"], batch), params["embed_norm"], config.norm_eps)
 
 
 FAMILY = Family(
-    Config,
+    UnrotatedConfig,
     DEFAULTS,
     _read,
     aliases=ALIASES,
-    layers=layers,
     names=NAMES,
     amend=amend,
     embed=embed_tokens,
     doc=__doc__,
-    features=("embedding norm",),
+    features=("embedding norm", "alibi_slopes"),
 )

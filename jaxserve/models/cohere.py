@@ -1,14 +1,13 @@
 """Command R (Cohere 2024, huggingface.co/CohereForAI/c4ai-command-r-v01): attention parallel to the feed-forward."""
 
 import dataclasses
-from dataclasses import replace
 from typing import Any, override
 
 from jaxtyping import Array, Float
 
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import BiasedConfig
-from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.layer import ONE_NORM, Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.params import Params
@@ -37,19 +36,19 @@ class Config(BiasedConfig):
         return Norm(eps=self.norm_eps, kind="layer", has_bias=False)
 
 
+def read[C: Config](cls: type[C], fields: dict[str, Any], **own: Any) -> C:
+    """Read the Config of a Command R or of one of its relatives, which read `own`."""
+    norm_eps = hf_config.number(fields, "layer_norm_eps")
+    return read_config(cls, fields, norm_eps=norm_eps, norms=ONE_NORM, arrangement=Arrangement.PARALLEL, **own)
+
+
 def _read(fields: dict[str, Any]) -> Config:
-    return read_config(
+    return read(
         Config,
         fields,
         head_norm="by head" if hf_config.flag(fields, "use_qk_norm") else None,
-        norm_eps=hf_config.number(fields, "layer_norm_eps"),
         rope=hf_rope.rope(fields, theta=500000.0),
     )
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return tuple(replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL) for layer in config.layers)
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
@@ -58,6 +57,4 @@ def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: Step
 
 
 NAMES = Names(is_interleaved=True)
-FAMILY = Family(
-    Config, DEFAULTS, _read, layers=layers, names=NAMES, head=head, doc=__doc__, features=("parallel blocks",)
-)
+FAMILY = Family(Config, DEFAULTS, _read, names=NAMES, head=head, doc=__doc__, features=("parallel blocks",))

@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxserve.layers.layer import Layer
 from jaxserve.models import cohere, hf_config, hf_rope
-from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = cohere.DEFAULTS | {"sliding_window": 4096}
 
@@ -24,11 +23,10 @@ def _read(fields: dict[str, Any]) -> Config:
     period = hf_config.integer(fields, "sliding_window_pattern", 4)
     window = hf_config.optional_integer(fields, "sliding_window")
     head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
-    return read_config(
+    return cohere.read(
         Config,
         fields,
         head_dim=head_dim,
-        norm_eps=hf_config.number(fields, "layer_norm_eps"),
         use_qk_norm=False,
         sliding_windows=hf_config.periodic_windows(fields, window, period=period),
         rope=hf_rope.rope(fields, size=head_dim),
@@ -37,11 +35,9 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    [layer, *_] = cohere.layers(config)
-    return tuple(
-        replace(layer, mixer=replace(config.attention, sliding_window=window, rope=config.rope if window else None))
-        for window in config.sliding_windows
-    )
+    rope, layer, attention = config.rope, config.layer, config.attention
+    mixers = (replace(attention, sliding_window=size, rope=rope if size else None) for size in config.sliding_windows)
+    return tuple(replace(layer, mixer=mixer) for mixer in mixers)
 
 
 FAMILY = replace(cohere.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, layers=layers, doc=__doc__)

@@ -13,7 +13,7 @@ from jaxserve.layers.attention import QueryScale
 from jaxserve.layers.latent_attention import LatentAttention, LatentHeads
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mlp import FeedForward
-from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.rope import Rope, YarnScaling
@@ -115,13 +115,7 @@ def _routing(fields: dict[str, Any]) -> Routing:
 
 def layers(config: Config, *, has_selection_bias: bool = False) -> tuple[Layer, ...]:
     """Return the layers; V3 has a bias for choosing experts."""
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=has_selection_bias,
-        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-    )
+    experts = mixture.experts_of(config, config.shared_expert_size, has_selection_bias=has_selection_bias)
     layer = config.layer
     return tuple(replace(layer, feed_forward=experts) if is_sparse else layer for is_sparse in config.sparse_layers)
 

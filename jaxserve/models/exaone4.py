@@ -2,13 +2,11 @@
 in the other layers.
 """
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import WindowedConfig
-from jaxserve.layers.layer import POST_NORMS, Layer
-from jaxserve.models import hf_config, mixture
+from jaxserve.layers.layer import POST_NORMS
+from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -16,13 +14,6 @@ DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32, "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-05, "sliding_window": 4096
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(WindowedConfig):
-    """The shape of one EXAONE 4."""
-
-    rotates_everywhere: bool
 
 
 def read_windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
@@ -35,15 +26,15 @@ def read_windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     return hf_config.periodic_windows(fields, window, period=period)
 
 
-def _read(fields: dict[str, Any]) -> Config:
-    windows, has_none = read_windows(fields), fields.get("sliding_window") is None
-    return read_config(Config, fields, head_norm="shared", rotates_everywhere=has_none, sliding_windows=windows)
+def _read(fields: dict[str, Any]) -> WindowedConfig:
+    return read_config(
+        WindowedConfig,
+        fields,
+        head_norm="shared",
+        norms=POST_NORMS,
+        sliding_windows=read_windows(fields),
+        rotates_everywhere=fields.get("sliding_window") is None,
+    )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    layers = config.windowed(replace(config.layer, norms=POST_NORMS))
-    return layers if config.rotates_everywhere else mixture.by_window(layers, local={}, full={"rope": None})
-
-
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(WindowedConfig, DEFAULTS, _read, doc=__doc__, features=("QK norm", "norms after blocks"))

@@ -6,7 +6,6 @@ The layer that predicts further tokens (`mtp.`) is not loaded.
 from typing import Any
 
 from jaxserve.errors import CheckpointError
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import deepseek_v3, exaone4, hf_config, mixture
 from jaxserve.models.family import Family
@@ -25,6 +24,7 @@ def _read(fields: dict[str, Any]) -> mixture.Config:
         fields,
         sliding_windows=exaone4.read_windows(fields),
         sparse_layers=_sparse_layers(fields),
+        rotates_everywhere=False,
         head_norm="shared",
         shared_expert_size=mixture.shared_size(fields, "num_shared_experts"),
         routing=deepseek_v3.routing(fields),
@@ -44,10 +44,5 @@ def _sparse_layers(fields: dict[str, Any]) -> tuple[bool, ...]:
     return is_sparse
 
 
-def layers(config: mixture.Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return mixture.by_window(mixture.layers(config), local={}, full={"rope": None})
-
-
 NAMES = Names(experts=ExpertNames(selection_bias="e_score_correction_bias", shared="shared_experts"))
-FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm",))
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, names=NAMES, doc=__doc__, features=("QK norm",))

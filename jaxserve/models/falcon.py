@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.alibi import alibi_slopes
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import ONE_NORM, PRE_NORMS, Arrangement, Layer
+from jaxserve.layers.layer import ONE_NORM, PRE_NORMS, Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.models import bloom, hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -41,8 +41,6 @@ class Config(DecoderConfig):
     use_parallel_residual: bool
     num_block_norms: int
     """Norms per layer: parallel blocks have one in common, or one each."""
-    alibi_slopes: tuple[float, ...] | None
-    """Exactly one of this and `rope` is set."""
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -52,6 +50,7 @@ def _read(fields: dict[str, Any]) -> Config:
     is_new = hf_config.flag(fields, "new_decoder_architecture")
     is_parallel = is_new or hf_config.flag(fields, "parallel_attn")
     has_alibi = hf_config.flag(fields, "alibi")
+    num_block_norms = _num_block_norms(fields, is_new=is_new) if is_parallel else 2
     return read_config(
         Config,
         fields,
@@ -62,7 +61,9 @@ def _read(fields: dict[str, Any]) -> Config:
         norm_eps=hf_config.number(fields, "layer_norm_epsilon"),
         activation=hf_config.activation(fields, "activation"),
         use_parallel_residual=is_parallel,
-        num_block_norms=_num_block_norms(fields, is_new=is_new) if is_parallel else 2,
+        num_block_norms=num_block_norms,
+        norms=PRE_NORMS if num_block_norms == 2 else ONE_NORM,
+        arrangement=Arrangement.PARALLEL if is_parallel else Arrangement.SEQUENTIAL,
         rope=None if has_alibi else hf_rope.rope(fields, size=head_dim),
         alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
     )
@@ -93,19 +94,10 @@ def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
     return tuple(float(slope) * head_dim**-0.5 for slope in np.asarray(alibi_slopes(num_heads), jnp.bfloat16))
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    layer = replace(config.layer, mixer=replace(config.attention, alibi_slopes=config.alibi_slopes))
-    if config.use_parallel_residual:
-        norms = PRE_NORMS if config.num_block_norms == 2 else ONE_NORM
-        layer = replace(layer, norms=norms, arrangement=Arrangement.PARALLEL)
-    return (layer,) * config.num_layers
-
-
 def names(config: Config) -> Names:
     """Return the names of weights, of which norms depend on the architecture."""
     has_two = config.use_parallel_residual and config.num_block_norms == 2
     return replace(bloom.NAMES, attention_norm="ln_attn", mlp_norm="ln_mlp") if has_two else bloom.NAMES
 
 
-FAMILY = Family(Config, DEFAULTS, _read, old_names=OLD_NAMES, layers=layers, names=names, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, old_names=OLD_NAMES, names=names, doc=__doc__, features=("alibi_slopes",))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.activations import ScaledGate
-from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.parallel import Parallel
@@ -27,7 +26,7 @@ class Config(granite.Config):
     """The shape of one Falcon-H1. Multipliers of keys, of the feed-forward's output and of logits are Granite's.
 
     Attributes:
-        input_scales, output_scales: as in `Parallel`; the layer multiplies the latter by `residual_multiplier`.
+        input_scales, output_scales: as in `Parallel`; the layer multiplies the latter by `update_scale`.
         gate_multiplier: of the feed-forward's gate.
     """
 
@@ -48,8 +47,8 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
-        attention_multiplier=hf_config.head_dim(fields) ** -0.5 * multiplier("key"),
-        residual_multiplier=of_down,
+        score_scale=hf_config.head_dim(fields) ** -0.5 * multiplier("key"),
+        update_scale=of_down,
         logits_scaling=1 / multiplier("lm_head"),
         mamba=_mamba(fields),
         input_scales=(multiplier("attention_in"), multiplier("ssm_in")),
@@ -72,10 +71,8 @@ def _mamba(fields: dict[str, Any]) -> Mamba2:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    layer = granite.layers(config)[0]
-    assert isinstance(layer.mixer, Attention)
     mixer = Parallel(
-        attention=layer.mixer,
+        attention=config.attention,
         recurrent=config.mamba,
         recurrent_name="mamba",
         input_scales=config.input_scales,
@@ -83,7 +80,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
     gate = ScaledGate(activation=config.activation, scale=config.gate_multiplier)
     feed_forward = replace(config.feed_forward, activation=gate)
-    return (replace(layer, mixer=mixer, mixer_name="", feed_forward=feed_forward),) * config.num_layers
+    return (replace(config.layer, mixer=mixer, mixer_name="", feed_forward=feed_forward),) * config.num_layers
 
 
 FAMILY = replace(

@@ -55,7 +55,8 @@ class Family:
         layer_inputs: what the layers' own embeddings make of the tokens, [L, T, P]; None in most families.
         head: the last stage, from hidden states to logits.
         doc: the module's docstring, which begins with the checkpoints that are supported.
-        features: features of all checkpoints that no field of the config mentions.
+        features: features of all checkpoints that no field of the config mentions, and the fields that the family
+            reads and that are None by default, as far as `jaxserve models` shows them.
     """
 
     Config: type[Any]

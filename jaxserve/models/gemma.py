@@ -2,7 +2,6 @@
 1.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -10,7 +9,6 @@ from jaxtyping import Array, Float
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.decoder import BiasedConfig, DecoderConfig
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -32,13 +30,9 @@ def _read(fields: dict[str, Any]) -> BiasedConfig:
         head_dim=head_dim,
         # The first releases say "gelu" and mean its approximation.
         activation="gelu_pytorch_tanh" if activation == "gelu" else activation,
+        norm_offset=1.0,
         rope=hf_rope.rope(fields, size=head_dim),
     )
-
-
-def layers(config: BiasedConfig) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return (replace(config.layer, norm=replace(config.norm, offset=1.0)),) * config.num_layers
 
 
 def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[Array, "T E"]:
@@ -46,4 +40,4 @@ def embed_tokens(params: Params, config: DecoderConfig, batch: Batch) -> Float[A
     return embed(params["embed"], batch) * config.hidden_size**0.5
 
 
-FAMILY = Family(BiasedConfig, DEFAULTS, _read, layers=layers, embed=embed_tokens, doc=__doc__)
+FAMILY = Family(BiasedConfig, DEFAULTS, _read, embed=embed_tokens, doc=__doc__)

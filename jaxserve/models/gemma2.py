@@ -3,7 +3,6 @@ windows.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.embedding import soft_cap
-from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.layer import SANDWICH_NORMS
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -31,12 +30,11 @@ DEFAULTS: dict[str, Any] = {
 class Config(WindowedConfig):
     """The shape of one Gemma 2."""
 
-    query_pre_attn_scalar: float
-    attention_soft_cap: float | None
     logit_soft_cap: float | None
 
 
-def _read(fields: dict[str, Any]) -> Config:
+def read(fields: dict[str, Any], *, norms: tuple[str, ...] = SANDWICH_NORMS) -> Config:
+    """Read the Config of a Gemma 2, or of a relative with other `norms`."""
     head_dim = hf_config.integer(fields, "head_dim")
     window = hf_config.integer(fields, "sliding_window")
     return read_config(
@@ -48,15 +46,11 @@ def _read(fields: dict[str, Any]) -> Config:
         sliding_windows=hf_config.periodic_windows(fields, window, period=2),
         attention_soft_cap=hf_config.optional_number(fields, "attn_logit_softcapping"),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        score_scale=hf_config.number(fields, "query_pre_attn_scalar") ** -0.5,
+        norm_offset=1.0,
+        norms=norms,
         rope=hf_rope.rope(fields, size=head_dim),
     )
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.attention_soft_cap)
-    norm = replace(config.norm, offset=1.0)
-    return config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
 
 
 def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: StepContext) -> Float[Array, "N V"]:
@@ -67,11 +61,10 @@ def head(params: Params, config: Any, hidden: Float[Array, "N E"], context: Step
 FAMILY = Family(
     Config,
     DEFAULTS,
-    _read,
-    layers=layers,
+    read,
     names=SANDWICH_NAMES,
     embed=embed_tokens,
     head=head,
     doc=__doc__,
-    features=("norms around blocks",),
+    features=("norms around blocks", "attention cap"),
 )

@@ -4,15 +4,13 @@ Layers with a window rotate with a base of their own.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.attention import HeadNorm
 from jaxserve.layers.decoder import WindowedConfig
-from jaxserve.layers.layer import SANDWICH_NORMS, Layer
+from jaxserve.layers.layer import SANDWICH_NORMS
 from jaxserve.layers.names import SANDWICH_NAMES
 from jaxserve.layers.rope import Rope
-from jaxserve.models import gemma2, hf_config, hf_rope, mixture
+from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.gemma import embed_tokens
 from jaxserve.models.reading import read_config
@@ -29,9 +27,7 @@ DEFAULTS: dict[str, Any] = gemma2.DEFAULTS | {
 class Config(WindowedConfig):
     """The shape of one Gemma 3."""
 
-    query_pre_attn_scalar: float
     logit_soft_cap: float | None
-    local_rope: Rope
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -48,6 +44,10 @@ def _read(fields: dict[str, Any]) -> Config:
         activation=hf_config.activation(fields, "hidden_activation"),
         sliding_windows=hf_config.periodic_windows(fields, window, period=period),
         logit_soft_cap=hf_config.optional_number(fields, "final_logit_softcapping"),
+        score_scale=hf_config.number(fields, "query_pre_attn_scalar") ** -0.5,
+        norm_offset=1.0,
+        norms=SANDWICH_NORMS,
+        head_norm="shared",
         rope=rope,
         local_rope=local_rope,
     )
@@ -61,22 +61,13 @@ def ropes(fields: dict[str, Any], size: int) -> tuple[Rope, Rope]:
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    norm = replace(config.norm, offset=1.0)
-    attention = replace(config.attention, scale=config.query_pre_attn_scalar**-0.5, head_norm=HeadNorm(norm=norm))
-    layers = config.windowed(replace(config.layer, mixer=attention, norm=norm, norms=SANDWICH_NORMS))
-    return mixture.by_window(layers, local={"rope": config.local_rope}, full={})
-
-
 FAMILY = Family(
     Config,
     DEFAULTS,
     _read,
-    layers=layers,
     names=SANDWICH_NAMES,
     embed=embed_tokens,
     head=gemma2.head,
     doc=__doc__,
-    features=("QK norm", "norms around blocks"),
+    features=("QK norm", "norms around blocks", "local_rope"),
 )

@@ -22,7 +22,7 @@ from jaxserve.layers.layer_input import LayerInput
 from jaxserve.layers.linear import linear
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import SANDWICH_NAMES, ExpertNames, Names
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, matrix_spec
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gemma2, hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -200,13 +200,7 @@ def amend(specs: Params, config: Any) -> Params:
     return specs | {
         "embed_per_layer": {
             "table": embedding_spec(table, vocab_size=config.input_vocab_size, hidden_size=L * P),
-            "projection": ParamSpec(
-                shape=(L, P, E),
-                axes=(None, None, "embed"),
-                num_inputs=1,
-                source=(f"{projection}.weight",),
-                source_shapes=((L * P, E),),
-            ),
+            "projection": matrix_spec(projection, (L, P, E), (None, None, "embed")),
             "norm": config.norm.specs(norm, P),
         }
     }

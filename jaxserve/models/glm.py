@@ -14,10 +14,11 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-def _read(fields: dict[str, Any]) -> DecoderConfig:
+def read(fields: dict[str, Any], **own: Any) -> DecoderConfig:
+    """Read the Config of a GLM or of one of its relatives, which have `own`."""
     rope, has_bias = hf_rope.rope(fields, partial_rotary_factor=0.5), hf_config.flag(fields, "attention_bias")
-    return read_config(DecoderConfig, fields, qkv_bias=has_bias, rope=rope)
+    return read_config(DecoderConfig, fields, qkv_bias=has_bias, rope=rope, **own)
 
 
 NAMES = Names(gate_up=("gate_up_proj",), is_interleaved=True)
-FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, read, names=NAMES, doc=__doc__)

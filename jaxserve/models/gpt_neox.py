@@ -2,12 +2,10 @@
 rotation.
 """
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import BiasedConfig
-from jaxserve.layers.layer import Arrangement, Layer
+from jaxserve.layers.layer import Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
@@ -23,33 +21,22 @@ ALIASES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor
 """Names of this family outside of rope_parameters, where transformers does not read the others'."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(BiasedConfig):
-    """The shape of one GPT-NeoX."""
-
-    use_parallel_residual: bool
-
-
 def _revise(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in ALIASES.values()}
 
 
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> BiasedConfig:
     head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    is_parallel = hf_config.flag(fields, "use_parallel_residual")
     return read_config(
-        Config,
+        BiasedConfig,
         fields,
         **hf_config.plain_blocks(),
+        arrangement=Arrangement.PARALLEL if is_parallel else Arrangement.SEQUENTIAL,
         head_dim=head_dim,
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         rope=hf_rope.rope(fields, size=head_dim, partial_rotary_factor=0.25),
     )
-
-
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    arrangement = Arrangement.PARALLEL if config.use_parallel_residual else Arrangement.SEQUENTIAL
-    return (replace(config.layer, arrangement=arrangement),) * config.num_layers
 
 
 NAMES = Names(
@@ -64,4 +51,13 @@ NAMES = Names(
     up="dense_h_to_4h",
     down="dense_4h_to_h",
 )
-FAMILY = Family(Config, DEFAULTS, _read, aliases=ALIASES, revise=_revise, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(
+    BiasedConfig,
+    DEFAULTS,
+    _read,
+    aliases=ALIASES,
+    revise=_revise,
+    names=NAMES,
+    doc=__doc__,
+    features=("parallel blocks",),
+)

@@ -84,47 +84,30 @@ def _moe_specs(prefix: str, config: Config) -> Params:
     """
     X, E, F = config.routing.num_experts, config.hidden_size, config.intermediate_size
     gate_up_rows = np.arange(X * F * 2, dtype=np.int32).reshape(X, F, 2).transpose(0, 2, 1).ravel()
+    matrix: dict[str, Any] = {"num_inputs": 1, "is_transposed": True, "quantize": True}
+    bias: dict[str, Any] = {"init_scale": 0.0}
+
+    def of_experts(
+        name: str, shape: tuple[int, ...], *axes: str | None, stored: tuple[int, ...], **options: Any
+    ) -> ParamSpec:
+        source = (f"{prefix}.experts.{name}",)
+        return ParamSpec(
+            shape=shape, axes=("experts", *axes), source=source, source_shapes=(stored,), expert_size=F, **options
+        )
+
+    gate_up = (None, "expert_ffn", "embed")
     return {
         "router": router_spec(f"{prefix}.router", num_experts=X, hidden_size=E),
         "router_bias": ParamSpec(shape=(X,), axes=(None,), source=(f"{prefix}.router.bias",), init_scale=0.0),
         "experts": {
-            "gate_up": ParamSpec(
-                shape=(X, 2, F, E),
-                axes=("experts", None, "expert_ffn", "embed"),
-                num_inputs=1,
-                source=(f"{prefix}.experts.gate_up_proj",),
-                source_shapes=((X, E, 2 * F),),
-                rows=gate_up_rows,
-                is_transposed=True,
-                quantize=True,
-                expert_size=F,
+            "gate_up": of_experts(
+                "gate_up_proj", (X, 2, F, E), *gate_up, stored=(X, E, 2 * F), rows=gate_up_rows, **matrix
             ),
-            "gate_up_bias": ParamSpec(
-                shape=(X, 2, F),
-                axes=("experts", None, "expert_ffn"),
-                source=(f"{prefix}.experts.gate_up_proj_bias",),
-                source_shapes=((X, 2 * F),),
-                rows=gate_up_rows,
-                init_scale=0.0,
-                expert_size=F,
+            "gate_up_bias": of_experts(
+                "gate_up_proj_bias", (X, 2, F), *gate_up[:2], stored=(X, 2 * F), rows=gate_up_rows, **bias
             ),
-            "down": ParamSpec(
-                shape=(X, E, F),
-                axes=("experts", "embed", "expert_ffn"),
-                num_inputs=1,
-                source=(f"{prefix}.experts.down_proj",),
-                source_shapes=((X, F, E),),
-                is_transposed=True,
-                quantize=True,
-                expert_size=F,
-            ),
-            "down_bias": ParamSpec(
-                shape=(X, E),
-                axes=("experts", "embed"),
-                source=(f"{prefix}.experts.down_proj_bias",),
-                init_scale=0.0,
-                expert_size=F,
-            ),
+            "down": of_experts("down_proj", (X, E, F), "embed", "expert_ffn", stored=(X, F, E), **matrix),
+            "down_bias": of_experts("down_proj_bias", (X, E), "embed", stored=(X, E), **bias),
         },
     }
 

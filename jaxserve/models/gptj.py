@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.decoder import DecoderConfig
+from jaxserve.layers.layer import ONE_NORM, Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
 from jaxserve.models import gpt2, hf_config, phi
@@ -28,6 +29,8 @@ def _read(fields: dict[str, Any]) -> DecoderConfig:
         DecoderConfig,
         fields,
         norm_kind="layer",
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
         is_gated=False,
         mlp_bias=True,
         hidden_size=hidden_size,
@@ -59,7 +62,6 @@ FAMILY = Family(
     DEFAULTS,
     _read,
     aliases=gpt2.ALIASES,
-    layers=phi.layers,
     names=NAMES,
     amend=phi.amend,
     doc=__doc__,

@@ -1,7 +1,6 @@
 """Granite 3 (Granite Team 2024, github.com/ibm-granite/granite-3.0-language-models): Llama with four multipliers."""
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -10,11 +9,10 @@ from jaxserve.layers.activations import scaled
 from jaxserve.layers.batch import Batch
 from jaxserve.layers.context import StepContext
 from jaxserve.layers.embedding import embed
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.params import Params
-from jaxserve.models import llama
+from jaxserve.models import hf_config, llama
 from jaxserve.models.family import Family, logits
-from jaxserve.models.reading import LLAMA
+from jaxserve.models.reading import LLAMA, read_config
 
 DEFAULTS: dict[str, Any] = LLAMA | {
     "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "embedding_multiplier": 1.0,
@@ -27,15 +25,17 @@ class Config(llama.Config):
     """The shape of one Granite."""
 
     embedding_multiplier: float
-    attention_multiplier: float
-    residual_multiplier: float
     logits_scaling: float
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, scale=config.attention_multiplier)
-    return (replace(config.layer, mixer=attention, update_scale=config.residual_multiplier),) * config.num_layers
+def read[C: Config](cls: type[C], fields: dict[str, Any], **own: Any) -> C:
+    """Read the Config of a Granite or of one of its relatives, which read `own`."""
+    scales = {"score_scale": "attention_multiplier", "update_scale": "residual_multiplier"}
+    return read_config(cls, fields, **{name: hf_config.number(fields, key) for name, key in scales.items()}, **own)
+
+
+def _read(fields: dict[str, Any]) -> Config:
+    return read(Config, fields)
 
 
 def embed_tokens(params: Params, config: Config, batch: Batch) -> Float[Array, "T E"]:
@@ -48,4 +48,4 @@ def head(params: Params, config: Config, hidden: Float[Array, "N E"], context: S
     return logits(params, config, hidden, context) / config.logits_scaling
 
 
-FAMILY = Family(Config, DEFAULTS, layers=layers, embed=embed_tokens, head=head, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, embed=embed_tokens, head=head, doc=__doc__)

@@ -11,7 +11,6 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.models import granite, hf_config, hf_rope
-from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = granite.DEFAULTS | {
     "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24,
@@ -66,12 +65,12 @@ def with_sinks(config: Any, layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def _read(fields: dict[str, Any]) -> Config:
-    return read_config(Config, fields, **read_layers(fields))
+    return granite.read(Config, fields, **read_layers(fields))
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    return with_sinks(config, granite.layers(config))
+    return with_sinks(config, config.layers)
 
 
 FAMILY = replace(

@@ -11,7 +11,6 @@ from jaxserve.layers.mlp import FeedForward
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import granite, hf_config, mixture
-from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = granite.DEFAULTS | {
     "num_experts_per_tok": 2, "num_experts": 8, "shared_intermediate_size": 0
@@ -32,7 +31,7 @@ def read[C: Config](cls: type[C], fields: dict[str, Any], **own: Any) -> C:
     """Read the Config of a Granite with experts or of one of its relatives, which read `own`."""
     routing = mixture.read_routing(fields, scores="softmax_of_chosen", is_normalized=False)
     shared_size = hf_config.integer(fields, "shared_intermediate_size", minimum=0)
-    return read_config(cls, fields, shared_size=shared_size, routing=routing, **own)
+    return granite.read(cls, fields, shared_size=shared_size, routing=routing, **own)
 
 
 def _read(fields: dict[str, Any]) -> Config:
@@ -45,7 +44,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     experts = Experts(
         routing=config.routing, size=config.intermediate_size, activation=config.activation, shared=shared
     )
-    return tuple(replace(layer, feed_forward=experts) for layer in granite.layers(config))
+    return tuple(replace(layer, feed_forward=experts) for layer in config.layers)
 
 
 NAMES = Names(

@@ -12,7 +12,6 @@ from jaxserve.layers.mamba import Mamba2
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import Names
 from jaxserve.models import granite, granitemoe, hf_config, hf_rope, mamba2, mixture
-from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = (
     mamba2.HYBRID_DEFAULTS
@@ -50,7 +49,7 @@ def _read(fields: dict[str, Any]) -> Config:
     kinds = hf_config.layer_kinds(fields, (MAMBA, ATTENTION), default)
     has_experts = hf_config.integer(fields, "num_local_experts", minimum=0) > 0
     rope = hf_rope.rope(fields)
-    return read_config(
+    return granite.read(
         Config,
         fields,
         rope=rope if fields.get("position_embedding_type") == "rope" else None,
@@ -68,7 +67,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
         feed_forward = Experts(
             routing=config.routing, size=config.intermediate_size, activation=config.activation, shared=feed_forward
         )
-    attending = replace(granite.layers(config)[0], feed_forward=feed_forward)
+    attending = replace(config.layer, feed_forward=feed_forward)
     recurrent = replace(attending, mixer=config.mamba, mixer_name="mamba")
     return tuple(attending if attends else recurrent for attends in config.attends)
 

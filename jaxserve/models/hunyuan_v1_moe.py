@@ -9,9 +9,9 @@ from typing import Any
 from jaxserve.errors import CheckpointError
 from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.names import ExpertNames
-from jaxserve.models import hf_config, hunyuan_v1_dense
+from jaxserve.models import hf_config, hunyuan_v1_dense, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
@@ -66,12 +66,7 @@ def _of_all_layers(fields: dict[str, Any], name: str) -> Any:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        shared=replace(config.feed_forward, size=config.shared_size),
-    )
+    experts = mixture.experts_of(config, config.shared_size)
     layer = replace(config.layer, mixer=hunyuan_v1_dense.attention(config), feed_forward=experts)
     return (layer,) * config.num_layers
 

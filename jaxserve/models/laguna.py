@@ -11,7 +11,6 @@ from jaxserve.layers.attention import Attention, OutputGate
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -42,12 +41,10 @@ class Config(mixture.Config):
     """The shape of one Laguna; `intermediate_size` is that of layers without experts.
 
     Attributes:
-        local_rope: of layers with a window.
         heads_by_layer: each layer's number of query heads.
         router_cap: bound of the router's logits, None if there is none.
     """
 
-    local_rope: Rope
     heads_by_layer: tuple[int, ...]
     router_cap: float | None
 
@@ -113,11 +110,16 @@ def layers(config: Config) -> tuple[Layer, ...]:
             return layer
         return replace(layer, feed_forward=replace(layer.feed_forward, router_cap=config.router_cap))
 
-    of_kinds = mixture.by_window(mixture.layers(config), local={"rope": config.local_rope}, full={})
-    return tuple(map(of_layer, of_kinds, config.heads_by_layer))
+    return tuple(map(of_layer, mixture.layers(config), config.heads_by_layer))
 
 
 NAMES = Names(gate="g_proj", experts=ExpertNames(selection_bias="experts.e_score_correction_bias"))
 FAMILY = Family(
-    Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("QK norm", "gated attention")
+    Config,
+    DEFAULTS,
+    _read,
+    layers=layers,
+    names=NAMES,
+    doc=__doc__,
+    features=("QK norm", "gated attention", "local_rope"),
 )

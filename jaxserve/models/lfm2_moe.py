@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.names import ExpertNames
 from jaxserve.models import hf_config, lfm2, mixture
 from jaxserve.models.family import Family
@@ -45,12 +45,7 @@ def _read(fields: dict[str, Any]) -> Config:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=config.has_selection_bias,
-    )
+    experts = mixture.experts_of(config, has_selection_bias=config.has_selection_bias)
     return tuple(
         layer if index < config.num_dense_layers else replace(layer, feed_forward=experts)
         for index, layer in enumerate(config.layers)

@@ -11,7 +11,7 @@ from jaxserve.errors import CheckpointError
 from jaxserve.layers.attention import HeadNorm, QueryScale
 from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.layer import Layer
-from jaxserve.layers.moe import Experts, Routing
+from jaxserve.layers.moe import Routing
 from jaxserve.layers.names import ExpertNames, Names
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
@@ -90,13 +90,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     norm = HeadNorm(norm=replace(config.norm, has_gain=False), is_after_rotation=True)
     rotating = replace(config.attention, head_norm=norm if config.has_head_norm else None)
     unrotated = replace(config.attention, rope=None, query_scale=config.query_scale)
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        shared=replace(config.feed_forward, size=config.expert_size),
-        weighs_inputs=True,
-    )
+    experts = mixture.experts_of(config, config.expert_size, weighs_inputs=True)
     return tuple(
         replace(
             config.layer,

@@ -2,11 +2,8 @@
 and two rotations.
 """
 
-import dataclasses
 from typing import Any
 
-from jaxserve.layers.layer import Layer
-from jaxserve.layers.rope import Rope
 from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -18,14 +15,7 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(mixture.Config):
-    """The shape of one Mellum; `intermediate_size` is that of layers without experts."""
-
-    local_rope: Rope
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> mixture.Config:
     hf_config.require(fields, rope_scaling=None)
     fields = {name: value for name, value in fields.items() if name != "rope_theta"}  # which no layer type has
     num_layers = hf_config.integer(fields, "num_hidden_layers")
@@ -33,7 +23,7 @@ def _read(fields: dict[str, Any]) -> Config:
     rope, local_rope = hf_rope.ropes_by_type(fields, size=size, theta=500_000.0, local_theta=None)
     window = hf_config.optional_integer(fields, "sliding_window")
     return read_config(
-        Config,
+        mixture.Config,
         fields,
         **hf_config.biases(fields),
         sliding_windows=hf_config.windows_by_type(fields, window, ["full_attention"] * num_layers),
@@ -45,9 +35,4 @@ def _read(fields: dict[str, Any]) -> Config:
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return mixture.by_window(mixture.layers(config), local={"rope": config.local_rope}, full={})
-
-
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm",))
+FAMILY = Family(mixture.Config, DEFAULTS, _read, layers=mixture.layers, doc=__doc__, features=("QK norm", "local_rope"))

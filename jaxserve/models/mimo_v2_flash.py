@@ -5,12 +5,13 @@ The layers that predict further tokens (`model.mtp.`) are not loaded.
 """
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import CheckpointError
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
-from jaxserve.layers.rope import Rope
 from jaxserve.models import deepseek_v3, hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -43,11 +44,10 @@ class Config(mixture.Config):
     """The shape of one MiMo V2 Flash; `intermediate_size` is that of layers without experts.
 
     Attributes:
-        local_rope, local_kv_heads: of layers with a window.
+        local_kv_heads: of layers with a window.
         value_dim, value_scale: the size of a head's values, and their factor.
     """
 
-    local_rope: Rope
     local_kv_heads: int
     value_dim: int
     value_scale: float
@@ -100,8 +100,13 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     value_dim = None if config.value_dim == config.head_dim else config.value_dim
     values = {"value_dim": value_dim, "value_scale": config.value_scale}
-    local = {"rope": config.local_rope, "num_kv_heads": config.local_kv_heads, "has_sinks": True}
-    return mixture.by_window(mixture.layers(config), local=local | values, full=values)
+    local = values | {"num_kv_heads": config.local_kv_heads, "has_sinks": True}
+
+    def of_kind(layer: Layer) -> Layer:
+        assert isinstance(layer.mixer, Attention)
+        return replace(layer, mixer=replace(layer.mixer, **(values if layer.mixer.sliding_window is None else local)))
+
+    return tuple(map(of_kind, mixture.layers(config)))
 
 
 FAMILY = Family(
@@ -112,5 +117,5 @@ FAMILY = Family(
     layers=layers,
     names=Names(sinks="attention_sink_bias"),
     doc=__doc__,
-    features=("sinks", "values smaller than keys"),
+    features=("sinks", "values smaller than keys", "local_rope"),
 )

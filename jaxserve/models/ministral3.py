@@ -29,7 +29,6 @@ ROPE: dict[str, Any] = {
 class Config(DecoderConfig):
     """The shape of one Ministral 3."""
 
-    sliding_window: int | None
     query_scale: QueryScale
 
 
@@ -42,14 +41,17 @@ def _read(fields: dict[str, Any]) -> Config:
     return read_config(
         Config,
         fields,
+        sliding_window=hf_config.optional_integer(fields, "sliding_window"),
         query_scale=QueryScale(beta=hf_config.number(given, "llama_4_scaling_beta"), original_context=original),
     )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    attention = replace(config.attention, sliding_window=config.sliding_window, query_scale=config.query_scale)
+    attention = replace(config.attention, query_scale=config.query_scale)
     return (replace(config.layer, mixer=attention),) * config.num_layers
 
 
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("query scale by position",))
+FAMILY = Family(
+    Config, DEFAULTS, _read, layers=layers, doc=__doc__, features=("query scale by position", "sliding_window")
+)

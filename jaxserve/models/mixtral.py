@@ -8,7 +8,7 @@ from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
 from jaxserve.layers.names import ExpertNames, Names
-from jaxserve.models import hf_rope, mixture
+from jaxserve.models import hf_config, hf_rope, mixture
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -22,22 +22,24 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 class Config(DecoderConfig):
     """The shape of one Mixtral; `intermediate_size` is that of one expert."""
 
-    sliding_window: int | None
     routing: Routing
 
 
 def _read(fields: dict[str, Any]) -> Config:
     return read_config(
-        Config, fields, routing=mixture.read_routing(fields, is_normalized=True), rope=hf_rope.rope(fields, theta=1e6)
+        Config,
+        fields,
+        sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+        routing=mixture.read_routing(fields, is_normalized=True),
+        rope=hf_rope.rope(fields, theta=1e6),
     )
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
     experts = Experts(routing=config.routing, size=config.intermediate_size, activation=config.activation)
-    attention = replace(config.attention, sliding_window=config.sliding_window)
-    return (replace(config.layer, mixer=attention, feed_forward=experts),) * config.num_layers
+    return (replace(config.layer, feed_forward=experts),) * config.num_layers
 
 
 NAMES = Names(mlp="block_sparse_moe", experts=ExpertNames(gate="w1", up="w3", down="w2"))
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__, features=("sliding_window",))

@@ -3,11 +3,10 @@ the layers that follow from it.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from jaxserve.layers.attention import Attention, OutputGate
+from jaxserve.layers.attention import OutputGate
 from jaxserve.layers.decoder import WindowedConfig
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.moe import Experts, Routing
@@ -62,28 +61,20 @@ def read_routing(
     )
 
 
+def experts_of(config: Any, shared_size: int = 0, **own: Any) -> Experts:
+    """Return the experts of layers of a config with `routing`, `expert_size`, `activation` and `feed_forward`, beside a
+    shared one of `shared_size` unless that is 0. `own` are further fields of Experts.
+    """
+    shared = replace(config.feed_forward, size=shared_size) if shared_size else None
+    return Experts(routing=config.routing, size=config.expert_size, activation=config.activation, shared=shared, **own)
+
+
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    experts = Experts(
-        routing=config.routing,
-        size=config.expert_size,
-        activation=config.activation,
-        has_selection_bias=config.has_selection_bias,
-        shared=replace(config.feed_forward, size=config.shared_expert_size) if config.shared_expert_size else None,
-        has_shared_gate=config.has_shared_gate,
-    )
+    own = {"has_selection_bias": config.has_selection_bias, "has_shared_gate": config.has_shared_gate}
+    experts = experts_of(config, config.shared_expert_size, **own)
     dense = config.windowed(replace(config.layer, mixer=replace(config.attention, gate=config.gate)))
     return tuple(
         replace(layer, feed_forward=experts) if is_sparse else layer
         for layer, is_sparse in zip(dense, config.sparse_layers, strict=True)
     )
-
-
-def by_window(layers: tuple[Layer, ...], *, local: Mapping[str, Any], full: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """Return the layers with the fields `local` of `Attention` where they have a window, and `full` where not."""
-
-    def of_kind(layer: Layer) -> Layer:
-        assert isinstance(layer.mixer, Attention)
-        return replace(layer, mixer=replace(layer.mixer, **(full if layer.mixer.sliding_window is None else local)))
-
-    return tuple(map(of_kind, layers))

@@ -2,10 +2,8 @@
 of each head rotated.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from jaxserve.layers.layer import Layer
 from jaxserve.models import hf_config, hf_rope, llama
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -17,13 +15,15 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> llama.Config:
-    norm_eps, rope = hf_config.number(fields, "norm_eps"), hf_rope.rope(fields, partial_rotary_factor=0.5)
-    return read_config(llama.Config, fields, norm_eps=norm_eps, norm_kind="layer", is_gated=False, rope=rope)
+    return read_config(
+        llama.Config,
+        fields,
+        norm_eps=hf_config.number(fields, "norm_eps"),
+        norm_kind="layer",
+        norm_offset=1.0,
+        is_gated=False,
+        rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
+    )
 
 
-def layers(config: llama.Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return (replace(config.layer, norm=replace(config.norm, offset=1.0)),) * config.num_layers
-
-
-FAMILY = Family(llama.Config, DEFAULTS, _read, layers=layers, doc=__doc__)
+FAMILY = Family(llama.Config, DEFAULTS, _read, doc=__doc__)

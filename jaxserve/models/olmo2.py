@@ -2,11 +2,10 @@
 k.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import POST_NORMS, Layer
+from jaxserve.layers.layer import POST_NORMS
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
@@ -20,12 +19,7 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 
 
 def _read(fields: dict[str, Any]) -> DecoderConfig:
-    return read_config(DecoderConfig, fields, **hf_config.biases(fields), head_norm="joint")
+    return read_config(DecoderConfig, fields, **hf_config.biases(fields), head_norm="joint", norms=POST_NORMS)
 
 
-def layers(config: DecoderConfig) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return tuple(replace(layer, norms=POST_NORMS) for layer in config.layers)
-
-
-FAMILY = Family(DecoderConfig, DEFAULTS, _read, layers=layers, doc=__doc__, features=("QK norm", "norms after blocks"))
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, doc=__doc__, features=("QK norm", "norms after blocks"))

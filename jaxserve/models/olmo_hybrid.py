@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxserve.layers.decoder import BiasedConfig
 from jaxserve.layers.delta_net import DeltaHeads, DeltaNet
-from jaxserve.layers.layer import Layer
+from jaxserve.layers.layer import POST_NORMS, Layer
 from jaxserve.layers.names import DeltaNames, Names
-from jaxserve.models import hf_config, hf_rope, olmo2, qwen3_next
+from jaxserve.models import hf_config, hf_rope, qwen3_next
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -79,7 +79,7 @@ def _delta_heads(fields: dict[str, Any]) -> DeltaHeads:
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Return the layers."""
-    [attending, *_] = olmo2.layers(config)
+    attending = replace(config.layer, norms=POST_NORMS)
     delta_net = DeltaNet(
         heads=config.delta_heads, activation=config.activation, norm_eps=OUTPUT_NORM_EPS, max_beta=config.max_beta
     )

@@ -13,7 +13,7 @@ from jaxserve.layers.embedding import embed, embed_positions, embedding_spec, po
 from jaxserve.layers.layer import Arrangement, Layer
 from jaxserve.layers.linear import linear
 from jaxserve.layers.names import Names
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, matrix_spec
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family, logits
 from jaxserve.models.reading import read_config
@@ -80,8 +80,7 @@ def amend(specs: Params, config: Config) -> Params:
         for name in tables.keys() & specs.keys():
             specs[name] = embedding_spec(tables[name], vocab_size=config.vocab_size, hidden_size=W)
         for name, shape in {"project_in": (E, W), "project_out": (W, E)}.items():
-            source = f"model.decoder.{name}.weight"
-            specs[name] = ParamSpec(shape=shape, axes=("embed", None), num_inputs=1, source=(source,), quantize=True)
+            specs[name] = matrix_spec(f"model.decoder.{name}", shape, ("embed", None), quantize=True)
     return specs
 
 

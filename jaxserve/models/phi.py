@@ -3,12 +3,11 @@ everywhere.
 """
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
 from jaxserve.layers.embedding import lm_head_bias_spec
-from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.layer import ONE_NORM, Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params
 from jaxserve.models import hf_config, hf_rope
@@ -33,15 +32,12 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         **hf_config.plain_blocks(),
+        norms=ONE_NORM,
+        arrangement=Arrangement.PARALLEL,
         head_norm="shared" if hf_config.flag(fields, "qk_layernorm") else None,
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         rope=hf_rope.rope(fields, partial_rotary_factor=0.5),
     )
-
-
-def layers(config: DecoderConfig) -> tuple[Layer, ...]:
-    """Return the layers."""
-    return (replace(config.layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL),) * config.num_layers
 
 
 def amend(specs: Params, config: DecoderConfig) -> Params:
@@ -52,6 +48,4 @@ def amend(specs: Params, config: DecoderConfig) -> Params:
 NAMES = Names(
     out="dense", q_norm="q_layernorm", k_norm="k_layernorm", up="fc1", down="fc2", norm="model.final_layernorm"
 )
-FAMILY = Family(
-    Config, DEFAULTS, _read, layers=layers, names=NAMES, amend=amend, doc=__doc__, features=("parallel blocks",)
-)
+FAMILY = Family(Config, DEFAULTS, _read, names=NAMES, amend=amend, doc=__doc__, features=("parallel blocks",))

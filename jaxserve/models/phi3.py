@@ -3,15 +3,12 @@
 The served context decides, for all requests, which of LongRoPE's two lists of factors is used: see `layers.rope`.
 """
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.layers.rope import Rope
-from jaxserve.models import hf_rope
+from jaxserve.models import hf_config, hf_rope
 from jaxserve.models.family import Family
 from jaxserve.models.reading import LLAMA, read_config
 
@@ -21,15 +18,9 @@ DEFAULTS: dict[str, Any] = LLAMA | {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one Phi 3."""
-
-    sliding_window: int | None
-
-
-def _read(fields: dict[str, Any]) -> Config:
-    return read_config(Config, fields, rope=_rope(fields))
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    window = hf_config.optional_integer(fields, "sliding_window")
+    return read_config(DecoderConfig, fields, sliding_window=window, rope=_rope(fields))
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
@@ -42,11 +33,5 @@ def _rope(fields: dict[str, Any]) -> Rope:
     return hf_rope.rope(fields | changed, partial_rotary_factor=1.0)
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, sliding_window=config.sliding_window)
-    return (replace(config.layer, mixer=attention),) * config.num_layers
-
-
 NAMES = Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, doc=__doc__)
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__, features=("sliding_window",))

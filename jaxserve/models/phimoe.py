@@ -9,7 +9,6 @@ from jaxserve.layers.moe import Routing
 from jaxserve.layers.params import Params
 from jaxserve.layers.rope import LongRopeScaling, Rope
 from jaxserve.models import hf_config, hf_rope, mixtral, phi
-from jaxserve.models.family import Family
 from jaxserve.models.reading import read_config
 
 DEFAULTS: dict[str, Any] = mixtral.DEFAULTS | {
@@ -33,6 +32,7 @@ def _read(fields: dict[str, Any]) -> Config:
         Config,
         fields,
         **hf_config.biases(fields),
+        sliding_window=hf_config.optional_integer(fields, "sliding_window"),
         norm_kind="layer",
         routing=Routing(
             num_experts=hf_config.num_experts(fields),
@@ -62,4 +62,4 @@ def amend(specs: Params, config: Config) -> Params:
     return phi.amend(specs, config) if config.lm_head_bias else specs
 
 
-FAMILY = Family(Config, DEFAULTS, _read, layers=mixtral.layers, names=mixtral.NAMES, amend=amend, doc=__doc__)
+FAMILY = replace(mixtral.FAMILY, Config=Config, defaults=DEFAULTS, read=_read, amend=amend, doc=__doc__)

@@ -86,13 +86,7 @@ class Config(HybridConfig):
     @property
     def experts(self) -> Experts:
         """The experts of a layer, with a gated one that is shared."""
-        return Experts(
-            routing=self.routing,
-            size=self.expert_size,
-            activation=self.activation,
-            shared=replace(self.feed_forward, size=self.shared_expert_size),
-            has_shared_gate=True,
-        )
+        return mixture.experts_of(self, self.shared_expert_size, has_shared_gate=True)
 
 
 def _read(fields: dict[str, Any]) -> Config:

@@ -1,11 +1,10 @@
 """StableLM 3B and 2 (Bellagente et al. 2024, arXiv:2402.17834): Llama with layer norms and partial rotation."""
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import ONE_NORM, Arrangement, Layer
+from jaxserve.layers.layer import ONE_NORM, Arrangement
 from jaxserve.layers.names import Names
 from jaxserve.layers.params import Params, ParamSpec
 from jaxserve.models import hf_config, hf_rope
@@ -19,21 +18,15 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one StableLM."""
-
-    qk_layernorm: bool
-    use_parallel_residual: bool
-
-
-def _read(fields: dict[str, Any]) -> Config:
+def _read(fields: dict[str, Any]) -> DecoderConfig:
     head_dim = hf_config.quotient(fields, "hidden_size", "num_attention_heads")
+    is_parallel = hf_config.flag(fields, "use_parallel_residual")
     return read_config(
-        Config,
+        DecoderConfig,
         fields,
         head_dim=head_dim,
         head_norm="by head" if hf_config.flag(fields, "qk_layernorm") else None,
+        **({"norms": ONE_NORM, "arrangement": Arrangement.PARALLEL} if is_parallel else {}),
         norm_kind="layer",
         norm_eps=hf_config.number(fields, "layer_norm_eps"),
         qkv_bias=hf_config.flag(fields, "use_qkv_bias"),
@@ -41,16 +34,9 @@ def _read(fields: dict[str, Any]) -> Config:
     )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    is_parallel, layer = config.use_parallel_residual, config.layer
-    layer = replace(layer, norms=ONE_NORM, arrangement=Arrangement.PARALLEL) if is_parallel else layer
-    return (layer,) * config.num_layers
-
-
-def amend(specs: Params, config: Config) -> Params:
+def amend(specs: Params, config: DecoderConfig) -> Params:
     """Declare the norm of each head as the tensor of its own that it is in the checkpoint."""
-    for layer in specs["layers"] if config.qk_layernorm else ():
+    for layer in specs["layers"] if config.head_norm is not None else ():
         for norm in (layer["attention"]["q_norm"], layer["attention"]["k_norm"]):
             gain: ParamSpec = norm["gain"]
             module = gain.source[0].removesuffix(".weight")
@@ -60,4 +46,6 @@ def amend(specs: Params, config: Config) -> Params:
 
 
 NAMES = Names(q_norm="q_layernorm", k_norm="k_layernorm")
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=NAMES, amend=amend, doc=__doc__)
+FAMILY = Family(
+    DecoderConfig, DEFAULTS, _read, names=NAMES, amend=amend, doc=__doc__, features=("QK norm", "parallel blocks")
+)

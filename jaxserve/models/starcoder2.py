@@ -1,11 +1,8 @@
 """StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norm and a plain feed-forward, biases everywhere."""
 
-import dataclasses
-from dataclasses import replace
 from typing import Any
 
 from jaxserve.layers.decoder import DecoderConfig
-from jaxserve.layers.layer import Layer
 from jaxserve.layers.names import Names
 from jaxserve.models import hf_config
 from jaxserve.models.family import Family
@@ -18,22 +15,15 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
-    """The shape of one StarCoder 2."""
-
-    sliding_window: int | None
-
-
-def _read(fields: dict[str, Any]) -> Config:
-    blocks = hf_config.plain_blocks(has_biases=hf_config.flag(fields, "use_bias"))
-    return read_config(Config, fields, **blocks, norm_eps=hf_config.number(fields, "norm_epsilon"))
+def _read(fields: dict[str, Any]) -> DecoderConfig:
+    return read_config(
+        DecoderConfig,
+        fields,
+        **hf_config.plain_blocks(has_biases=hf_config.flag(fields, "use_bias")),
+        norm_eps=hf_config.number(fields, "norm_epsilon"),
+        sliding_window=hf_config.optional_integer(fields, "sliding_window"),
+    )
 
 
-def layers(config: Config) -> tuple[Layer, ...]:
-    """Return the layers."""
-    attention = replace(config.attention, sliding_window=config.sliding_window)
-    return (replace(config.layer, mixer=attention),) * config.num_layers
-
-
-FAMILY = Family(Config, DEFAULTS, _read, layers=layers, names=Names(up="c_fc", down="c_proj"), doc=__doc__)
+NAMES = Names(up="c_fc", down="c_proj")
+FAMILY = Family(DecoderConfig, DEFAULTS, _read, names=NAMES, doc=__doc__, features=("sliding_window",))

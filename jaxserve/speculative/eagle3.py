@@ -21,7 +21,7 @@ from jaxserve.layers.embedding import embed, embedding_spec, gathered, unembed
 from jaxserve.layers.layer import Layer
 from jaxserve.layers.linear import linear
 from jaxserve.layers.names import LLAMA_NAMES
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, ParamSpec, matrix_spec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import get_family, llama, with_context
 from jaxserve.models.family import Family
@@ -133,13 +133,7 @@ class Eagle3(Drafter):
             source_shapes=tuple((rows, 2 * size) for rows, _ in qkv.source_shapes),
         )
         specs: Params = {
-            "fc": ParamSpec(
-                shape=(size, NUM_TAPS * of_target),
-                axes=(None, None),
-                num_inputs=1,
-                source=("fc.weight",),
-                quantize=True,
-            ),
+            "fc": matrix_spec("fc", (size, NUM_TAPS * of_target), (None, None), quantize=True),
             "token_norm": layer.norm.specs(f"{self.prefix}.input_layernorm", size),
             "feature_norm": layer.norm.specs(f"{self.prefix}.hidden_norm", size),
             "attention": attention,

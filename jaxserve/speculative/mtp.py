@@ -20,7 +20,7 @@ from jaxserve.layers.layer import Layer
 from jaxserve.layers.linear import linear
 from jaxserve.layers.names import Names
 from jaxserve.layers.norm import add_update
-from jaxserve.layers.params import Params, ParamSpec
+from jaxserve.layers.params import Params, matrix_spec
 from jaxserve.layers.rope import rotations
 from jaxserve.models import get_family, with_context
 from jaxserve.models.family import Family
@@ -147,9 +147,7 @@ class MTP(Drafter):
         specs: Params = {
             "token_norm": layer.norm.specs(f"{prefix}.{form.token_norm}", size),
             "feature_norm": layer.norm.specs(f"{prefix}.{form.feature_norm}", size),
-            "joined": ParamSpec(
-                shape=(size, 2 * size), axes=(None, None), num_inputs=1, source=(f"{prefix}.{form.joined}.weight",)
-            ),
+            "joined": matrix_spec(f"{prefix}.{form.joined}", (size, 2 * size), (None, None)),
             "layer": layer.specs(prefix + form.layer, names),
             "norm": layer.norm.specs(f"{prefix}.{form.norm}", size),
         }

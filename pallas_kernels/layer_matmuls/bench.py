@@ -92,16 +92,14 @@ def _three_kernels(
     *,
     rotation: tuple[jax.Array, jax.Array],
     write_index: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
     scale: float,
     activation: Callable[[jax.Array], jax.Array],
     eps: float,
+    **contexts: Any,
 ) -> tuple[jax.Array, jax.Array, Pages]:
     """Compute what `decode_layer` does."""
     q, pages = rope_and_write_kv(qkv, pages, write_index, rotation=rotation, implementation="sm90")
-    contexts: Any = {"block_tables": block_tables, "seq_lens": seq_lens, "scores": Scores(scale=scale)}
-    heads, _ = paged_attention(q[:, None], pages, **contexts, implementation="sm90")
+    heads, _ = paged_attention(q[:, None], pages, **contexts, scores=Scores(scale=scale), implementation="sm90")
     heads = heads.reshape(len(q), -1)
     x, y = layer_matmuls(heads, x, weights, gains, activation=activation, eps=eps, implementation="sm90")
     return x, y, pages

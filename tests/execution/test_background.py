@@ -2,15 +2,17 @@
 need.
 """
 
+import contextlib
 import threading
 import time
 
 import pytest
 from depths import quick_first
 from engine_harness import drain, request, run, tiny_config
-from waiting import PATIENCE
+from waiting import PATIENCE, wait_until
 
 from jaxserve.engine import device, startup
+from jaxserve.engine.local import LocalEngineClient
 from jaxserve.execution.programs.kinds import AdmitExtras, Draw, Embed, PromptLogprobs
 from jaxserve.execution.programs.lowering import Lowering
 from jaxserve.execution.programs.spec import ON_CPU, ON_GPU
@@ -169,6 +171,19 @@ def test_a_program_that_cannot_be_had_costs_only_requests_that_need_it(kind, gat
     assert run(engine, [request("other", [1, 2], 3, KINDS[5 - KINDS.index(params)])])["other"].token_ids
     assert engine.stats().num_recompiles_after_warmup == 0
     engine.close()
+
+
+def test_an_idle_engine_sleeps_while_programs_compile(gated):
+    """It wakes when they are there, not to look for them."""
+    engine, info = startup.start_engine(CONFIG, mesh=None, progress=False)
+    looks, stats = [], engine.stats
+    engine.stats = lambda: looks.append(None) or stats()
+    with contextlib.closing(LocalEngineClient(engine, info)):
+        time.sleep(0.5)
+        assert len(looks) <= 2
+        assert engine.runner.is_warming_up
+        gated.gate.set()
+        wait_until(lambda: not engine.runner.is_warming_up)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import os
+import random
 import threading
 import time
 
@@ -11,6 +13,7 @@ import pytest
 from engine_harness import tiny_config
 from waiting import PATIENCE, wait_until
 
+from jaxserve.cpus import BACKGROUND_NICENESS
 from jaxserve.engine.startup import start_engine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import compile as compile_module
@@ -168,6 +171,34 @@ def test_a_kernel_that_does_not_compile_stops_the_warm_up(monkeypatch):
             [1], kernels_of=lambda _: {MosaicKernel(b"", b"", False, False, False)}, mesh=mesh, progress=False
         )
     assert 1 not in steps
+
+
+def test_programs_in_the_cache_do_not_wait_for_those_that_compile_in_the_background(monkeypatch):
+    numbers = {"new": random.random(), "cached": 17.0}
+
+    def lower(name):
+        return jax.jit(lambda x: x + numbers[name]).lower(jax.ShapeDtypeStruct((), np.float32))
+
+    CompiledSteps(lower).warm_up(["cached"], progress=False)
+    niceness, is_loaded, compile_now = {}, threading.Event(), CompiledSteps._compile
+
+    def compile_late(steps, name, *arguments):
+        assert is_loaded.wait(PATIENCE)
+        return compile_now(steps, name, *arguments)
+
+    def see(name):
+        niceness[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        if name == "cached":
+            is_loaded.set()
+
+    monkeypatch.setattr(CompiledSteps, "_compile", compile_late)
+    steps = CompiledSteps(lower)
+    steps.warm_up(["new", "cached"], is_background=True, on_compiled=see, progress=False)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness == {"cached": own, "new": max(own, BACKGROUND_NICENESS)}
+    for name, number in numbers.items():
+        assert steps[name](np.float32(1)) == np.float32(1) + np.float32(number)
+    assert steps.num_compiles == 2
 
 
 def test_a_cache_that_cannot_be_made(tmp_path, monkeypatch, caplog):

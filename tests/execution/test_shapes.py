@@ -282,9 +282,10 @@ def test_the_order_of_programs_on_a_cpu():
     order = make_shapes(512, 64, has_lean_programs=False).order(lambda _: False)
     assert [str(phase) for phase in order if phase.is_first or phase.is_urgent] == [
         "first, for plain requests: forward 16; draw 16; admit",
-        "then, for any step: forward 512; draw with log probabilities 64",
+        "then, for decode of all rows: forward 64; draw with log probabilities 64",
+        "then, for any step: forward 512",
         "then, for slots: admit extras; allow 64",
         "then, for decode: draw with log probabilities 16",
         "then, for hidden states: prompt logprobs 512; embed 512",
     ]
-    assert [phase.is_urgent for phase in order] == [False] + [True] * 4 + [False] * (len(order) - 5)
+    assert [phase.is_urgent for phase in order] == [False] + [True] * 5 + [False] * (len(order) - 6)

@@ -1,16 +1,20 @@
 """What `jaxserve.inspect` says of an engine, against its arrays, its programs and its counters."""
 
 import math
+import threading
 import xml.etree.ElementTree
 
 import jax
 import pytest
 from fake_client import FakeEngineClient
 from tiny_model import write
+from waiting import PATIENCE
 
 from jaxserve import inspect
 from jaxserve.engine.frontend import Frontend
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.execution.programs.background import BackgroundWarmUp
+from jaxserve.execution.programs.compile import CompiledSteps
 from jaxserve.gpus import find_gpu
 from jaxserve.inspect import Speed, find_collectives
 from jaxserve.inspect.bubble import simulate
@@ -110,6 +114,16 @@ def test_a_step_is_measured_by_requests(llm):
     roofline = inspect.step(llm, rows=2, context=8, speed=SPEED, measure=True).roofline
     assert roofline.measured > 0
     assert roofline.fraction == roofline.floor / roofline.measured
+
+
+def test_nothing_compiles_while_a_step_is_described(folder, monkeypatch):
+    is_waited_for, load, wait = threading.Event(), CompiledSteps._load, BackgroundWarmUp.wait
+    monkeypatch.setattr(CompiledSteps, "_load", lambda *args: is_waited_for.wait(PATIENCE) and load(*args))
+    monkeypatch.setattr(BackgroundWarmUp, "wait", lambda background: is_waited_for.set() or wait(background))
+    with LLM(folder, **OPTIONS | {"warmup": "background"}) as llm:
+        assert llm.client.engine.runner.is_warming_up
+        inspect.step(llm, context=8, speed=SPEED)
+        assert not llm.client.engine.runner.is_warming_up
 
 
 def test_prompts_have_steps_too(llm):

@@ -97,8 +97,7 @@ class TestOptions:
         parameters = inspect.signature(LLM.__init__).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
         fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-        # Programs that compile, or are read from the cache, beside requests make many of them take longer.
-        assert defaults == {"mesh": None, "progress": True} | fields | {"warmup": "full"}
+        assert defaults == {"mesh": None, "progress": True} | fields
 
     @pytest.mark.parametrize(
         ("scheduler", "speculative_config"),

@@ -128,6 +128,7 @@ def test_default_values_of_requests_from_another_directory(model, tmp_path):
         ),
         ({"generation_config": "/nowhere"}, "generation_config must be auto, vllm or a directory with"),
         ({"hf_overrides": {"architectures": "x"}}, "hf_overrides: architectures must be a list of texts, got 'x'"),
+        ({"hf_overrides": {"model_type": "odd"}}, "^hf_overrides: unknown model_type 'odd'"),
         ({"quantization": "awq"}, "quantization is awq, but .* says that its weights are not quantized: leave it out"),
         ({"quantization": "gguf"}, "quantization is gguf, but .* says that its weights are not quantized"),
     ],

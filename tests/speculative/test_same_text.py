@@ -32,6 +32,7 @@ DRAFTS = {
     "num_speculative_tokens": 4,
     "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]],
 }
+FEWER = {"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 8, 2]]}
 GLM, GLM_CHANGES = "glm4_moe_qk_norm", {"num_hidden_layers": 3, "vocab_size": 123}
 STATES = {
     "delta rule": (
@@ -101,7 +102,7 @@ def models(plain, drafting):
 
     def draft_model():
         model = with_weights(NAME, None, load_config(GOLDENS / NAME), method="draft_model", model="x",
-                             draft_sample_method="probabilistic")  # fmt: skip
+                             draft_sample_method="probabilistic", **FEWER)  # fmt: skip
         model.runner.state["params"]["drafter"] = plain.params
         return plain, model
 
@@ -125,7 +126,7 @@ def models(plain, drafting):
             return plain_with_states(kind), told(name, changes, num_kept_states=8)
         if kind == "mtp beside states":
             name, changes = STATES["delta rule"]
-            model = with_weights(name, changes, num_kept_states=8, draft_sample_method="probabilistic")
+            model = with_weights(name, changes, num_kept_states=8, draft_sample_method="probabilistic", **FEWER)
             return plain_with_states("delta rule"), model
         if kind == "draft model beside states":
             name, changes = STATES["Mamba-2 alone"]

@@ -34,10 +34,15 @@ def run_batch(model: torch.nn.Module, batch: list[dict], *, num_tokens: int) -> 
     padding = [longest - len(job["prompt_token_ids"]) for job in batch]
     ids = [[0] * pad + job["prompt_token_ids"] for job, pad in zip(batch, padding, strict=True)]
     mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+    generate(model, torch.tensor(ids), torch.tensor(mask), num_tokens)
+
+
+def generate(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> None:
+    """Continue prompts by exactly `num_tokens`, the most likely ones."""
     with torch.inference_mode():
         model.generate(
-            torch.tensor(ids),
-            attention_mask=torch.tensor(mask),
+            ids,
+            attention_mask=mask,
             do_sample=False,
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,

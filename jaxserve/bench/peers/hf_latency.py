@@ -14,6 +14,7 @@ import sys
 import time
 
 import torch
+from hf_generate import generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 NUM_WARMUPS, NUM_RUNS = 2, 3
@@ -52,15 +53,7 @@ def seconds(model: torch.nn.Module, ids: torch.Tensor, num_tokens: int) -> float
     times = []
     for _ in range(NUM_WARMUPS + NUM_RUNS):
         start = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                pad_token_id=0,
-            )
+        generate(model, ids, torch.ones_like(ids), num_tokens)
         if ids.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)

@@ -65,8 +65,12 @@ class BackgroundWarmUp:
         """End it. Waits for the program that is being compiled, since XLA cannot be interrupted."""
         self._steps.stop()
         self._lowering.close()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all programs are compiled, or have failed."""
         self._ended.wait()
-        for thread in self._wanted.values():
+        for thread in list(self._wanted.values()):
             thread.join()
 
     def want(self, programs: Sequence[Program]) -> None:
@@ -74,8 +78,8 @@ class BackgroundWarmUp:
         new = [program for program in programs if program not in self._wanted]
         if new and not self._ended.is_set():
             thread = threading.Thread(target=self._compile_wanted, args=(new,), name="jaxserve-wanted", daemon=True)
+            thread.start()  # first, so that `wait` joins no thread that has not begun
             self._wanted |= dict.fromkeys(new, thread)
-            thread.start()
 
     def _run(self) -> None:
         start = time.perf_counter()

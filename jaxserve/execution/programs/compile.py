@@ -1,6 +1,8 @@
 """The table of compiled steps: every shape ahead of time, so that nothing is compiled while requests wait."""
 
 import concurrent.futures
+import contextlib
+import functools
 import itertools
 import logging
 import pathlib
@@ -17,6 +19,7 @@ from tqdm import tqdm
 from jaxserve.cpus import num_usable_cpus, yield_processors
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs.mosaic import MosaicKernel, compile_kernel
+from pallas_kernels.jax_internals import load_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +108,22 @@ class CompiledSteps:
         start = time.perf_counter()
         executable = lowered.compile(self._compiler_options(key))
         logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
+        self._add(key, executable, on_compiled)
+        return executable
+
+    def _load(self, key: Any, lowered: jax.stages.Lowered, on_compiled: Callable[[Any], object]) -> bool:
+        """Load an executable from the compilation cache. Returns false if it is not there."""
+        executable = load_compiled(lowered, self._compiler_options(key))
+        if executable is None:
+            return False
+        self._add(key, executable, on_compiled)
+        return True
+
+    def _add(self, key: Any, executable: jax.stages.Compiled, on_compiled: Callable[[Any], object]) -> None:
         with self._lock:
             self._executables[key] = executable
             self.num_compiles += 1
         on_compiled(key)
-        return executable
 
     def warm_up(
         self,
@@ -129,8 +143,9 @@ class CompiledSteps:
         wait for other processes that do the work. The kernels that `kernels_of` finds in a program are compiled before
         it, for the devices of `mesh`, when all programs are lowered. From the first program with kernels on, those
         without wait too: they would take turns with kernels. In the background one program is compiled at a time, in
-        the order of `keys`, by a thread that gets only the processor time that others leave. `on_compiled` is called by
-        the thread that has compiled a key. Raises CancelledError after `stop`.
+        the order of `keys`, by a thread that gets only the processor time that others leave; those in the compilation
+        cache do not wait for it, but are loaded, one at a time, once they are lowered. `on_compiled` is called by the
+        thread that has compiled or loaded a key. Raises CancelledError after `stop`.
         """
         start = time.perf_counter()
         missing = [key for key in keys if key not in self._executables]
@@ -149,6 +164,12 @@ class CompiledSteps:
                 raise concurrent.futures.CancelledError
             self._pools.extend(pools)
         submitted: list[concurrent.futures.Future[Any]] = []
+        lower, loading = lower or self._lower, threading.Lock()
+
+        def lower_unless_loaded(key: Any) -> jax.stages.Lowered | None:
+            lowered = lower(key)
+            with loading if is_background else contextlib.nullcontext():
+                return None if is_background and self._load(key, lowered, on_compiled) else lowered
 
         def submit[T](
             pool: concurrent.futures.ThreadPoolExecutor, function: Callable[..., T], *args: Any
@@ -159,20 +180,29 @@ class CompiledSteps:
                 raise concurrent.futures.CancelledError from None
             return future
 
-        with tqdm(total=len(missing), desc="compiling", unit="program", disable=not progress) as bar:
+        # One that is disabled starts tqdm's thread all the same, which fails if the interpreter ends meanwhile.
+        new_bar = functools.partial(tqdm, total=len(missing), desc="compiling", unit="program")
+        with new_bar() if progress else contextlib.nullcontext() as bar:
+
+            def advance() -> None:
+                if bar is not None:
+                    bar.update()
 
             def compile_later(key: Any, lowered: jax.stages.Lowered) -> concurrent.futures.Future[Any]:
                 future = submit(compiling, self._compile, key, lowered, on_compiled)
-                future.add_done_callback(lambda _: bar.update())
+                future.add_done_callback(lambda _: advance())
                 return future
 
             try:
                 kernels: dict[MosaicKernel, concurrent.futures.Future[None]] = {}
                 waiting: dict[Any, jax.stages.Lowered] = {}
                 compiled: list[concurrent.futures.Future[Any]] = []
-                futures = {submit(lowering, lower or self._lower, key): key for key in missing}
+                futures = {submit(lowering, lower_unless_loaded, key): key for key in missing}
                 for future in _as_completed(futures):
                     key, lowered = futures[future], future.result()
+                    if lowered is None:
+                        advance()
+                        continue
                     for kernel in kernels_of(lowered) - kernels.keys():
                         assert mesh is not None
                         kernels[kernel] = submit(compiling_kernels, compile_kernel, kernel, mesh)

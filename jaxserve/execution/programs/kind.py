@@ -8,12 +8,13 @@ import abc
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import jax
 import msgspec
 import numpy as np
 
+from jaxserve.execution.batch import Bucket
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.slots import pack_admissions
 from jaxserve.execution.step import DrawingRows, Drawn
@@ -96,6 +97,22 @@ class Kind(msgspec.Struct, frozen=True, tag=True, metaclass=_AbstractStruct):
     def size(self) -> int:
         """Number of tokens or rows that the program is for."""
         return 0
+
+
+class OfBucket(Kind, frozen=True):
+    """A program for the steps of one bucket."""
+
+    bucket: Bucket
+
+    @property
+    @override
+    def size(self) -> int:
+        return self.bucket.num_tokens
+
+
+def no_results(self: Kind, model: StepModel) -> None:  # noqa: ARG001
+    """Return None, as `Kind.made` of programs that change the state and make nothing else."""
+    return
 
 
 def drawn(*, has_logprobs: bool) -> Drawn:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.execution.batch import Bucket, pack_nothing
+from jaxserve.execution.batch import pack_nothing
 from jaxserve.execution.kv_cache import copy_states
-from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, drawn, no_admissions
+from jaxserve.execution.programs.kind import LEAF, LOGPROBS, Kind, OfBucket, drawn, no_admissions, no_results
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.programs.passes import Begin, Finish, Forward, PlainDecode, RunStage
 from jaxserve.execution.slots import (
@@ -81,18 +81,12 @@ class Draw(Kind, frozen=True, tag=True):
         return drawn(has_logprobs=self.has_logprobs)
 
 
-class Settle(Kind, frozen=True, tag=True):
+class Settle(OfBucket, frozen=True, tag=True):
     """`step.settle_states`, behind a draw of rows that verify drafts."""
 
     takes: ClassVar[tuple[State, ...]] = ("kv_cache", "slots")
     gives: ClassVar[tuple[State, ...]] = ("kv_cache",)
-
-    bucket: Bucket
-
-    @property
-    @override
-    def size(self) -> int:
-        return self.bucket.num_tokens
+    made = no_results
 
     @override
     def function(self, model: StepModel) -> Callable[..., Any]:
@@ -105,10 +99,6 @@ class Settle(Kind, frozen=True, tag=True):
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         rows = _drawing_rows(model, self.bucket.num_rows, self.bucket.num_columns)
         return rows, model.unsettled(self.bucket)
-
-    @override
-    def made(self, model: StepModel) -> None:
-        return None
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
@@ -131,14 +121,7 @@ def _drawing_rows(model: StepModel, num_rows: int, num_columns: int) -> DrawingR
     return dataclasses.replace(rows, num_valid=each(jnp.int32), drafts=drafts)
 
 
-class _OfHidden(Kind, frozen=True):
-    bucket: Bucket
-
-    @property
-    @override
-    def size(self) -> int:
-        return self.bucket.num_tokens
-
+class _OfHidden(OfBucket, frozen=True):
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         return model.hidden(self.bucket), model.packed(self.bucket)
@@ -190,6 +173,7 @@ class Embed(_OfHidden, frozen=True, tag=True):
 
 
 class _CopiesState(Kind, frozen=True):
+    made = no_results
     index: int = -1
 
     @property
@@ -200,10 +184,6 @@ class _CopiesState(Kind, frozen=True):
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         return (model.array((2,), jnp.int32),)
-
-    @override
-    def made(self, model: StepModel) -> None:
-        return None
 
     @override
     def nothing(self, model: StepModel) -> tuple[Any, ...]:
@@ -248,6 +228,7 @@ class ResumeState(_CopiesState, frozen=True, tag=True):
 class _WritesSlots(Kind, frozen=True):
     takes: ClassVar[tuple[State, ...]] = ("slots",)
     gives: ClassVar[tuple[State, ...]] = ("slots",)
+    made = no_results
     write: ClassVar[Callable[..., Slots]]
     """From slots and its own arguments to new slots."""
 
@@ -261,10 +242,6 @@ class _WritesSlots(Kind, frozen=True):
     @override
     def arguments(self, model: StepModel) -> tuple[Any, ...]:
         return tuple(jax.tree.map(model.replicate, self.nothing(model)))
-
-    @override
-    def made(self, model: StepModel) -> None:
-        return None
 
 
 class Admit(_WritesSlots, frozen=True, tag=True):

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jaxserve.execution import step
-from jaxserve.execution.batch import Bucket, pack_nothing
-from jaxserve.execution.programs.kind import LEAF, ROWS, ROWS_WITH_DRAFTS, Kind, drawn, no_admissions
+from jaxserve.execution.batch import pack_nothing
+from jaxserve.execution.programs.kind import LEAF, ROWS, ROWS_WITH_DRAFTS, Kind, OfBucket, drawn, no_admissions
 from jaxserve.execution.programs.model import State, StepModel
 from jaxserve.execution.step import Begun, Drawn, Forwarded, Pass, Reading
 from jaxserve.layers.batch import Launch
@@ -26,16 +26,9 @@ NOWHERE = 2**30
 """Position behind the end of every pool, and of all slots: `engine.sizing` makes no pool larger."""
 
 
-class _WithLayers(Kind, frozen=True):
+class _WithLayers(OfBucket, frozen=True):
     takes: ClassVar[tuple[State, ...]] = ("params", "kv_cache", "slots", "peers")
     gives: ClassVar[tuple[State, ...]] = ("kv_cache", "slots")
-
-    bucket: Bucket
-
-    @property
-    @override
-    def size(self) -> int:
-        return self.bucket.num_tokens
 
     @override
     def compiler_options(self, model: StepModel) -> dict[str, Any]:

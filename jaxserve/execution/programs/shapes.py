@@ -254,7 +254,10 @@ class StepShapes:
                 "plain requests", [*small, self._lean_draw, Admit(), *self._admits_tokens, *self._copies], is_first=True
             )
             more = Phase("decode", self._with_draws(small))
-            phases = [lean, *(each._replace(is_urgent=True) for each in (any_step, slots, more, hidden))]
+            # The largest step would take several times as long for the last tokens of all rows.
+            all_rows = next(bucket for bucket in self._mixed if bucket.num_rows == largest.num_rows)
+            decode = Phase("decode of all rows", self._with_draws(self._programs_of_prompts([all_rows])))
+            phases = [lean, *(each._replace(is_urgent=True) for each in (decode, any_step, slots, more, hidden))]
         phases += [
             Phase("verification of drafts", verifying),
             Phase("decode of fewer rows", plain),

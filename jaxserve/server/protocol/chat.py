@@ -107,12 +107,9 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int] | None
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(TopLogprob):
     """The chosen token and the most likely ones at its position."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
