@@ -82,6 +82,12 @@ MEASURED: tuple[Batches, ...] = (
         Run(64, 1024, 32, 7.61, 3.96, 813.9, 535.45),
         Run(256, 256, 32, 11.81, 5.876, 811.9, 529.08),
     )),
+    Batches(gpu="h200", shape="gpt-oss-120b", options="--max-num-seqs 64 --max-model-len 4096",
+            model_type="gpt_oss", num_layers=36, date="2026-11-30", weights="mxfp4", has_experts=True, runs=(
+        Run(1, 128, 64, 3.28, 1.18, 24.5, 16.14),
+        Run(16, 512, 48, 11.11, 6.678, 182.7, 110.31),
+        Run(64, 1024, 32, 20.39, 14.553, 1471.3, 888.84),
+    )),
     Batches(gpu="h200", shape="qwen3-30b-a3b-fp8", options="--max-num-seqs 64",
             model_type="qwen3_moe", num_layers=48, date="2026-11-27", weights="fp8", has_experts=True, runs=(
         Run(1, 128, 256, 3.95, 0.816, 18.2, 7.76),
