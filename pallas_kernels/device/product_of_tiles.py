@@ -30,6 +30,12 @@ ROWS = 64
 """Rows of a computing warpgroup in a tile: what one wgmma instruction multiplies."""
 STAGES = 4
 """Steps that the ring holds."""
+SCALE_STAGES = 2 * STAGES
+"""Steps whose scales shared memory has room for.
+
+All warps load scales, but one thread gives a slot back for its warpgroup when it has waited for the last product: then
+another warp may still be loading. When scales are overwritten, a turn of the ring later, all have multiplied again.
+"""
 _LAYOUT = plgpu.Layout.WGMMA
 _int = jnp.int32
 
@@ -129,7 +135,7 @@ class Shared(NamedTuple):
     full: Any
     free: Any
     scales: Any = None
-    """[slots, 2, outputs], of a step each; None if scales do not change along K."""
+    """[SCALE_STAGES, 2, outputs], of a step each; None if scales do not change along K."""
 
 
 def launch(
@@ -162,7 +168,7 @@ def launch(
             views(UNITS, problem.pieces_held, ROWS, problem.piece, dtype=output_dtype),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=UNITS + 2 * (1 + has_scales)),
             plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=STAGES, num_arrivals=UNITS),
-            *([plgpu.SMEM((STAGES, 2, problem.outputs), jnp.float32)] if has_scales else []),
+            *([plgpu.SMEM((SCALE_STAGES, 2, problem.outputs), jnp.float32)] if has_scales else []),
         ),
         grid=(problem.num_groups,),
         grid_names=("group",),
@@ -246,7 +252,8 @@ def _copy(problem: Problem, gmem: Global, smem: Shared, row, output, first_step)
             if problem.has_scales_of_steps:
                 group = lax.div(k, _int(problem.steps_of_scale))
                 scales = gmem.scales.at[group, kind, pl.ds(first, problem.outputs)]
-                plgpu.copy_gmem_to_smem(scales, smem.scales.at[slot, half], full)
+                of_scales = lax.rem(first_step + k, _int(SCALE_STAGES))
+                plgpu.copy_gmem_to_smem(scales, smem.scales.at[of_scales, half], full)
 
     lax.fori_loop(_int(0), _int(problem.steps), one_step, None)
 
@@ -265,24 +272,30 @@ def _multiply_promoting(problem: Problem, smem: Shared, wg, first_step) -> list[
     """
 
     def one_step(k, sums):
-        slot = lax.rem(first_step + k, _int(STAGES))
-        plgpu.barrier_wait(smem.full.at[slot])
-        promoted = []
-        for half, total in enumerate(sums):
+        step = lax.optimization_barrier(first_step + k)
+        slot, of_scales = lax.rem(step, _int(STAGES)), lax.rem(step, _int(SCALE_STAGES))
+
+        def added(half, total):
             weight = smem.weight.at[slot, pl.ds(half * problem.outputs, problem.outputs)]
 
-            def product(acc, weight=weight):
+            def product(acc):
                 plgpu.wgmma(acc, smem.x.at[slot, wg], weight.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 return written(acc[...])
 
             part = pl.run_scoped(product, plgpu.ACC((ROWS, problem.outputs), jnp.float32))
             if problem.has_scales_of_steps:
-                scales = plgpu.load(smem.scales.at[slot, half], layout=_LAYOUT.reduce(0))
+                scales = plgpu.load(smem.scales.at[of_scales, half], layout=_LAYOUT.reduce(0))
                 part = part * lax.broadcast_in_dim(scales, part.shape, (1,))
-            promoted.append(written(total + part))
+            return written(total + part)
+
+        plgpu.barrier_wait(smem.full.at[slot])
+        first, second = sums
+        # Always so, which the compiler does not know: it would multiply both halves before it adds either, and spill.
+        first = lax.cond(step >= 0, lambda total: added(0, total), lambda total: total, first)
+        second = added(1, second)
         plgpu.barrier_arrive(smem.free.at[slot])
-        return tuple(promoted)
+        return first, second
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, problem.outputs), jnp.float32), _LAYOUT)
     return list(lax.fori_loop(_int(0), _int(problem.steps), one_step, (zeros, zeros)))

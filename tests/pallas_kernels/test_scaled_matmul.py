@@ -116,7 +116,15 @@ def test_what_does_not_fit_is_refused(weight, error):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "outputs", "code", "group"),
-    quick_first([(8192, (2, 1536), "fp8", 128), (256, (2, 1536), "int8", None), (8192, (1536,), "fp8", None)]),
+    quick_first(
+        [
+            (8192, (2, 1536), "fp8", 128),
+            (256, (2, 1536), "int8", None),
+            (8192, (1536,), "fp8", None),
+            (1024, (5120,), "fp8", 128),
+            (8192, (4096,), "fp8", 128),
+        ]
+    ),
 )
 def test_compiles_without_spilling(num_rows, outputs, code, group):
     x, scales = jax.ShapeDtypeStruct((num_rows, 1024), CODES[code]), jax.ShapeDtypeStruct((num_rows,), jnp.float32)
