@@ -156,7 +156,7 @@ class LocalEngineClient(EngineClient):
         for request in requests:
             self._engine.scheduler.check_admissible(request)
         with self._lock():
-            self._raise_if_dead()
+            self.raise_if_dead()
             if self._max_num_waiting is not None:
                 num_waiting = self._engine.num_waiting + self._num_submitted
                 if num_waiting + len(requests) > self._max_num_waiting:
@@ -193,7 +193,7 @@ class LocalEngineClient(EngineClient):
     def snapshot(self) -> EngineSnapshot:
         taken: _TakenSnapshot = concurrent.futures.Future()
         with self._lock():
-            self._raise_if_dead()
+            self.raise_if_dead()
             self._snapshots.append(taken)
             self._condition.notify()
         stats, num_output_tokens, (running, waiting, blocks) = taken.result()
@@ -208,7 +208,7 @@ class LocalEngineClient(EngineClient):
     @override
     def reset_prefix_cache(self) -> bool:
         with self._lock():
-            self._raise_if_dead()
+            self.raise_if_dead()
             reset = self._reset = self._reset or concurrent.futures.Future()
             self._condition.notify()
         return reset.result()
@@ -216,7 +216,7 @@ class LocalEngineClient(EngineClient):
     @override
     def start_profile(self, directory: str) -> None:
         with self._lock():
-            self._raise_if_dead()
+            self.raise_if_dead()
             if self._is_profiling:
                 raise InvalidRequest("a profile is being recorded already")
             options = jax.profiler.ProfileOptions()
@@ -267,7 +267,8 @@ class LocalEngineClient(EngineClient):
         with self._condition:
             yield
 
-    def _raise_if_dead(self) -> None:
+    def raise_if_dead(self) -> None:
+        """Raise EngineDead if the engine has failed or is closed."""
         if self._error is not None:
             raise EngineDead(f"the engine has stopped: {_why(self._error)}")
         if self._is_closing:

@@ -12,14 +12,15 @@ from jaxserve.scheduling.plan import StepPlan
 
 
 def engine_of(llm: LocalModel) -> Engine:
-    """Return the engine of an LLM or AsyncLLM. Raises ConfigError if it runs in another process, and InvalidRequest for
-    anything else.
+    """Return the engine of an LLM or AsyncLLM. Raises ConfigError if it runs in another process, EngineDead if it is
+    closed or has failed, and InvalidRequest for anything else.
     """
     if not isinstance(llm, LocalModel):
         raise InvalidRequest(f"llm must be an LLM or AsyncLLM, got {llm!r:.100}", param="llm")
     client = llm.client
     if not isinstance(client, LocalEngineClient):
         raise ConfigError("inspect needs an engine in this process, as LLM and AsyncLLM have one")
+    client.raise_if_dead()
     return client.engine
 
 

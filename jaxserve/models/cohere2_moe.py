@@ -90,7 +90,7 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
 
 
 def _one_of(fields: dict[str, Any], name: str, known: dict[str, Any]) -> Any:
-    if fields[name] not in known:
+    if not isinstance(fields[name], str) or fields[name] not in known:
         raise CheckpointError(f"config.json: {name} must be one of {', '.join(known)}, got {fields[name]!r:.100}")
     return known[fields[name]]
 

@@ -12,7 +12,7 @@ from waiting import PATIENCE
 
 from jaxserve import inspect
 from jaxserve.engine.frontend import Frontend
-from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.errors import ConfigError, EngineDead, InvalidRequest
 from jaxserve.execution.programs.background import BackgroundWarmUp
 from jaxserve.execution.programs.compile import CompiledSteps
 from jaxserve.gpus import find_gpu
@@ -267,5 +267,7 @@ def test_stages_of_an_engine(llm):
                 wrong()
         with pytest.raises(ConfigError, match="bubble times stages"):
             inspect.step(staged, rows=1)
+    with pytest.raises(EngineDead, match="the engine is closed"):
+        inspect.bubble(staged, rows=2)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 1"):
         inspect.bubble(llm, rows=2)
